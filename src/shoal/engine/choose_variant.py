@@ -153,10 +153,16 @@ def _best_form(
         with unset_fake_temporarily():
             planning = session.planning(laid_out, laid_out.device)
 
-        def plan(budget_bytes: int) -> tuple[_Made, Plan]:  # the session's own
+        def made(encode_below_seconds: float | None) -> tuple[_Made, Plan]:
             with unset_fake_temporarily():
-                planned, loop = session.try_to_plan(planning)
+                planned, loop = session.try_to_plan(planning, encode_below_seconds)
             return (laid_out, planned, loop), planned.plan
+
+        def plan(budget_bytes: int) -> tuple[_Made, Plan]:  # the session's own
+            return made(None)
+
+        def encoded(budget_bytes: int, below_seconds: float) -> tuple[_Made, Plan]:
+            return made(below_seconds)
 
         def cut() -> tuple[tuple[Pieces, ...], Priced[_Made]] | None:
             if not KERNEL_MEANS & session.options.form_means:
@@ -171,7 +177,7 @@ def _best_form(
                 return (pieces, priced(in_pieces(captured, pieces))) if pieces else None
 
         known = planning.priced(session.least_loop(planning))
-        return Priced(known, plan, session.options.lossy is not None, cut)
+        return Priced(known, plan, encoded if session.options.lossy is not None else None, cut)
 
     def price(graph: fx.GraphModule) -> Priced[_Made]:
         return priced(capture(graph))

@@ -157,18 +157,24 @@ class Pricing:
             timed = profile_step(step, device) if self.target is None else roofline(step.graph, self.target)
             return completed(timed)
 
-        def plan(budget_bytes: int) -> tuple[None, Plan]:
-            def made(graph: StepGraph) -> Plan:
+        def made(budget_bytes: int, find: Callable[[Callable[[StepGraph], Plan]], Plan]) -> tuple[None, Plan]:
+            def planned(graph: StepGraph) -> Plan:
                 return (planner if budget_bytes else planners.get("keep_all"))(graph, hardware, budget_bytes)
 
             with unset_fake_temporarily():
-                if lossy is None:
-                    found = made(known)
-                else:
-                    assert captured is not None
-                    _, found = choose_encoded(captured, lossy, budget_bytes, costed, made)
+                found = find(planned)
                 check_own_plan(found.captured_graph, found.graph, found.residences, budget_bytes)
             return None, found if captured is None else replace(found, compiled=captured.read_with.compiled)
+
+        def plan(budget_bytes: int) -> tuple[None, Plan]:
+            return made(budget_bytes, lambda planned: planned(known))
+
+        def encoded(budget_bytes: int, below_seconds: float) -> tuple[None, Plan]:
+            def find(planned: Callable[[StepGraph], Plan]) -> Plan:
+                assert captured is not None and lossy is not None
+                return choose_encoded(captured, lossy, budget_bytes, costed, planned, below_seconds=below_seconds)[1]
+
+            return made(budget_bytes, find)
 
         def cut() -> tuple[tuple[Pieces, ...], Priced[None]] | None:
             form_means = self.options.form_means
@@ -189,7 +195,7 @@ class Pricing:
             known = completed(roofline(graph, self.target))
         else:
             known = costed(captured)
-        return Priced(limited_step(means, known), plan, lossy is not None, cut)
+        return Priced(limited_step(means, known), plan, encoded if lossy is not None else None, cut)
 
     def _link_and_hardware(self, device: torch.device) -> tuple[Link | None, Hardware]:
         offload = self.options.offload

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -237,17 +238,24 @@ class Session:
             spare_bytes(device, self.options, self.status),
         )
 
-    def try_to_plan(self, planning: StepPlanning) -> tuple[Planned, LoopMemory]:
+    def try_to_plan(
+        self, planning: StepPlanning, encode_below_seconds: float | None = math.inf
+    ) -> tuple[Planned, LoopMemory]:
         """The plan of a step, and the loop that it is for: one that holds less, where nothing is known of it yet.
+
+        Args:
+            planning: the step.
+            encode_below_seconds: see `StepPlanning.plan`.
 
         Raises:
             BudgetError: no plan fits.
+            NotFaster: see `StepPlanning.plan`.
             PlanError: the ready plan belongs to another step.
         """
         try:
-            return planning.plan(self.loop, self.status.plans), self.loop
+            return planning.plan(self.loop, self.status.plans, encode_below_seconds), self.loop
         except BudgetError as refused:
-            return self._plan_in_hope(planning, with_hint(refused, self.static, self.state_bytes))
+            return self._plan_in_hope(planning, encode_below_seconds, with_hint(refused, self.static, self.state_bytes))
 
     def make_plan(self, captured: Captured, device: torch.device, step: Metered, form: Form = WHOLE_FORM) -> Captured:
         """Profile the step's ops here, then plan it inside the budget; `step` gets the plan and what it was made for.
@@ -329,13 +337,15 @@ class Session:
     def _bytes_beside(self, graph: StepGraph) -> int:
         return self.static.bytes_beside(graph) + self._aside.of(graph.fingerprint)
 
-    def _plan_in_hope(self, planning: StepPlanning, refused: BudgetError) -> tuple[Planned, LoopMemory]:
+    def _plan_in_hope(
+        self, planning: StepPlanning, encode_below_seconds: float | None, refused: BudgetError
+    ) -> tuple[Planned, LoopMemory]:
         """The plan that fits in the best case of what the loop holds."""
         if not self._may_hope:
             raise refused from None
         hoped = best_case(self.loop, planning.outputs)
         try:
-            made = planning.plan(hoped, self.status.plans)
+            made = planning.plan(hoped, self.status.plans, encode_below_seconds)
         except BudgetError as error:
             raise with_hope(refused, error) from None
         log.info("%s: fits if the loop drops outputs when their loss is known; the first step is metered", self.name)

@@ -131,15 +131,14 @@ def _fastest(
 def estimate(
     graph: StepGraph, budget_bytes: int, *, limits: Limits = DEFAULT, guard: Guard | None = None
 ) -> tuple[float, float]:
-    """An estimate of what `joint` finds, within milliseconds: bytes over the budget, and seconds of the step.
+    """An estimate of what `joint` finds, in a moment: bytes over the budget, and seconds of the step.
 
-    The relaxed program: a storage may be kept in one part, recomputed in another and offloaded in the rest. Where that
-    does not fit, the seconds are infinite, and it may still be that recomputing more than once does.
+    The seconds are `least_seconds`. Where nothing fits by that, they are infinite, and the bytes are those of the
+    program with the least room; it may still be that recomputing more than once fits.
     """
+    if math.isfinite(seconds := least_seconds(graph, budget_bytes, limits=limits)):
+        return 0.0, seconds
     choice = recompute_choice(graph)
-    solution = solve(choice, budget_bytes, whole=False, limits=limits, guard=guard)
-    if math.isfinite(solution.added_seconds):
-        return 0.0, graph.plain_seconds + solution.added_seconds
     least = solve(choice, None, whole=False, limits=limits, guard=guard)
     chosen = least.chosen or Chosen(frozenset())
     return max(0.0, as_chosen(choice, chosen).peak_bytes - budget_bytes), math.inf

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -20,6 +21,7 @@ from shoal.core.step import StepGraph
 from shoal.core.variant import WHOLE, Pieces, Variant
 from shoal.engine.backend import backend
 from shoal.engine.search.best_variant import Priced, best_variant
+from shoal.engine.search.choose_encoded import NotFaster
 from shoal.engine.search.variants import PatchWork
 from shoal.errors import BudgetError, CaptureError, InputError, PlanError
 from shoal.transforms.fuse.fuse_graph import fuse_graph
@@ -467,6 +469,60 @@ def test_they_are_left_also_where_the_step_as_it_is_adds_nothing_but_fused_would
     forms = UpTo(0.9, fused_seconds=99.8, whole_seconds=100.0)
     assert best_variant(forms, forms.price, 2**40, "").variant == WHOLE
     assert not any(0 < variant.up_to < 1 for variant in forms.asked)
+
+
+class Encoding(InSeconds):
+    """Forms by their seconds, and by those with storages encoded; what needs infinitely many seconds does not fit."""
+
+    def __init__(self, encoded_seconds: dict[str, float], **seconds: tuple[float, float]) -> None:
+        super().__init__(**seconds)
+        self.encoded_seconds = dict(zip(self.seconds, map(encoded_seconds.__getitem__, seconds), strict=True))
+        self.asked_encoded: list[tuple[Variant, float]] = []
+
+    def price(self, variant: Variant) -> Priced[None]:
+        place = list(self.seconds).index(variant)
+
+        def encoded(budget_bytes: int, below_seconds: float) -> tuple[None, Plan]:
+            self.asked_encoded.append((variant, below_seconds))
+            seconds = self.encoded_seconds[variant]
+            if math.isinf(seconds):
+                raise BudgetError("no plan fits", least_feasible_bytes=budget_bytes + 1)
+            if seconds >= below_seconds:
+                raise NotFaster
+            return None, Plan(taking(seconds, place), {}, "joint")
+
+        def refused(budget_bytes: int) -> tuple[None, Plan]:
+            raise BudgetError("no plan fits", least_feasible_bytes=budget_bytes + 2)
+
+        priced = replace(super().price(variant), encoded=encoded)
+        return replace(priced, plan=refused) if math.isinf(self.seconds[variant][1]) else priced
+
+
+def test_storages_are_encoded_in_what_is_faster_kept_than_the_best_plan_and_only_a_faster_plan_counts() -> None:
+    encoded = {"whole": 105.0, "bnff": 99.0, "icf": 90.0}
+    forms = Encoding(encoded, whole=(100.0, 110.0), bnff=(98.0, 108.0), icf=(109.0, 120.0))
+    best = best_variant(forms, forms.price, 2**40, "")
+    assert forms.asked_encoded == [(FUSED, 108.0)], "then nothing is faster with everything kept"
+    assert best.variant == FUSED and best.plan.predicted_seconds == pytest.approx(99.0)
+    outcomes = {str(row.variant): (row.seconds, row.outcome) for row in best.plan.candidates}
+    assert outcomes[str(FUSED)] == (pytest.approx(99.0), "chosen")
+    forms = Encoding(dict.fromkeys(encoded, 108.0), whole=(100.0, 110.0), bnff=(98.0, 108.0), icf=(107.0, 120.0))
+    best = best_variant(forms, forms.price, 2**40, "")
+    assert [variant for variant, _ in forms.asked_encoded] == [FUSED, WHOLE], "two forms, where something fits"
+    assert best.variant == FUSED and best.plan.predicted_seconds == pytest.approx(108.0)
+
+
+def test_where_nothing_fits_exactly_each_form_is_asked_until_one_fits_encoded() -> None:
+    nothing = dict.fromkeys(("whole", "bnff", "icf"), math.inf)
+    kept = {"whole": (100.0, math.inf), "bnff": (98.0, math.inf), "icf": (99.0, math.inf)}
+    forms = Encoding(nothing | {"icf": 130.0, "whole": 120.0}, **kept)
+    best = best_variant(forms, forms.price, 2**40, "")
+    assert [below for _, below in forms.asked_encoded] == [math.inf, math.inf, 130.0]
+    assert best.variant == WHOLE and best.plan.predicted_seconds == pytest.approx(120.0)
+    forms = Encoding(nothing, **kept)
+    with pytest.raises(BudgetError) as refused:
+        best_variant(forms, forms.price, 2**40, "")
+    assert refused.value.least_feasible_bytes == 2**40 + 1
 
 
 @pytest.mark.parametrize("kept_seconds, asked", [(99.0, ["whole", "pieces"]), (99.8, ["whole"])])

@@ -17,7 +17,7 @@ from shoal.core.lossy import LossyOptions
 from shoal.core.plan import Plan
 from shoal.core.step import Op, StepGraph
 from shoal.engine.search import choose_encoded as choosing
-from shoal.engine.search.choose_encoded import choose_encoded, encoded_by, error_on_normal_numbers
+from shoal.engine.search.choose_encoded import NotFaster, choose_encoded, encoded_by, error_on_normal_numbers
 from shoal.errors import BudgetError
 from shoal.planners.joint import estimate, joint
 from shoal.planners.keep_all import keep_all
@@ -99,6 +99,27 @@ def test_no_other_set_is_faster(share: float) -> None:
         except BudgetError:
             continue
     assert found.predicted_seconds == pytest.approx(min(times))
+
+
+def test_beside_a_step_that_fits_only_what_is_faster_is_planned_and_nothing_exact() -> None:
+    fastest, planned = chosen_at(0.6, codec_seconds=0.1), list[StepGraph]()
+
+    def plan(graph: StepGraph) -> Plan:
+        planned.append(graph)
+        return joint(graph, HARDWARE, fastest.budget_bytes)
+
+    def below(seconds: float) -> Plan:
+        return choose_encoded(step(), LOSSY, fastest.budget_bytes, costs(0.1), plan, below_seconds=seconds)[1]
+
+    found = below(1.1 * fastest.predicted_seconds)
+    assert found.predicted_seconds == pytest.approx(fastest.predicted_seconds)
+    assert costs(0.1)(step()).fingerprint not in {graph.fingerprint for graph in planned}
+    planned.clear()
+    with pytest.raises(NotFaster):
+        below(fastest.predicted_seconds)
+    with pytest.raises(NotFaster):
+        below(0.5 * fastest.predicted_seconds)
+    assert len(planned) <= choosing._PLANNED * 2
 
 
 def test_over_a_link_what_travels_is_a_quarter() -> None:

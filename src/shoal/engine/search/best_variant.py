@@ -6,7 +6,8 @@ Convolutions in pieces take less scratch and mostly more time, so the forms are 
 slowed down, or do not fit; a form that fits is planned with them only if that lowers its bound. Overlapping patches
 compute their halos besides what the network computes, so they are looked at where the other forms are slowed down by
 more than that. All numbers of slices are captured before any is planned; fewer than fit are planned only if their bound
-is lower. Counts of ops end the search, never a clock.
+is lower. Storages are encoded last, in the forms that are faster with everything kept than the best plan that encodes
+nothing. Counts of ops end the search, never a clock.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from shoal.core.simulate import simulate
 from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
 from shoal.core.variant import WHOLE, Candidate, Pieces, Variant
+from shoal.engine.search.choose_encoded import NotFaster
 from shoal.engine.search.scaled_step import NotLinear
 from shoal.engine.search.variants import Forms, Graph, PatchWork
 from shoal.errors import BudgetError
@@ -43,6 +45,7 @@ _ENOUGH_SLICES = 4  # with which patches that overlap are left out
 _SURE = 0.9  # of what the step on more slices is expected to take
 _LOWERED = 0.9  # a smallest plan is at most so much lower than about expected
 _LOWER = 0.99  # where nothing fits, patches that need more than so much of what others need are not made finer
+_MAX_ENCODED = 2  # forms in which storages are encoded, once something fits
 _MAX_OPS = 12  # of all forms together, as a multiple of the whole step's
 _MIN_OPS = 6_000  # the same for small steps, in ops
 _OPS_A_CALL = 5  # of a layer on a patch: it is cut out, and both passes compute it
@@ -55,18 +58,19 @@ class Priced(Generic[Made]):
     Attributes:
         graph: with seconds, workspaces and all that the training loop holds.
         plan: plans it inside a budget, or raises BudgetError; what the caller wants of it, and the plan.
-        encodes: whether storages may be encoded, which makes room that the relaxed program does not know of.
+        encoded: likewise with storages encoded, in fewer seconds than those given, or raises NotFaster; None where
+            nothing may be.
         cut: the same form with convolutions in pieces, and which those are; None where there are none.
     """
 
     graph: StepGraph
     plan: Callable[[int], tuple[Made, Plan]]
-    encodes: bool = False
+    encoded: Callable[[int, float], tuple[Made, Plan]] | None = None
     cut: Callable[[], tuple[tuple[Pieces, ...], Priced[Made]] | None] = lambda: None
 
     def least_seconds(self, budget_bytes: int) -> float:
-        """The lower bound of the step inside the budget: see `planners.joint.least_seconds`."""
-        return self.graph.plain_seconds if self.encodes else least_seconds(self.graph, budget_bytes)
+        """The lower bound of the step inside the budget, nothing encoded: see `planners.joint.least_seconds`."""
+        return least_seconds(self.graph, budget_bytes)
 
 
 @dataclass(frozen=True)
@@ -121,6 +125,7 @@ def best_variant(
                 if variant.slabs and not search.has_a_plan:
                     search.consider_pieces()
             variant = next(split, None)
+    search.consider_encoded()
     best = search.answer()
     log.info("%s: %s inside %s", name or "model", best.variant, format_bytes(budget_bytes))
     return best
@@ -242,6 +247,40 @@ class _Search(Generic[Graph, Made]):
                 found.append(_Form(replace(form.variant, pieces=pieces), form.graph, priced))
         self._try_each(found)
 
+    def consider_encoded(self) -> None:
+        """Encode storages in the forms that are faster with everything kept than the best plan, the fastest first."""
+        forms = [form for form in self._forms.values() if form.priced.encoded and self._may_fit(form)]
+        n_fitting = 0
+        for form in sorted(forms, key=lambda form: form.priced.graph.plain_seconds):
+            below_seconds = self._best.plan.predicted_seconds if self._best else math.inf
+            kept_seconds = form.priced.graph.plain_seconds
+            if n_fitting == _MAX_ENCODED or kept_seconds >= (1 - _WORTH_A_PLAN) * below_seconds:
+                return
+            n_fitting += self._encode(form, below_seconds)
+
+    def _encode(self, form: _Form[Graph, Made], below_seconds: float) -> bool:
+        """Plan a form with storages encoded, if that takes less; whether anything fits by now."""
+        assert form.priced.encoded is not None
+        doing("plan", f"{len(form.priced.graph.ops)} ops, {form.variant}, storages encoded")
+        try:
+            made, plan = form.priced.encoded(self._budget_bytes, below_seconds)
+        except NotFaster:
+            return True
+        except BudgetError as error:
+            self._refuse(form.variant, error)
+            return self._best is not None
+        self._best = Best(form.variant, form.graph, made, plan)
+        place = next(n for n, row in enumerate(self._rows) if row.variant == form.variant)
+        row = self._rows[place]
+        self._rows[place] = replace(
+            row,
+            bound_seconds=row.plain_seconds + plan.lower_bound_seconds,
+            seconds=plan.predicted_seconds,
+            peak_bytes=plan.predicted_peak_bytes,
+            outcome="slower",
+        )
+        return True
+
     def _try_each(self, forms: Iterable[_Form[Graph, Made]]) -> None:
         bounded = []
         for form in forms:
@@ -316,7 +355,7 @@ class _Search(Generic[Graph, Made]):
 
     def _note_what_is_needed(self, form: _Form[Graph, Made]) -> None:
         """Where what stays in any form is over the budget, so that finer patches are for the least alone."""
-        if form.priced.encodes or floor_bytes(form.priced.graph) <= self._budget_bytes:
+        if floor_bytes(form.priced.graph) <= self._budget_bytes:
             return
         before_bytes = min(self._about_bytes.values(), default=math.inf)
         about_bytes = self._about_bytes[form.variant] = about_least_bytes(form.priced.graph)
@@ -417,8 +456,7 @@ class _Search(Generic[Graph, Made]):
         for form in order:
             needed_bytes = expected[form.variant]
             if self._may_fit(form):
-                at_least_bytes = 0 if form.priced.encodes else fewest_bytes(form.priced.graph)
-                needed_bytes = max(at_least_bytes, int(_LOWERED * needed_bytes))
+                needed_bytes = max(fewest_bytes(form.priced.graph), int(_LOWERED * needed_bytes))
             if form.variant in self._refused or needed_bytes >= self._enough_bytes(fitting):
                 continue
             try:
@@ -432,12 +470,10 @@ class _Search(Generic[Graph, Made]):
         raise nearest if variant == WHOLE else nearest.with_hint(hint)
 
     def _may_fit(self, form: _Form[Graph, Made]) -> bool:
-        return form.priced.encodes or fewest_bytes(form.priced.graph) <= self._budget_bytes
+        return fewest_bytes(form.priced.graph) <= self._budget_bytes
 
     def _expected_bytes(self, form: _Form[Graph, Made]) -> int:
         """About the least that a form needs: exactly enough to choose among those of which nothing fits."""
-        if form.priced.encodes:
-            return 0
         graph = form.priced.graph
         if self._may_fit(form):
             return least_peak_bytes(graph)

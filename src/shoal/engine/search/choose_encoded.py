@@ -5,7 +5,8 @@ choice is between 8 bits, keeping, recomputing and offloading).
 
 A set of storages is judged by its relaxed program (see `planners.integer_program`), which takes milliseconds, and
 improved storage by storage. The best sets are then planned in full, as is the exact step, and as many of their
-neighbours as the limits allow, and the fastest plan counts. Counts end both searches, never a clock.
+neighbours as the limits allow, and the fastest plan counts. Once something fits, a set is planned only where its
+relaxed program is faster. Counts end both searches, never a clock.
 No optimum is claimed for the set; the plan of it is as good as `joint` makes it.
 """
 
@@ -41,10 +42,15 @@ _NOTHING: _Set = frozenset()
 _GOOD_ENOUGH = 0.002  # of the plain step: an exact plan that adds no more is taken
 _ESTIMATING_EFFORT = 10_000_000  # the squares of the numbers of ops, added up over all estimates
 _PLANNING_OPS = 3_000  # ops of all steps planned in full, after which no further set is
+_WORTH_A_PLAN = 0.005  # of the fastest plan's step: a set that may gain no more is not planned
 _SHARES = (1.0, 0.75, 0.5, 0.25)
 _PLANNED = 2  # sets that are planned in full whatever that takes
 _GUARD_SECONDS = 600.0  # of the whole search: the plan says so where it is reached
 _NORMAL_ELEMS = 1 << 16
+
+
+class NotFaster(Exception):
+    """No plan with encoded storages is faster than one that is known."""
 
 
 def choose_encoded(
@@ -54,6 +60,7 @@ def choose_encoded(
     costed: Callable[[Captured], StepGraph],
     plan: Callable[[StepGraph], Plan],
     before: Iterable[str] | None = None,
+    below_seconds: float = math.inf,
 ) -> tuple[Captured, Plan]:
     """The fastest plan inside the budget that may encode convolution inputs, and the step it is for.
 
@@ -64,17 +71,19 @@ def choose_encoded(
         costed: the step's graph with seconds, workspaces, static memory and link; for encoded steps too.
         plan: plans such a graph, or raises BudgetError.
         before: storages that an earlier run of this step encoded: taken again if a plan of them fits.
+        below_seconds: what a step that fits takes; then the exact step is not planned, and only what may be faster is.
 
     Raises:
         BudgetError: no plan fits, of the exact step or of one with encoded storages; the one that came nearest.
+        NotFaster: `below_seconds` is given, and no plan of encoded storages takes less.
     """
-    search = _Search(captured, lossy, budget_bytes, costed, plan)
+    search = _Search(captured, lossy, budget_bytes, costed, plan, below_seconds)
     chosen = None if before is None else frozenset(before)
     if chosen is not None and not search.fits(chosen):
         log.warning("%s: what an earlier run encoded does not fit here; choosing anew", captured.graph.model)
         chosen = None
     if chosen is None:
-        chosen = search.best()
+        chosen = search.best() if math.isinf(below_seconds) else search.best_below()
     log.info("%s: %d storages encoded inside %s", captured.graph.model, len(chosen), format_bytes(budget_bytes))
     return search.step(chosen), as_encoded(search.planned(chosen), search.exact, chosen, lossy)
 
@@ -122,7 +131,9 @@ class _Search:
         budget_bytes: int,
         costed: Callable[[Captured], StepGraph],
         plan: Callable[[StepGraph], Plan],
+        below_seconds: float = math.inf,
     ) -> None:
+        self._below_seconds = below_seconds
         self._captured = captured
         self._lossy = lossy
         self._budget_bytes = budget_bytes
@@ -132,6 +143,7 @@ class _Search:
         self._estimates: dict[_Set, tuple[float, float]] = {}
         self._plans: dict[_Set, Plan | BudgetError] = {}
         self._guard = Guard(_GUARD_SECONDS)
+        self._estimating = Effort("choice of what to encode", _ESTIMATING_EFFORT, self._guard)
 
     @property
     def exact(self) -> StepGraph:
@@ -160,28 +172,64 @@ class _Search:
         return replace(made, stopped_early=tuple(dict.fromkeys((*made.stopped_early, *self._guard.stopped))))
 
     def best(self) -> _Set:
-        """The set with the fastest plan; of none, the one that came nearest."""
+        """The set with the fastest plan, maybe of nothing; where none fits, the one that came nearest."""
         exact = self._try(_NOTHING)
-        enough = isinstance(exact, Plan) and exact.added_seconds <= _GOOD_ENOUGH * exact.plain_seconds
-        offered = [] if enough else self._offered()
-        if offered:
-            self._improve(offered)
-            effort = Effort("choice of what to encode", _PLANNING_OPS, self._guard)
-            for chosen in self._by_estimate(self._estimates)[:_PLANNED]:
-                self._try(chosen)
-                effort.spend(len(self._graph(chosen).ops))
-            in_vain = 0  # tries since one came nearer, while nothing fits
-            while not effort.is_spent and in_vain < _PLANNED:
-                leading = self._leading()
-                near = {leading ^ {storage} for storage in offered} - self._plans.keys()
-                if not near:
-                    break
-                chosen = self._by_estimate(near)[0]
-                self._try(chosen)
-                effort.spend(len(self._graph(chosen).ops))
-                nothing_fits = isinstance(self._plans[leading], BudgetError)
-                in_vain = in_vain + 1 if nothing_fits and self._leading() == leading else 0
+        if isinstance(exact, BudgetError) or exact.added_seconds > _GOOD_ENOUGH * exact.plain_seconds:
+            self._plan_sets()
         return self._leading()
+
+    def best_below(self) -> _Set:
+        """The set with the fastest plan, where that is faster than what is known.
+
+        Raises:
+            NotFaster: none is.
+        """
+        self._plan_sets()
+        if not self._plans or self._known_seconds >= self._below_seconds:
+            raise NotFaster
+        return self._leading()
+
+    def _plan_sets(self) -> None:
+        """Plan the best sets by their estimates, then neighbours of the one with the fastest plan."""
+        offered = self._offered()
+        if not offered:
+            return
+        self._improve(offered)
+        effort = Effort("choice of what to encode", _PLANNING_OPS, self._guard)
+        known_seconds = self._known_seconds
+        for chosen in self._by_estimate(self._estimates)[:_PLANNED]:
+            if self._may_be_faster(chosen):
+                self._try(chosen)
+                effort.spend(len(self._graph(chosen).ops))
+        if math.isfinite(known_seconds) and self._known_seconds == known_seconds:
+            return
+        in_vain = 0  # tries since one was better
+        while self._plans and not effort.is_spent and in_vain < _PLANNED:
+            leading = self._leading()
+            near = (leading ^ {storage} for storage in offered)
+            estimated = [one for one in near if one and one not in self._plans and self._has_estimate(one)]
+            chosen = next(iter(self._by_estimate(estimated)), _NOTHING)
+            if not chosen or not self._may_be_faster(chosen):
+                break
+            self._try(chosen)
+            effort.spend(len(self._graph(chosen).ops))
+            in_vain = in_vain + 1 if self._leading() == leading else 0
+
+    def _may_be_faster(self, chosen: _Set) -> bool:
+        """Whether a set is faster if planned twice as near to its bound as the exact step; where nothing fits all may.
+
+        No exact plan of this step is faster than what is known.
+        """
+        known_seconds, bound_seconds = self._known_seconds, self._estimate(chosen)[1]
+        if math.isinf(known_seconds):
+            return True
+        exact_gap = max(0.0, known_seconds / self._estimate(_NOTHING)[1] - 1)
+        return bound_seconds * (1 + exact_gap / 2) < (1 - _WORTH_A_PLAN) * known_seconds
+
+    @property
+    def _known_seconds(self) -> float:
+        planned = [made.predicted_seconds for made in self._plans.values() if isinstance(made, Plan)]
+        return min([*planned, self._below_seconds])
 
     def _leading(self) -> _Set:
         def rank(chosen: _Set) -> tuple[float, float]:
@@ -206,17 +254,16 @@ class _Search:
         return [offer.storage for offer in sorted(offers(self._captured, self._lossy), key=worth, reverse=True)]
 
     def _improve(self, offered: Sequence[str]) -> None:
-        """Estimate shares of what is offered, then whatever differs from the best so far in one storage."""
-        effort = Effort("choice of what to encode", _ESTIMATING_EFFORT, self._guard)
-        best = min((frozenset(offered[: math.ceil(share * len(offered))]) for share in _SHARES), key=self._estimate)
+        """Estimate shares of what is offered and nothing, then whatever differs from the best so far in one storage."""
+        starts = [frozenset(offered[: math.ceil(share * len(offered))]) for share in _SHARES]
+        best = min([*starts, _NOTHING], key=self._estimate)
         improved = True
         while improved:
             improved = False
             for storage in offered:
-                if effort.is_spent:
-                    return
                 other = best ^ {storage}
-                effort.spend(len(self.exact.ops) ** 2)
+                if other and not self._has_estimate(other):
+                    return
                 if other and self._estimate(other) < self._estimate(best):
                     best, improved = other, True
 
@@ -225,8 +272,15 @@ class _Search:
             self._graphs[chosen] = self._costed(self.step(chosen))
         return self._graphs[chosen]
 
+    def _has_estimate(self, chosen: _Set) -> bool:
+        """Whether the set has an estimate, or gets one with the effort that is left."""
+        if chosen not in self._estimates and not self._estimating.is_spent:
+            self._estimate(chosen)
+        return chosen in self._estimates
+
     def _estimate(self, chosen: _Set) -> tuple[float, float]:
         if chosen not in self._estimates:
+            self._estimating.spend(len(self.exact.ops) ** 2)
             self._estimates[chosen] = estimate(self._graph(chosen), self._budget_bytes, guard=self._guard)
         return self._estimates[chosen]
 

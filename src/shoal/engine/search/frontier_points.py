@@ -43,10 +43,26 @@ class _Form:
         if budget_bytes < self.too_small_bytes:
             return None
         try:
-            return replace(self.priced.plan(budget_bytes)[1], variant=self.variant)
+            return replace(self.try_to_plan(budget_bytes), variant=self.variant)
         except BudgetError as error:
             self.too_small_bytes = max(budget_bytes + 1, error.least_feasible_bytes or 0)
             return None
+
+    def try_to_plan(self, budget_bytes: int) -> Plan:
+        """The form's plan, by all means.
+
+        Raises:
+            BudgetError: none fits.
+        """
+        if self.priced.encoded is not None:
+            return self.priced.encoded(budget_bytes, math.inf)[1]
+        return self.priced.plan(budget_bytes)[1]
+
+    def least_seconds(self, budget_bytes: int) -> float:
+        """A lower bound of the plan's step: where storages may be encoded, with everything kept."""
+        if self.priced.encoded is not None:
+            return self.priced.graph.plain_seconds
+        return self.priced.least_seconds(budget_bytes)
 
 
 @dataclass(frozen=True)
@@ -114,7 +130,7 @@ def frontier_points(
 
 def _plan_inside(budget_bytes: int, forms: list[_Form], plans: list[Plan]) -> float:
     """Add the plans that may be the fastest; the lower bound of all forms."""
-    bounds = [(form.priced.least_seconds(budget_bytes), place) for place, form in enumerate(forms)]
+    bounds = [(form.least_seconds(budget_bytes), place) for place, form in enumerate(forms)]
     for bound_seconds, place in sorted(bounds):
         best = _fastest(plans, budget_bytes)
         if math.isfinite(bound_seconds) and (best is None or bound_seconds < best.predicted_seconds):
@@ -167,7 +183,7 @@ def _least_bytes(forms: list[_Form]) -> int:
     for estimated_bytes, place in estimated:
         if least_bytes is None or _LOWERED * estimated_bytes < least_bytes:
             try:
-                forms[place].priced.plan(1)
+                forms[place].try_to_plan(1)
             except BudgetError as error:
                 needed_bytes = error.least_feasible_bytes or estimated_bytes
                 forms[place].too_small_bytes = error.least_feasible_bytes or 0
