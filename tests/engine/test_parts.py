@@ -138,8 +138,6 @@ def dropping(inputs: int, channels: int) -> nn.Module:
 
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
-    "break": lambda: Chain(breaks),
-    "print": lambda: Chain(prints),
     "branch": lambda: Chain(branches),
     "eager ops": lambda: Chain(computes_eagerly),
     "in place": lambda: Chain(changes_in_place),
