@@ -41,8 +41,9 @@ demo: build-demo
 	@$(BIN)/python -c "import json; accuracy = json.load(open('runs/demo/result.json'))['test_accuracy']; \
 	  assert accuracy >= 0.95, f'expected a test accuracy of 95 %, got {accuracy:.1%}'"
 
+# Bytecode is written whatever the shell says: workers and the processes of tests would each compile every module again.
 test: build-test
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 # Lightning, Accelerate, Transformers, timm and others train inside a budget; see docs/hosts.
 test-hosts: build-hosts

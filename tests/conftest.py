@@ -36,10 +36,12 @@ providers.HypothesisProvider._local_constants = providers.Constants()  # type: i
 made_up_machine.put_in_place()
 os.environ["SHOAL_ALLOW"] = "bitwise"  # laws hold bits against plain PyTorch; who tries other means names them
 os.environ["SHOAL_CHECK_PLANS"] = "1"  # Shoal's own plans are held against the rules before they run
-# Reading along with every logger that passes nothing on, pytest would have torch.compile write down its whole trace.
-_trace = logging.getLogger("torch.__trace")
-_trace.propagate = True
-_trace.handlers.clear()  # torch's own, which would leave at the first record
+# Pytest hangs its handlers on every logger that passes nothing on, six times a test. Torch has sixty of them, and with
+# a handler one would write down all that torch.compile traces.
+for _logger in logging.root.manager.loggerDict.values():
+    if isinstance(_logger, logging.Logger):
+        _logger.propagate = True
+        _logger.handlers.clear()
 # For a line of its log, torch.compile times the guards of every graph with empty caches: twenty milliseconds a graph.
 if hasattr(guards, "profile_guard_manager"):
     guards.profile_guard_manager = lambda *_: 0.0

@@ -1,6 +1,6 @@
 """Triton's kernels in tests: on CUDA where there is one, else in Triton's interpreter on the CPU.
 
-The interpreter is chosen before Triton is imported, so a test runs the others of its file in a process of its own. That
+The interpreter is chosen before Triton is imported, so one test runs all of them in a process of its own. That
 process compiles nothing: what the interpreter puts in place of the language, else anew for each launch and each call
 within one, stays there.
 """

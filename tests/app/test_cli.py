@@ -282,10 +282,10 @@ def test_a_plan_as_json(planned: Callable[..., Result]) -> None:
 
 @pytest.mark.usefixtures("tiny")
 def test_a_split_network_saves_smaller_storages(here: Path) -> None:
-    arguments = ["plan", "--model", "vgg19", "--batch", "16", "--image", "64", "--hardware", "p100-nvlink"]
+    arguments = ["plan", "--model", "vgg19", "--batch", "16", "--image", "32", "--hardware", "p100-nvlink"]
     arguments += ["--planner", "keep_all", "--json"]
     whole = json.loads(invoke(*arguments).stdout)
-    for how in ([], ["--halo", "exact"], ["--stochastic", "0.2"]):
+    for how in (["--halo", "exact"], ["--stochastic", "0.2"]):
         figures = json.loads(invoke(*arguments, "--split", "1", "--grid", "2x1", *how).stdout)
         assert figures["kept_storages"] > 1.5 * whole["kept_storages"]
 
@@ -352,9 +352,10 @@ def test_a_network_for_a_device_that_is_not_here_takes_no_memory(monkeypatch: py
     assert all(tensor.is_meta for tensor in network.state_dict().values())
 
 
-ALEXNET = ["plan", "--model", "alexnet", "--batch", "256", "--image", "64", "--hardware", "p100-nvlink"]
+ALEXNET = ["plan", "--model", "alexnet", "--batch", "256", "--image", "32", "--hardware", "p100-nvlink"]
 
 
+@pytest.mark.usefixtures("tiny")
 def test_the_largest_batch_is_that_of_fit(here: Path) -> None:
     arguments = [*ALEXNET, "--planner", "sqrt", "--allow", "bitwise", "--budget", "1GiB"]
     done = invoke(*arguments, "--max-batch")
@@ -374,6 +375,7 @@ def test_the_largest_batch_is_that_of_fit(here: Path) -> None:
     assert "no plan of alexnet fits" in error_line(invoke(*arguments, "--batch", str(answer["too_many"])))
 
 
+@pytest.mark.usefixtures("tiny")
 def test_a_plan_that_does_not_fit_still_has_its_largest_batch(here: Path) -> None:
     arguments = [*ALEXNET, "--batch", "65536", "--planner", "keep_all", "--budget", "1GiB", "--max-batch"]
     done = invoke(*arguments)

@@ -18,11 +18,12 @@ from bench.processes import malloc_environment
 def test_every_contender_is_timed_and_the_arena_departs_nowhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delitem(arena.TUNABLES, arena.TUNED)  # which is a part of `HUGE`
+    monkeypatch.delitem(arena.TUNABLES, arena.TUNED)  # of malloc with a setting, see `bench.batchnorm`
+    monkeypatch.delitem(arena.TUNABLES, arena.HUGE)
     assert arena.main(["--quick", "--networks", "mobilenet_v2", "--out", str(tmp_path)]) == 0
     (path,) = tmp_path.glob("arena_*.json")
     (result,) = json.loads(path.read_text())["networks"]
-    assert set(result["rows"]) == {arena.DEFAULT, arena.HUGE, arena.ARENA}
+    assert set(result["rows"]) == {arena.DEFAULT, arena.ARENA}
     assert all(len(row["seconds"]) == 1 and row["seconds"][0] > 0 for row in result["rows"].values())
     assert result["arena"]["departures"] == 0
     assert result["arena"]["replayed_steps"] >= 1

@@ -205,7 +205,7 @@ def called(target: Any) -> str:
     ("target", "arguments"),
     [pytest.param(*call, id=called(call[0])) for call in CALLS],
 )
-@settings(max_examples=25)
+@settings(max_examples=settings().max_examples // 3)
 @given(
     st.tuples(*[st.integers(1, 6)] * 4), st.sampled_from([torch.float32, torch.bfloat16]), st.booleans(), st.booleans()
 )

@@ -53,9 +53,7 @@ def trained(model: nn.Module, share: float | None = None) -> tuple[Any, list[tor
     return model.shoal, [*results, *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
-@pytest.mark.parametrize(
-    ("stride", "kernels", "share"), [(1, "native", 0.9), (2, "native", None), (1, "reference", None)]
-)
+@pytest.mark.parametrize(("stride", "kernels", "share"), [(1, "native", 0.9), (2, "reference", None)])
 def test_the_bits_are_those_of_the_products_and_sums(
     stride: int, share: float | None, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,6 @@
 """Triton's kernels give the bits of the torch reference: on CUDA where there is one, on the CPU in its interpreter.
 
-One test runs all others again in the interpreter, see `tests.interpreter`.
+`tests.test_interpreter` runs these in the interpreter.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shoal.codecs.launch import triton_applies as applies
 from shoal.codecs.table_codes_triton import buckets_of
 from shoal.errors import CodecError
 from shoal.lowlevel.dispatch import TABLE, VARIABLE, choose
-from tests.interpreter import INTERPRETED, not_interpreted, on_device, passes_interpreted, with_triton
+from tests.interpreter import INTERPRETED, not_interpreted, on_device, with_triton
 from tests.kernels_elsewhere import compiled_for, each_capability, kernels_of, there
 
 table_codes_reference, table_codes_triton = map(TABLE["table_codes"].functions, ("reference", "triton"))
@@ -55,13 +55,6 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 def same_bits(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
     return all(torch.equal(bits(one), bits(other)) for one, other in zip(ours, theirs, strict=True))
-
-
-@pytest.mark.slow
-@with_triton
-@not_interpreted
-def test_all_of_this_in_tritons_interpreter() -> None:
-    passes_interpreted(__file__)
 
 
 # The interpreter is slow, and tables differ in numbers alone: it sees all kinds of blocks with one of them.

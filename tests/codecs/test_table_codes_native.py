@@ -189,7 +189,7 @@ def test_any_tensor_in_any_blocks(
 
 
 @each_level
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["dynamic_tree", "linear"])  # tables differ in numbers alone
 @pytest.mark.parametrize("block", [4096, 70_000, None])
 @pytest.mark.parametrize("seed", [None, 5])
 def test_threads_and_the_size_of_a_tensor_change_no_bit(
@@ -210,10 +210,12 @@ def test_threads_and_the_size_of_a_tensor_change_no_bit(
                 assert same_bits(ours, right)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_float_from_0_to_1(name: str) -> None:
-    """2**30 shares: a block of them and a one, so that its scale is 1. Between two thresholds all must be one code."""
-    table, step, one = TABLES[name], 1 << 18, 0x3F800000
+def test_every_float_from_0_to_1() -> None:
+    """2**30 shares: a block of them and a one, so that its scale is 1. Between two thresholds all must be one code.
+
+    Of one table, since tables differ in numbers alone, and every threshold of each is tried with its neighbours above.
+    """
+    table, step, one = TABLES["dynamic_tree"], 1 << 18, 0x3F800000
     begins = table.thresholds.view(torch.int32).tolist()
     bits = torch.arange(step, dtype=torch.int32)
     x, codes, scales = bits.view(torch.float32), torch.empty(step, dtype=torch.uint8), torch.empty(1)

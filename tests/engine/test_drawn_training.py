@@ -60,7 +60,7 @@ def divided(seed: int = 0, **changes: Any) -> SplitModule:
 def small() -> SplitModule:
     """A convolution with batch norm and a ReLU, split: quick to compile."""
     torch.manual_seed(0)
-    return split(classifier(3, 8), 1.0, stochastic=0.3, join="0.1")
+    return split(classifier(3, 8), 1.0, (2, 1), stochastic=0.3, join="0.1")
 
 
 def same_steps(ours: nn.Module, theirs: nn.Module, batches: list[torch.Tensor], *, accumulate: int = 1) -> set[Any]:
@@ -88,9 +88,8 @@ def same_steps(ours: nn.Module, theirs: nn.Module, batches: list[torch.Tensor], 
 @pytest.mark.parametrize(
     ("planner", "batch_norm", "grid"),
     [
-        (keep_nothing, "patch", (3, 1)),
         (keep_by_chance(1, 0.4, 0.2), "joint", (1, 2)),
-        (offload_by_chance(2), "patch", (2, 2)),
+        (offload_by_chance(2), "patch", (3, 1)),
     ],
 )
 def test_every_draw_trains_as_in_eager_pytorch_and_one_capture_serves_all(
@@ -120,9 +119,7 @@ _POOLINGS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("kind", "size"), [("max", (64,)), ("average", (63,)), ("max", (25, 30)), ("average", (25, 30)), ("max", (16,) * 3)]
-)
+@pytest.mark.parametrize(("kind", "size"), [("max", (64,)), ("average", (63,)), ("max", (25, 30)), ("max", (16,) * 3)])
 def test_poolings_in_one_two_and_three_dimensions(kind: str, size: tuple[int, ...]) -> None:
     dims = len(size)
     convolution, pooling = _CONVOLUTIONS[dims], _POOLINGS[kind][dims]
@@ -179,12 +176,12 @@ def test_evaluation_is_of_the_unsplit_network() -> None:
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize(("planner", "share"), [("keep_all", 1.0), ("joint", 0.75)])
+@pytest.mark.parametrize(("planner", "share", "grid"), [("keep_all", 1.0, (2, 2)), ("joint", 0.75, (2, 1))])
 def test_the_budget_holds_at_the_corners_of_all_draws(
-    planner: str, share: float, monkeypatch: pytest.MonkeyPatch
+    planner: str, share: float, grid: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(backend, "STEPS_TO_METER", 1000)
-    ours = split(classifier(3, 16, 16), 0.9, stochastic=0.3, join="1")
+    ours = split(classifier(3, 16, 16), 0.9, grid, stochastic=0.3, join="1")
     (x,) = images(1, 8, 3, 40, 40)
     budget = int(share * shoal.plan(ours, x).predicted_peak_bytes) + 2048  # for what the loop holds
     shoal.compile(ours, budget, planner=planner)

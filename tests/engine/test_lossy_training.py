@@ -114,10 +114,9 @@ def peak_of_a_step(model: nn.Module, batch: torch.Tensor) -> int:
 
 
 @needs_compiler
-@pytest.mark.parametrize("share", [0.5, 0.6])
-def test_inside_a_budget_the_measured_peak_is_the_predicted_one(share: float) -> None:
+def test_inside_a_budget_the_measured_peak_is_the_predicted_one() -> None:
     net, batches = large_enough()
-    budget = int(share * peak_of_a_step(copy.deepcopy(net), batches[0]))
+    budget = int(0.5 * peak_of_a_step(copy.deepcopy(net), batches[0]))
     with codecs_of_no_time():
         planned = shoal.compile(copy.deepcopy(net), budget=budget, lossy={"codec": "dynamic_tree", "block": 2048})
         found = train(planned, batches)

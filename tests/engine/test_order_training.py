@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,16 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.core.hardware import Hardware
+from shoal.core.hardware import Hardware, Link
 from shoal.core.order import op_names, reordered
 from shoal.core.plan import Plan
 from shoal.core.step import StepGraph
 from shoal.errors import PlanError
+from shoal.planners.just_in_time import just_in_time
+from shoal.planners.later_readers import with_later_readers
+from shoal.planners.limits import Effort, Guard
+from shoal.planners.simulated import simulated
+from shoal.planners.transfer_places import with_offloads
 from tests.engine.training_laws import (
     assert_same_training,
     conv_bn_relu,
@@ -104,6 +110,27 @@ def test_joint_orders_a_step_runs_it_and_its_file_runs_it_again(tmp_path: Path) 
     assert not differences(train(again, batches), expected)
     order = op_names(again.shoal.plan.graph)
     assert again.shoal.plan.captured_order and order == tuple(n for n in op_names(status.plan.graph) if n in order)
+
+
+def later_readers(graph: StepGraph, hardware: Hardware, budget_bytes: int) -> Plan:
+    """Everything that can waits on the host, in the order for a link that is much slower than this one."""
+    link = Link("slow", 1e9, max(s.nbytes for s in graph.storages) / graph.plain_seconds, 0.0)
+    slow, every = replace(graph, link=link), range(len(graph.storages))
+    found = simulated(slow, with_offloads(slow, just_in_time(slow, every), every))
+    later = with_later_readers(found, budget_bytes, Effort("order of ops", 100_000, Guard(1e9)))
+    ordered = replace(later.graph, link=graph.link)
+    return Plan(ordered, later.residences, "mine", hardware.name, budget_bytes, captured_order=op_names(graph))
+
+
+def test_readers_that_run_later_for_their_copies_train_as_plain_pytorch_does_in_the_bytes_predicted() -> None:
+    torch.manual_seed(0)
+    model, batches = inception(), images(3, 4, 3, 32, 32)
+    expected = train(inception_copy(model), batches)
+    planned = shoal.compile(inception_copy(model), budget="1GiB", planner=later_readers, offload_to="host")
+    assert not differences(train(planned, batches), expected)
+    status = planned.shoal
+    assert status.plan.offloaded and status.plan.captured_order
+    assert status.measured_peak_bytes == pytest.approx(status.predicted_peak_bytes, rel=0.02)
 
 
 def inception_copy(model: nn.Module) -> nn.Module:

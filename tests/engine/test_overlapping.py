@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from shoal.core.plan import Plan
@@ -62,6 +62,7 @@ def test_what_is_predicted_for_calls_that_overlap_covers_them(graph: StepGraph, 
     assert plan.predicted_peak_bytes >= peak_of(calls, plan, graph)
 
 
+@settings(max_examples=settings().max_examples // 3)
 @given(steps(), st.integers(2, 3), st.floats(0.5, 1.0))
 def test_they_are_inside_the_budget_or_refused_with_one_that_works(graph: StepGraph, calls: int, share: float) -> None:
     budget_bytes = int(share * planned(calls, graph, 0).predicted_peak_bytes)

@@ -69,7 +69,7 @@ def test_without_a_budget_the_step_keeps_everything_and_its_peak_is_reported() -
 
 
 @needs_compiler
-@pytest.mark.parametrize("share", [0.5, 0.7, 0.9])
+@pytest.mark.parametrize("share", [0.5, 0.9])
 def test_inside_a_budget_the_measured_peak_is_the_predicted_one_and_never_over(share: float) -> None:
     net, batches = large_enough()
     budget = int(share * peak_of_a_step(net, batches[0]))

@@ -1,6 +1,6 @@
 """Triton's kernel against the norm and then its activation: on CUDA where there is one, else interpreted.
 
-One test runs all others again in the interpreter, see `tests.interpreter`.
+`tests.test_interpreter` runs these in the interpreter.
 """
 
 from __future__ import annotations
@@ -10,17 +10,10 @@ import torch
 
 from shoal.kernels import batch_norm, group_norm
 from shoal.kernels.activated_norm import TRITON
-from tests.interpreter import not_interpreted, on_device, passes_interpreted, with_triton
+from tests.interpreter import not_interpreted, on_device, with_triton
 from tests.kernels_elsewhere import compiled_for, each_capability, kernels_of, there
 
 SHAPES = [(2, 6, 5, 7, 3), (1, 4, 60, 41), (3, 2, 1), (2, 4, 3000)]
-
-
-@pytest.mark.slow
-@with_triton
-@not_interpreted
-def test_all_of_this_in_tritons_interpreter() -> None:
-    passes_interpreted(__file__)
 
 
 @on_device

@@ -112,9 +112,9 @@ def test_the_least_of_a_vgg_is_two_of_its_first_activations_and_what_a_pooling_l
 
 
 @pytest.mark.parametrize("build", [conv_bn_relu_chain, resnet_like, densenet_like, unet_like])
-@pytest.mark.parametrize("share", [0.8, 0.6, 0.45])
+@pytest.mark.parametrize("share", [0.8, 0.5])
 def test_it_is_never_slower_than_the_chain_planner(build: object, share: float) -> None:
-    size = {conv_bn_relu_chain: (8,), densenet_like: ((2, 3, 4, 2),), resnet_like: ((1, 2, 2, 1),)}.get(build, ())  # type: ignore[call-overload]
+    size = {conv_bn_relu_chain: (8,), densenet_like: ((2, 3, 2),), resnet_like: ((1, 2, 2, 1),)}.get(build, ())  # type: ignore[call-overload]
     graph = build(*size)  # type: ignore[operator]
     budget_bytes = int(share * plain_peak_bytes(graph))
     try:
@@ -184,7 +184,7 @@ def test_dropping_again_lowers_the_peak_and_stays_a_valid_plan(graph: StepGraph)
 def test_a_plan_that_computes_little_again_is_not_searched_further_in_a_large_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    graph = resnet_like()
+    graph = resnet_like((1, 2, 2, 1))
     searches: list[object] = []
     monkeypatch.setattr("shoal.planners.joint._Search._local_searches", lambda self, choice: searches.append(choice))
     monkeypatch.setattr("shoal.planners.joint.plans_on_demand", lambda *args: pytest.fail("it recomputes little"))

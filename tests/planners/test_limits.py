@@ -76,7 +76,7 @@ def test_a_clock_that_jumps_changes_no_plan(monkeypatch: pytest.MonkeyPatch, nam
     graph = with_link(STEPS[name]) if linked else STEPS[name]
     budget = budget_bytes(graph, 0.7)
     found: list[Plan | int] = []
-    for jumps_seconds in (None, (0.0,), (1e-3, 0.0, 30.0)):
+    for jumps_seconds in (None, (1e-3, 0.0, 30.0)):
         smallest_plan._smallest.cache_clear()
         on_demand.plans_on_demand.cache_clear()
         if jumps_seconds is not None:

@@ -8,8 +8,6 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import maximum_flow
 from torch import fx
 
 from shoal.capture.fx_nodes import is_view
@@ -67,6 +65,9 @@ def _operands(node: fx.Node) -> list[fx.Node]:
 
 def _cut(flow: Flow, member: dict[fx.Node, Group], wanted: set[fx.Node], is_again: Any) -> set[fx.Node]:
     """The values that wait, of all that the wanted ones are made of."""
+    from scipy.sparse import csr_array  # a tenth of what `import shoal` would take
+    from scipy.sparse.csgraph import maximum_flow
+
     values: dict[fx.Node, int] = {}
     queue = deque(wanted)
     while queue:

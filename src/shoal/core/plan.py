@@ -288,14 +288,17 @@ class Plan:
         moved = sum(one != other.name for one, other in zip(self.captured_order, self.graph.ops, strict=True))
         try:
             without = simulate(self.captured_graph, self.residences)
-        except PlanError:  # it recomputes for ops that would come too late
+        except PlanError:  # it recomputes or fetches for ops that would come too late
             what, before_bytes = "keeping everything", self.plain_peak_bytes
             now_bytes = simulate(self.graph, {}).peak_bytes
         else:
             what, before_bytes, now_bytes = "this plan", without.peak_bytes, self.predicted_peak_bytes
         now, before = format_bytes(now_bytes), format_bytes(before_bytes)
-        peak = f"is {now} instead of {before}" if now != before else f"stays {now}"
-        return f"{moved} of {len(self.graph.ops)} ops run earlier or later than captured: the peak of {what} {peak}"
+        if now == before and self.offloaded:
+            saved = "copies back have more time until they are read"
+        else:
+            saved = f"the peak of {what} " + (f"is {now} instead of {before}" if now != before else f"stays {now}")
+        return f"{moved} of {len(self.graph.ops)} ops run earlier or later than captured: {saved}"
 
     def _describe_checkpoints(self) -> list[str]:
         if not self.checkpoints:

@@ -53,6 +53,7 @@ from shoal.planners.integer_program import Chosen, Solution, lower_bound, relaxe
 from shoal.planners.iterated_search import IteratedSearch
 from shoal.planners.just_in_time import just_in_time
 from shoal.planners.kept_on_demand import narrow
+from shoal.planners.later_readers import with_later_readers
 from shoal.planners.limits import DEFAULT, Effort, Guard, Limits
 from shoal.planners.local_search import local_search
 from shoal.planners.on_demand import hold_longer, plans_on_demand
@@ -125,6 +126,7 @@ def _fastest(
         if best is None or _faster(best, as_captured) is not best:
             best, bound_seconds = as_captured, bound_of_it
     best, bound_seconds = search.with_lower_peak(best, bound_seconds)
+    best, bound_seconds = search.with_shorter_waits(best, bound_seconds)
     return search.or_on_demand(graph, best, bound_seconds)
 
 
@@ -226,6 +228,15 @@ class _Search:
         if best is None or filled is None or filled.seconds >= best.seconds:
             return best, bound_seconds
         return filled, self.bound(filled.graph).bound_seconds
+
+    def with_shorter_waits(self, best: Simulated | None, bound_seconds: float) -> tuple[Simulated | None, float]:
+        """The plan in an order in which the device waits less for copies back, where that is faster."""
+        if best is None or not self._limits.order or not self._is_off(best, bound_seconds, self._limits.other_order):
+            return best, bound_seconds
+        least_wait_seconds = self._limits.close_enough * self._plain_seconds
+        effort = self._effort("order of ops", self._limits.order_ops)
+        later = with_later_readers(best, self._budget_bytes, effort, least_wait_seconds)
+        return (best, bound_seconds) if later is best else (later, self.bound(later.graph).bound_seconds)
 
     def or_on_demand(
         self, graph: StepGraph, best: Simulated | None, bound_seconds: float

@@ -7,7 +7,7 @@ import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from shoal.errors import InputError
 from shoal.memory.limit import memory_limit
 from tests.app.training.tiny import put_in_place
 from tests.engine.lossy_steps import codecs_of_no_time
+from tests.ranks import run_on_ranks
 
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="a memory limit on the CPU needs a C++ compiler"
@@ -76,20 +77,25 @@ def test_a_run_reports_each_step_and_each_epoch(tiny: Options) -> None:
     assert outcome.plan is None
 
 
-@pytest.fixture(scope="module", params=["none", "joint"])
-def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Outcome]:
-    """A planner, and a run of it that nobody interrupts."""
-    with pytest.MonkeyPatch.context() as patch:
-        tiny = put_in_place(patch, tmp_path_factory.mktemp("whole"))
-        return request.param, run(tiny(planner=request.param, budget_bytes=ROOMY))
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Outcome]:
+    """A run of a planner that nobody interrupts."""
+
+    @cache
+    def uninterrupted(planner: str) -> Outcome:
+        with pytest.MonkeyPatch.context() as patch:
+            tiny = put_in_place(patch, tmp_path_factory.mktemp("whole"))
+            return run(tiny(planner=planner, budget_bytes=ROOMY))
+
+    return uninterrupted
 
 
-@pytest.mark.parametrize("stop_after", [2, 3, 4])
+@pytest.mark.parametrize(("planner", "stop_after"), [("none", 2), ("none", 3), ("none", 4), ("joint", 4)])
 def test_an_interrupted_run_continues_bit_for_bit(
-    tiny: Options, tmp_path: Path, whole: tuple[str, Outcome], stop_after: int
+    tiny: Options, tmp_path: Path, whole: Callable[[str], Outcome], planner: str, stop_after: int
 ) -> None:
     """In the middle of an epoch, at its end, and in the next one."""
-    planner, uninterrupted = whole
+    uninterrupted = whole(planner)
     part = tiny(planner=planner, budget_bytes=ROOMY, out=tmp_path / "parts")
     first = run(part, stop_after)
     assert first.signal == signal.SIGINT
@@ -99,7 +105,6 @@ def test_an_interrupted_run_continues_bit_for_bit(
 
 
 DRAWN = {"split": 0.5, "grid": (2, 1), "stochastic": 0.4, "planner": "none"}
-DRAWN_AND_PLANNED = {**DRAWN, "planner": "joint", "budget_bytes": ROOMY}
 
 
 @pytest.mark.parametrize(
@@ -111,7 +116,6 @@ DRAWN_AND_PLANNED = {**DRAWN, "planner": "joint", "budget_bytes": ROOMY}
         DRAWN,
         {"batch_norm": "inverted", "planner": "none"},
         {"batch_norm": "icf", "planner": "none"},
-        pytest.param(DRAWN_AND_PLANNED, marks=pytest.mark.slow),
     ],
 )
 def test_so_does_one_with(tiny: Options, tmp_path: Path, change: dict[str, Any]) -> None:
@@ -165,8 +169,8 @@ def test_signals_act_as_before_once_the_run_is_over(tiny: Options) -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_shoal_and_plain_pytorch_train_the_same(tiny: Options, tmp_path: Path) -> None:
-    plain = run(tiny(out=tmp_path / "plain"))
+def test_shoal_and_plain_pytorch_train_the_same(tiny: Options, tmp_path: Path, whole: Callable[[str], Outcome]) -> None:
+    plain = whole("none")
     log = Log()
     planned = loop.train(tiny(planner="joint", budget_bytes=ROOMY, out=tmp_path / "shoal"), log)
     assert_same_training(planned, plain)
@@ -178,10 +182,10 @@ def test_shoal_and_plain_pytorch_train_the_same(tiny: Options, tmp_path: Path) -
 @needs_compiler
 def test_inside_a_wall_plain_pytorch_dies_and_shoal_trains_on(tmp_path: Path) -> None:
     # In a process of its own: what other tests have left behind is in use too, and no plan knows of it.
-    torch.multiprocessing.spawn(die_plain_and_train_on_planned, (tmp_path,), nprocs=1)
+    run_on_ranks(die_plain_and_train_on_planned, 1, tmp_path)
 
 
-def die_plain_and_train_on_planned(rank: int, folder: Path) -> None:
+def die_plain_and_train_on_planned(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         tiny = put_in_place(patch, folder)
         need = run(tiny(out=folder / "plain")).measured_peak_bytes

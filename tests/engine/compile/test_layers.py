@@ -61,7 +61,7 @@ def networks(draw: st.DrawFn) -> tuple[nn.Module, list[torch.Tensor]]:
 
 
 # Every example is compiled: to make a failing one smaller would take longer than a test may.
-@settings(max_examples=14, phases=set(Phase) - {Phase.shrink})
+@settings(max_examples=settings().max_examples // 4, phases=set(Phase) - {Phase.shrink})
 @given(networks(), st.integers(0, 999), st.floats(0, 1), st.floats(0, 1))
 def test_any_choice_of_what_to_keep_and_how_often_to_recompute_trains_like_plain_pytorch(
     drawn: tuple[nn.Module, list[torch.Tensor]], seed: int, kept_share: float, again_share: float

@@ -44,7 +44,7 @@ def calls_before_a_backward(batches: list[torch.Tensor]) -> Loop:
     return loop
 
 
-@pytest.mark.parametrize(("calls", "share"), [(2, 0.9), (2, 0.5), (3, 0.6)])
+@pytest.mark.parametrize(("calls", "share"), [(2, 0.5), (3, 0.6)])
 def test_calls_that_come_before_one_backward_pass_share_the_budget(
     calls: int, share: float, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -72,7 +72,7 @@ def test_calls_that_come_before_one_backward_pass_share_the_budget(
 
 
 def test_calls_that_cannot_fit_together_are_refused_with_a_budget_that_works() -> None:
-    net, batches = classifier(3, 16, 16, 16, 16), images(2, 8, 3, 32, 32)
+    net, batches = classifier(3, 16, 16), images(2, 8, 3, 16, 16)
     loop = calls_before_a_backward(batches)
     with pytest.raises(BudgetError) as alone:
         shoal.compile(copy.deepcopy(net), budget="100KiB")(batches[0])
@@ -132,14 +132,13 @@ def dense_loop(holds: bool, images_: torch.Tensor, labels: torch.Tensor, steps: 
 
 
 @pytest.mark.parametrize("holds", [False, True])
-@pytest.mark.parametrize("share", [0.9, 0.7])
-def test_outputs_count_as_long_as_the_loop_holds_them_and_no_longer(holds: bool, share: float) -> None:
+def test_outputs_count_as_long_as_the_loop_holds_them_and_no_longer(holds: bool) -> None:
     net, (batch,) = segmentation(), images(1, 2, 3, 32, 32)
     labels = torch.randint(0, 21, (2, 32, 32))
     loop = dense_loop(holds, batch, labels, 2)
     plain = copy.deepcopy(net)
     loop(plain), plain.zero_grad()
-    budget = int(share * true_peak(plain, lambda: loop(plain), [batch]))
+    budget = int(0.7 * true_peak(plain, lambda: loop(plain), [batch]))
     planned = shoal.compile(copy.deepcopy(net), budget=budget)
     loop(planned), loop(planned)
     planned.zero_grad()

@@ -2,20 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from shoal.app import models
+from shoal.app.models import mobilenet
 from shoal.app.models.densenet import DenseNet
-from shoal.app.models.resnet import Bottleneck, ResNet
+from shoal.app.models.googlenet import GoogLeNet
+from shoal.app.models.resnet import BasicBlock, Bottleneck, ResNet
 from tests.engine.training_laws import assert_same_training, images, keep_by_chance
 
 SIDES = {"alexnet": 67, "unet3d": 8, "densenet121": 32, "unet": 16, "resnet18_cifar": 8}
 OTHER_DEPTHS = ("vgg16", "vgg16_bn", "vgg19", "vgg19_bn", "resnet18", "resnet34")  # of networks that are here
-SHALLOW = {"densenet121": partial(DenseNet, (2, 3, 3, 2)), "resnet50": partial(ResNet, Bottleneck, (1, 2, 1, 1))}
+
+
+def shallow_googlenet(**options: Any) -> nn.Module:
+    net = GoogLeNet(**options)
+    for name in ("inception4b", "inception4c", "inception5a"):  # they keep the number of channels
+        setattr(net, name, nn.Identity())
+    return net
+
+
+def shallow_mobilenet(**options: Any) -> nn.Module:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mobilenet, "STAGES", ((1, 16, 1, 1), (6, 24, 2, 2), (6, 64, 2, 2), (6, 320, 1, 1)))
+        return mobilenet.MobileNetV2(**options)
+
+
+SHALLOW: dict[str, Callable[..., nn.Module]] = {
+    "densenet121": partial(DenseNet, (2, 3, 3, 2)),
+    "googlenet": shallow_googlenet,
+    "mobilenet_v2": shallow_mobilenet,
+    "resnet18_cifar": partial(ResNet, BasicBlock, (1, 2, 1, 1), cifar=True),
+    "resnet50": partial(ResNet, Bottleneck, (1, 2, 1, 1)),
+}
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """Triton's sweeps of the inverted batch norm against float64: on CUDA, and on the CPU in Triton's interpreter.
 
-One test runs all others again in the interpreter, see `tests.interpreter`.
+`tests.test_interpreter` runs these in the interpreter.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from tests.interpreter import (
     each_kind_of_shape,
     not_interpreted,
     on_device,
-    passes_interpreted,
     with_triton,
 )
 from tests.kernels_elsewhere import compiled_for, each_capability, kernels_of, there
@@ -58,13 +57,6 @@ def plain(layer: nn.Module, x: torch.Tensor, activation: str, slope: float) -> t
     again._parameters = {"bias": layer.bias}
     again.weight = kept_from_zero(layer.weight, layer.eps)  # type: ignore[arg-type]
     return activate(again(x), activation, slope)
-
-
-@pytest.mark.slow
-@with_triton
-@not_interpreted
-def test_all_of_this_in_tritons_interpreter() -> None:
-    passes_interpreted(__file__)
 
 
 @on_device

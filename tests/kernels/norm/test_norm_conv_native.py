@@ -146,7 +146,7 @@ def expect(
 
 
 @each_level
-@settings(max_examples=40)
+@settings(max_examples=settings().max_examples // 2)
 @given(
     kernel=st.sampled_from([1, 3]),
     images=st.integers(1, 3),

@@ -1,6 +1,6 @@
 """Triton's sweeps against float64: on CUDA where there is one, on the CPU in Triton's interpreter.
 
-One test runs all others again in the interpreter, see `tests.interpreter`.
+`tests.test_interpreter` runs these in the interpreter.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shoal.kernels.norm.norm_act import activated, norm_act
 from shoal.kernels.norm.norm_sweeps import TRITON, TRITON_KERNELS, sweeps
 from shoal.kernels.norm.statistics import measure, statistics, whole_gradient
 from shoal.lowlevel import triton_launch
-from tests.interpreter import drawn, each_shape, not_interpreted, on_device, passes_interpreted, with_triton
+from tests.interpreter import drawn, each_shape, not_interpreted, on_device, with_triton
 from tests.kernels_elsewhere import compiled_for, each_capability, kernels_of, there
 from tests.norm_reference import assert_no_worse, row
 
@@ -29,13 +29,6 @@ def vectors(channels: int, device: str) -> tuple[torch.Tensor, torch.Tensor, tor
 
 def broad(vector: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return vector.view(1, -1, *[1] * (x.dim() - 2))
-
-
-@pytest.mark.slow
-@with_triton
-@not_interpreted
-def test_all_of_this_in_tritons_interpreter() -> None:
-    passes_interpreted(__file__)
 
 
 @on_device

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -24,12 +24,17 @@ def run(*arguments: object) -> Result:
     return CliRunner().invoke(APP, [str(argument) for argument in arguments])
 
 
-def test_as_typed_it_lays_out_a_file(tmp_path: Path) -> None:
+def test_as_typed_it_lays_out_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "problem.csv").write_text(PROBLEM)
-    command = [sys.executable, "-m", "shoal.memory.layout", str(tmp_path / "problem.csv")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=850)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "150.0 %" in done.stdout
+    monkeypatch.setattr(sys, "argv", ["shoal.memory.layout", str(tmp_path / "problem.csv")])
+    monkeypatch.delitem(sys.modules, "shoal.memory.layout.__main__")
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("shoal.memory.layout", run_name="__main__")
+    said = capsys.readouterr()
+    assert (ended.value.code, said.err) == (0, "")
+    assert "150.0 %" in said.out
 
 
 def test_it_lays_out_a_file_within_a_capacity_and_writes_the_offsets(tmp_path: Path) -> None:

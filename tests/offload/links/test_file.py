@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -160,14 +158,15 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 
 def test_nothing_is_left_when_the_process_is_killed(tmp_path: Path) -> None:
-    program = f"""
-import os, signal, torch
-from shoal.offload.links.file import FileSlab, SpillFile
-slab, out = FileSlab(SpillFile({str(tmp_path)!r}), 1 << 20), torch.arange(1000)
-slab.write(0, out.data_ptr(), out.nbytes)
-print(os.listdir({str(tmp_path)!r}), flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (-signal.SIGKILL, "[]\n")
+    out = torch.arange(1000)
+    child = os.fork()
+    if child == 0:
+        try:
+            slab = FileSlab(SpillFile(tmp_path), MiB)
+            slab.write(0, out.data_ptr(), out.nbytes)
+            if os.listdir(tmp_path) == []:
+                os.kill(os.getpid(), signal.SIGKILL)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     assert list(tmp_path.iterdir()) == []

@@ -48,8 +48,13 @@ def _trained(net: nn.Module, run: Callable[[torch.Tensor], torch.Tensor], x: tor
 
 
 @pytest.mark.parametrize("dims", [1, 2, 3])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("images", IMAGES)
+@pytest.mark.parametrize(
+    ("dtype", "images"),
+    [
+        *((torch.float32, images) for images in IMAGES),
+        *((torch.float64, images) for images in ("channels_last", "slice")),
+    ],
+)
 def test_results_and_masks_are_the_networks(dims: int, dtype: torch.dtype, images: str) -> None:
     for kernel, batch, weights_last in ((1, 1, False), (1, 3, True), (3, 1, True), (3, 3, False), (3, 3, True)):
         net = _net(dims, kernel).to(dtype)
