@@ -47,8 +47,7 @@ def cats(captured: Captured) -> list[str]:
 
 @pytest.mark.parametrize("dims", [2, 3])
 @pytest.mark.parametrize("options", [{}, {"bias": False}, {"stride": 2}, {"dilation": 2}], ids=str)
-@pytest.mark.parametrize("readers", [1, 2])
-@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize(("readers", "last"), [(1, False), (2, True)])
 def test_results_and_gradients_are_those_of_the_step(
     dims: int, options: dict[str, Any], readers: int, last: bool
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -111,10 +112,23 @@ def _cases() -> Iterator[Any]:
         yield pytest.param(make, said, id=name)
 
 
+@cache
+def _given() -> tuple[StepGraph, Hardware]:
+    """What a planner of one's own is given."""
+    given: list[tuple[StepGraph, Hardware]] = []
+
+    def watching(graph: StepGraph, hardware: Hardware, budget_bytes: int) -> Plan:
+        given.append((graph, hardware))
+        return planners.get("keep_all")(graph, hardware, budget_bytes)
+
+    shoal.plan(_net(), _batch(), "1GiB", planner=watching, hardware="h200", offload_to=None)
+    return given[-1]
+
+
 @pytest.mark.parametrize(("make", "said"), list(_cases()))
 def test_a_broken_plan_of_ones_own_planner_is_refused(make: Callable[[StepGraph], Any], said: str) -> None:
     with pytest.raises(PlanError) as told:
-        shoal.plan(_net(), _batch(), "1GiB", planner=_planner(make), hardware="h200", offload_to=None)
+        planners.get(_planner(make))(*_given(), 2**30)
     assert said in str(told.value)
     assert str(told.value).startswith("the planner 'mine' returned ")
     assert in_one_short_line(told.value)

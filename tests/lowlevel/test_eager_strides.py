@@ -36,11 +36,15 @@ def departures(op: OpOverload, n_tensors: int, make: Callable[..., Any], correct
     """What the trace says otherwise than the kernel, over the layouts of `n_tensors` tensors that `make` makes the op's
     arguments of."""
     found = []
-    for case in (case for shape in SHAPES for case in itertools.product(layouts(shape), repeat=n_tensors)):
-        arguments = make(*case)
-        real = strides(op(*arguments))
-        with correcting(), FakeTensorMode() as mode:
-            fake = strides(op(*(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in arguments)))
+    cases = (case for shape in SHAPES for case in itertools.product(layouts(shape), repeat=n_tensors))
+    every = [make(*case) for case in cases]
+    reals = [strides(op(*arguments)) for arguments in every]
+    with correcting(), FakeTensorMode() as mode:
+        fakes = [
+            strides(op(*(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in arguments)))
+            for arguments in every
+        ]
+    for arguments, fake, real in zip(every, fakes, reals, strict=True):
         if fake != real:
             operands = [(tuple(a.shape), a.stride()) for a in arguments if isinstance(a, torch.Tensor)]
             found.append(f"{op} of {operands}: traced {fake}, real {real}")

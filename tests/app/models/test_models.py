@@ -22,7 +22,7 @@ def batch(name: str, samples: int = 2) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", models.names())
-@pytest.mark.parametrize("side", [64, 96, 224])
+@pytest.mark.parametrize("side", [64, 224])
 def test_output_has_one_row_per_sample_or_one_value_per_pixel(name: str, side: int) -> None:
     with torch.device("meta"):
         model = models.build(name, num_classes=5, in_channels=4)

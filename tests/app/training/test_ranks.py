@@ -121,7 +121,7 @@ def train_in_two_parts(out: Path, options: dict[str, Any]) -> list[dict[str, Any
 
 @pytest.mark.parametrize(
     ("ranks", "options"),
-    [(3, {"batch": 6}), (2, {"batch": 8, "planner": "joint", "budget_bytes": ROOMY})],
+    [(3, {"batch": 6}), (2, {"batch": 10, "planner": "joint", "budget_bytes": ROOMY})],
 )
 def test_a_signal_to_one_rank_stops_all_and_they_continue_bit_for_bit(
     tmp_path: Path, ranks: int, options: dict[str, Any]

@@ -57,13 +57,13 @@ def damage() -> None:
     checked_all_to_all.checksum = lambda message: checksum(message) ^ 1
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize(
-    ("break_it", "says", "timeout_seconds"),
+    ("ranks", "break_it", "says", "timeout_seconds"),
     [
-        (be_killed, "of bucket .: .*closed connection from rank 1", 200),
-        (stall, "of bucket .: .*nothing from rank 1 for 3 seconds", 3),
-        (damage, "of bucket .: .*from rank 1 with checksum .* they were damaged", 200),
+        (2, be_killed, "of bucket .: .*closed connection from rank 1", 200),
+        (3, be_killed, "of bucket .: .*closed connection from rank 1", 200),
+        (3, stall, "of bucket .: .*nothing from rank 1 for 3 seconds", 3),
+        (2, damage, "of bucket .: .*from rank 1 with checksum .* they were damaged", 200),
     ],
 )
 def test_every_survivor_raises_from_backward_and_does_not_hang(

@@ -183,8 +183,7 @@ def test_what_it_saves_is_every_channel_once() -> None:
     assert sum(saved.values()) == 4 * ((channels + 3 * 6) * pixels + 2 * channels + 3 * 2 * 6)
 
 
-@pytest.mark.parametrize("measured", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("measured", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_what_the_compiler_believes_is_so(layout: torch.memory_format, dtype: torch.dtype, measured: bool) -> None:
     layers = _layers(4, 2, 3, 5, (3, 3), dtype)
