@@ -42,6 +42,8 @@ for _logger in logging.root.manager.loggerDict.values():
     if isinstance(_logger, logging.Logger):
         _logger.propagate = True
         _logger.handlers.clear()
+        if 0 < _logger.level < logging.WARNING:
+            _logger.setLevel(logging.WARNING)
 # For a line of its log, torch.compile times the guards of every graph with empty caches: twenty milliseconds a graph.
 if hasattr(guards, "profile_guard_manager"):
     guards.profile_guard_manager = lambda *_: 0.0

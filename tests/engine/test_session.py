@@ -87,7 +87,7 @@ def test_inside_a_budget_the_measured_peak_is_the_predicted_one_and_never_over(s
 @needs_compiler
 @pytest.mark.slow
 def test_so_it_is_with_a_whole_network() -> None:
-    net, batches = ResNet(BasicBlock, (1, 1, 1, 1), cifar=True), images(2, 16, 3, 32, 32)
+    net, batches = ResNet(BasicBlock, (1, 1, 1, 1), cifar=True), images(2, 8, 3, 32, 32)
     budget = int(0.8 * peak_of_a_step(copy.deepcopy(net), batches[0])) + momentum_bytes(net)
     planned = shoal.compile(copy.deepcopy(net), budget=budget)
     assert not differences(train(planned, batches), train(net, batches))
