@@ -122,14 +122,13 @@ def test_beside_a_step_that_fits_only_what_is_faster_is_planned_and_nothing_exac
 
 
 def test_over_a_link_what_travels_is_a_quarter() -> None:
-    """The link takes half a convolution's time for the exact values: too much, and an eighth for the encoded ones."""
+    """The link takes twice a convolution's time for the exact values: too much, and half of it for the encoded ones."""
     nbytes = offers(step(), LOSSY)[0].nbytes
-    link = Link("slow", 2 * nbytes, 2 * nbytes, 0.0)
+    link = Link("slow", nbytes / 2, nbytes / 2, 0.0)
     plan = chosen_at(0.6, codec_seconds=0.01, link=link)
     payloads = {s.name for s in plan.offloaded if s.name.endswith("_encoded")}
     exact = joint(replace(costs(0.01)(step()), link=link), HARDWARE, plan.budget_bytes)
-    assert plan.predicted_seconds <= exact.predicted_seconds
-    assert plan.encoded
+    assert plan.encoded and plan.predicted_seconds < exact.predicted_seconds
     assert all(plan.graph.storage_called[name].host_bytes < nbytes / 3 for name in payloads)
 
 

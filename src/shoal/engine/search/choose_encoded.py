@@ -196,13 +196,10 @@ class _Search:
             return
         self._improve(offered)
         effort = Effort("choice of what to encode", _PLANNING_OPS, self._guard)
-        known_seconds = self._known_seconds
         for chosen in self._by_estimate(self._estimates)[:_PLANNED]:
             if self._may_be_faster(chosen):
                 self._try(chosen)
                 effort.spend(len(self._graph(chosen).ops))
-        if math.isfinite(known_seconds) and self._known_seconds == known_seconds:
-            return
         in_vain = 0  # tries since one was better
         while self._plans and not effort.is_spent and in_vain < _PLANNED:
             leading = self._leading()
