@@ -32,7 +32,7 @@ from shoal.core.step import StepGraph
 from shoal.core.validate_plan import check_plan
 from shoal.core.variant import WHOLE, Variant
 from shoal.engine.pricing import Pricing
-from shoal.engine.search.best_variant import captured_form
+from shoal.engine.search.priced import captured_form
 from shoal.engine.search.variants import Variants
 from shoal.errors import PlanError
 from shoal.planners.limits import DEFAULT

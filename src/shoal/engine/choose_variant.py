@@ -22,7 +22,8 @@ from shoal.core.variant import Pieces
 from shoal.engine import form_cache
 from shoal.engine.loop_memory import LoopMemory
 from shoal.engine.plan_kernels import check_kernels
-from shoal.engine.search.best_variant import Priced, best_variant
+from shoal.engine.search.best_variant import best_variant
+from shoal.engine.search.priced import Priced
 from shoal.engine.search.variants import Variants
 from shoal.engine.search.without_effect import without_effect
 from shoal.engine.session import Session

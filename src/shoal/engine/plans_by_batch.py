@@ -22,8 +22,9 @@ from shoal.core.step import StepGraph
 from shoal.core.variant import WHOLE, Variant
 from shoal.engine.plan import plan_of
 from shoal.engine.pricing import Pricing
-from shoal.engine.search.best_variant import best_variant, captured_form
+from shoal.engine.search.best_variant import best_variant
 from shoal.engine.search.max_batch import largest_fitting
+from shoal.engine.search.priced import captured_form
 from shoal.engine.search.scaled_step import NotLinear, scaled_step
 from shoal.engine.search.variants import PatchWork, Variants, forms_up_to, fused_forms, sliced_forms
 from shoal.errors import InputError, brief

@@ -29,8 +29,8 @@ from shoal.cost.profile import profile_step
 from shoal.cost.roofline import roofline
 from shoal.engine.compiled_regions import in_compiled_regions, in_unmeasured_regions
 from shoal.engine.options import CompileOptions
-from shoal.engine.search.best_variant import Priced
 from shoal.engine.search.choose_encoded import choose_encoded
+from shoal.engine.search.priced import Priced
 from shoal.engine.search.variants import Variants
 from shoal.engine.search.without_effect import without_effect
 from shoal.engine.step_planning import allowed, limited_step

@@ -20,8 +20,9 @@ from shoal.core.plan import Plan
 from shoal.core.step import StepGraph
 from shoal.core.variant import WHOLE, Pieces, Variant
 from shoal.engine.backend import backend
-from shoal.engine.search.best_variant import Priced, best_variant
+from shoal.engine.search.best_variant import best_variant
 from shoal.engine.search.choose_encoded import NotFaster
+from shoal.engine.search.priced import Priced
 from shoal.engine.search.variants import PatchWork
 from shoal.errors import BudgetError, CaptureError, InputError, PlanError
 from shoal.transforms.fuse.fuse_graph import fuse_graph

@@ -15,8 +15,8 @@ from shoal.capture.layered import Refused
 from shoal.core.simulate import simulate
 from shoal.core.step import StepGraph
 from shoal.core.variant import WHOLE, Variant
-from shoal.engine.search.best_variant import Priced
 from shoal.engine.search.frontier_points import Found, frontier_points
+from shoal.engine.search.priced import Priced
 from shoal.engine.search.variants import PatchWork
 from shoal.errors import BudgetError
 from shoal.planners.joint import joint

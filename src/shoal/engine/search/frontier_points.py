@@ -21,7 +21,7 @@ from shoal.core.plan import Plan
 from shoal.core.simulate import simulate
 from shoal.core.sizes import format_bytes
 from shoal.core.variant import WHOLE, Variant
-from shoal.engine.search.best_variant import Priced, captured_form, why_too_many
+from shoal.engine.search.priced import Priced, captured_form, why_too_many
 from shoal.engine.search.variants import Variants
 from shoal.errors import BudgetError
 from shoal.planners.joint import least_peak_bytes

@@ -1,0 +1,82 @@
+"""A form of the step, captured and priced, and whether it is small enough to be."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+
+from shoal.capture.layered import Refused
+from shoal.core.plan import Plan
+from shoal.core.progress import doing
+from shoal.core.step import StepGraph
+from shoal.core.variant import WHOLE, Pieces, Variant
+from shoal.engine.search.scaled_step import NotLinear
+from shoal.engine.search.variants import Forms, Graph, PatchWork
+from shoal.planners.joint import least_seconds
+
+log = logging.getLogger("shoal")
+
+Made = TypeVar("Made")
+Cost = TypeVar("Cost")
+_MAX_OPS = 12  # of all forms together, as a multiple of the whole step's
+_MIN_OPS = 6_000  # the same for small steps, in ops
+_OPS_A_CALL = 5  # of a layer on a patch: it is cut out, and both passes compute it
+
+
+@dataclass(frozen=True)
+class Priced(Generic[Made]):
+    """A form of the step with what it costs.
+
+    Attributes:
+        graph: with seconds, workspaces and all that the training loop holds.
+        plan: plans it inside a budget, or raises BudgetError; what the caller wants of it, and the plan.
+        encoded: likewise with storages encoded, in fewer seconds than those given, or raises NotFaster; None where
+            nothing may be.
+        cut: the same form with convolutions in pieces, and which those are; None where there are none.
+    """
+
+    graph: StepGraph
+    plan: Callable[[int], tuple[Made, Plan]]
+    encoded: Callable[[int, float], tuple[Made, Plan]] | None = None
+    cut: Callable[[], tuple[tuple[Pieces, ...], Priced[Made]] | None] = lambda: None
+
+    def least_seconds(self, budget_bytes: int) -> float:
+        """The lower bound of the step inside the budget, nothing encoded: see `planners.joint.least_seconds`."""
+        return least_seconds(self.graph, budget_bytes)
+
+
+def why_too_many(work: PatchWork, whole_ops: int, captured_ops: int) -> str:
+    """Why a form on patches is not captured; "" where it may be.
+
+    Args:
+        work: what its patches take.
+        whole_ops: of the step as it is.
+        captured_ops: of all forms so far.
+    """
+    expected_ops = whole_ops + _OPS_A_CALL * work.n_calls
+    is_too_many = captured_ops + expected_ops > max(_MAX_OPS * whole_ops, _MIN_OPS)
+    return f"about {expected_ops} ops, too many to plan" if is_too_many else ""
+
+
+def captured_form(variants: Forms[Graph], price: Callable[[Graph], Cost], variant: Variant) -> tuple[Graph, Cost]:
+    """The graph of a form, and what it costs.
+
+    Raises:
+        Refused: the step does not have that form, or cannot be traced in it: then it is computed in another one.
+    """
+    doing("capture", str(variant))
+    try:
+        graph = variants.graph(variant)
+        return graph, price(graph)
+    except (Refused, NotLinear, torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:  # of whatever PyTorch or a kernel says of a graph that the model's author did not write
+        if variant == WHOLE:
+            raise
+        reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        log.info("the step cannot be captured with %s: %s", variant, reason)
+        raise Refused(f"cannot be captured ({reason})") from error
