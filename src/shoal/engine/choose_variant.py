@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from shoal.capture.captured import Captured
 from shoal.capture.layered import Refused, is_of_a_module
-from shoal.capture.pieces import choose_pieces, in_pieces
+from shoal.capture.pieces import choose_faster, choose_pieces, in_pieces
 from shoal.core.means import KERNEL_MEANS
 from shoal.core.plan import Plan
 from shoal.core.step import StepGraph
@@ -165,20 +165,25 @@ def _best_form(
         def encoded(budget_bytes: int, below_seconds: float) -> tuple[_Made, Plan]:
             return made(below_seconds)
 
-        def cut() -> tuple[tuple[Pieces, ...], Priced[_Made]] | None:
+        def costed(other: Captured) -> StepGraph:
+            changed = session.planning(session.in_traced_layouts(other), other.device)
+            return changed.priced(session.least_loop(changed))
+
+        def changed(choose: Callable[..., tuple[Pieces, ...]]) -> tuple[tuple[Pieces, ...], Priced[_Made]] | None:
             if not KERNEL_MEANS & session.options.form_means:
                 return None
-
-            def costed(other: Captured) -> StepGraph:
-                changed = session.planning(session.in_traced_layouts(other), other.device)
-                return changed.priced(session.least_loop(changed))
-
             with no_memory_limit(), unset_fake_temporarily():
-                pieces = choose_pieces(captured, known, session.options.form_means, costed)
+                pieces = choose(captured, known, session.options.form_means, costed)
                 return (pieces, priced(in_pieces(captured, pieces))) if pieces else None
 
         known = planning.priced(session.least_loop(planning))
-        return Priced(known, plan, encoded if session.options.lossy is not None else None, cut)
+        return Priced(
+            known,
+            plan,
+            encoded if session.options.lossy is not None else None,
+            cut=lambda: changed(choose_pieces),
+            faster=lambda: changed(choose_faster),
+        )
 
     def price(graph: fx.GraphModule) -> Priced[_Made]:
         return priced(capture(graph))

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from shoal import planners
 from shoal.capture.capture_step import InputPlaces, joint_step
 from shoal.capture.captured import Captured
-from shoal.capture.pieces import choose_elsewhere, choose_pieces, in_pieces
+from shoal.capture.pieces import choose_elsewhere, choose_faster, choose_pieces, in_pieces
 from shoal.core import presets
 from shoal.core.hardware import Hardware, Link
 from shoal.core.means import KERNEL_MEANS
@@ -176,26 +176,29 @@ class Pricing:
 
             return made(budget_bytes, find)
 
-        def cut() -> tuple[tuple[Pieces, ...], Priced[None]] | None:
+        def changed(choose: Callable[..., tuple[Pieces, ...]]) -> tuple[tuple[Pieces, ...], Priced[None]] | None:
             form_means = self.options.form_means
             if captured is None or not KERNEL_MEANS & form_means:
                 return None
             with unset_fake_temporarily():
-                if self.target is None:
-                    pieces = choose_pieces(captured, known, form_means, costed)
-                else:
-                    pieces = choose_elsewhere(captured, known, form_means, costed)
+                pieces = choose(captured, known, form_means, costed)
                 if not pieces:
                     return None
-                changed = in_pieces(captured, pieces)
-                return pieces, self._priced(changed.graph, changed, device)
+                in_them = in_pieces(captured, pieces)
+                return pieces, self._priced(in_them.graph, in_them, device)
 
         if captured is None:
             assert self.target is not None
             known = completed(roofline(graph, self.target))
         else:
             known = costed(captured)
-        return Priced(limited_step(means, known), plan, encoded if lossy is not None else None, cut)
+        return Priced(
+            limited_step(means, known),
+            plan,
+            encoded if lossy is not None else None,
+            cut=lambda: changed(choose_pieces if self.target is None else choose_elsewhere),
+            faster=lambda: changed(choose_faster) if self.target is None else None,
+        )
 
     def _link_and_hardware(self, device: torch.device) -> tuple[Link | None, Hardware]:
         offload = self.options.offload

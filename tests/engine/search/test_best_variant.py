@@ -549,6 +549,25 @@ def test_a_form_that_fits_is_planned_in_pieces_only_if_that_lowers_its_bound(
     assert outcome == ("chosen" if found.variant.pieces else "fits without pieces, and gains nothing by its bound")
 
 
+@pytest.mark.parametrize("direct_seconds, plan_seconds", [(90.0, 100.0), (99.8, 100.0), (90.0, 110.0)])
+def test_where_nothing_is_slowed_direct_kernels_are_looked_at_for_being_faster(
+    direct_seconds: float, plan_seconds: float
+) -> None:
+    """More room never gives a slower plan: where the step is slowed down they are looked at for their scratch."""
+    forms = InSeconds(whole=(100.0, plan_seconds))
+    direct = Pieces("conv", direct=True)
+
+    def planned(budget_bytes: int) -> tuple[None, Plan]:
+        return None, Plan(taking(direct_seconds, 1), {}, "keep_all")
+
+    def price(variant: Variant) -> Priced[None]:
+        changed = (direct,), Priced(taking(direct_seconds, 1), planned)
+        return replace(forms.price(variant), faster=lambda: changed)
+
+    found = best_variant(forms, price, 2**40, "").variant
+    assert found.pieces == ((direct,) if direct_seconds < 99 and plan_seconds == 100.0 else ())
+
+
 @pytest.mark.parametrize("few_seconds, asked", [(90.0, [4, 10]), (97.0, [10])])
 def test_fewer_slices_than_fit_are_planned_only_if_that_lowers_the_bound(few_seconds: float, asked: list[int]) -> None:
     kept_seconds = {WHOLE: 100.0, Variant(depth=0.5, slices=4): few_seconds, Variant(depth=0.5, slices=10): 96.0}

@@ -3,7 +3,8 @@
 Forms are captured and priced, none is run as a whole. A relaxed program bounds each from below (see
 `planners.joint.least_seconds`), and only what could be faster than the best plan so far is planned in full.
 Convolutions in pieces take less scratch and mostly more time, so the forms are looked at with them where they are
-slowed down, or do not fit; a form that fits is planned with them only if that lowers its bound. Overlapping patches
+slowed down, or do not fit; a form that fits is planned with them only if that lowers its bound. Direct kernels alone
+may be faster than the library's, so forms that are not slowed down are looked at with these. Overlapping patches
 compute their halos besides what the network computes, so they are looked at where the other forms are slowed down by
 more than that. All numbers of slices are captured before any is planned; fewer than fit are planned only if their bound
 is lower. Storages are encoded last, in the forms that are faster with everything kept than the best plan that encodes
@@ -23,7 +24,7 @@ from shoal.core.plan import Plan
 from shoal.core.progress import doing
 from shoal.core.simulate import simulate
 from shoal.core.sizes import format_bytes
-from shoal.core.variant import WHOLE, Candidate, Variant
+from shoal.core.variant import WHOLE, Candidate, Pieces, Variant
 from shoal.engine.search.choose_encoded import NotFaster
 from shoal.engine.search.priced import Made, Priced, captured_form, why_too_many
 from shoal.engine.search.variants import Forms, Graph
@@ -80,6 +81,8 @@ def best_variant(
     search.consider_smaller_maps()
     if search.is_slowed:
         search.consider_pieces()
+    else:
+        search.consider_faster()
     if search.is_slowed:
         variant = next(split := iter(variants.split()), None)
         while variant is not None and variant.slices:
@@ -172,17 +175,30 @@ class _Search(Generic[Graph, Made]):
         """Whether a form with everything kept is faster than the best plan so far."""
         return self._best is None or row.plain_seconds < (1 - _WORTH_A_PLAN) * self._best.plan.predicted_seconds
 
+    def consider_faster(self) -> None:
+        """The forms that fit by their bound once more, with convolutions by direct kernels that are no slower so."""
+        fitting = {row.variant for row in self._rows if row.bound_seconds is not None}
+        forms = [form for form in self._forms.values() if form.variant in fitting]
+        self._try_each(self._changed(forms, lambda priced: priced.faster()))
+
     def consider_pieces(self) -> None:
         """The same forms once more, with convolutions in pieces, but for those that were asked already."""
+        uncut = self._forms.keys() - self._cut
+        self._cut |= uncut
+        forms = [form for fingerprint, form in self._forms.items() if fingerprint in uncut and not form.variant.pieces]
+        self._try_each(self._changed(forms, lambda priced: priced.cut()))
+
+    @staticmethod
+    def _changed(
+        forms: Iterable[_Form[Graph, Made]],
+        change: Callable[[Priced[Made]], tuple[tuple[Pieces, ...], Priced[Made]] | None],
+    ) -> list[_Form[Graph, Made]]:
         found = []
-        for fingerprint in [one for one in self._forms if one not in self._cut]:
-            self._cut.add(fingerprint)
-            form = self._forms[fingerprint]
-            cut = None if form.variant.pieces else form.priced.cut()
-            if cut is not None:
-                pieces, priced = cut
+        for form in forms:
+            if (changed := change(form.priced)) is not None:
+                pieces, priced = changed
                 found.append(_Form(replace(form.variant, pieces=pieces), form.graph, priced))
-        self._try_each(found)
+        return found
 
     def consider_encoded(self) -> None:
         """Encode storages in the forms that are faster with everything kept than the best plan, the fastest first."""

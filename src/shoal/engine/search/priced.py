@@ -37,12 +37,14 @@ class Priced(Generic[Made]):
         encoded: likewise with storages encoded, in fewer seconds than those given, or raises NotFaster; None where
             nothing may be.
         cut: the same form with convolutions in pieces, and which those are; None where there are none.
+        faster: likewise with those alone that direct kernels compute, which may be faster.
     """
 
     graph: StepGraph
     plan: Callable[[int], tuple[Made, Plan]]
     encoded: Callable[[int, float], tuple[Made, Plan]] | None = None
     cut: Callable[[], tuple[tuple[Pieces, ...], Priced[Made]] | None] = lambda: None
+    faster: Callable[[], tuple[tuple[Pieces, ...], Priced[Made]] | None] = lambda: None
 
     def least_seconds(self, budget_bytes: int) -> float:
         """The lower bound of the step inside the budget, nothing encoded: see `planners.joint.least_seconds`."""
