@@ -61,9 +61,9 @@ def choose_pieces(
 def choose_faster(
     captured: Captured, graph: StepGraph, means: Collection[str], costed: Callable[[Captured], StepGraph]
 ) -> tuple[Pieces, ...]:
-    """Which convolutions direct kernels compute, which may be faster where there is room for everything too.
+    """Which convolutions of a step to compute by direct kernels where everything fits: they may be faster.
 
-    As `choose_pieces`, without what only takes less memory.
+    The direct ones of `choose_pieces` alone: pieces only take less memory.
     """
     return choose_direct(captured, graph, costed) if "direct" in means else ()
 

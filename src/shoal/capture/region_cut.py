@@ -65,7 +65,7 @@ def _operands(node: fx.Node) -> list[fx.Node]:
 
 def _cut(flow: Flow, member: dict[fx.Node, Group], wanted: set[fx.Node], is_again: Any) -> set[fx.Node]:
     """The values that wait, of all that the wanted ones are made of."""
-    from scipy.sparse import csr_array  # a tenth of what `import shoal` would take
+    from scipy.sparse import csr_array  # slow to import, and few steps have regions
     from scipy.sparse.csgraph import maximum_flow
 
     values: dict[fx.Node, int] = {}

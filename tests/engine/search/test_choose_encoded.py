@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import chain as joined
 from itertools import combinations
 
@@ -119,6 +119,22 @@ def test_beside_a_step_that_fits_only_what_is_faster_is_planned_and_nothing_exac
     with pytest.raises(NotFaster):
         below(0.5 * fastest.predicted_seconds)
     assert len(planned) <= choosing._PLANNED * 2
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_a_set_of_an_earlier_run_is_not_taken_beside_a_step_that_is_faster(share: float) -> None:
+    names = [offer.storage for offer in offers(step(), LOSSY)]
+    before, budget = names[: int(share * len(names))], plain_bytes()
+
+    def below(seconds: float) -> Plan:
+        plan = partial(joint, hardware=HARDWARE, budget_bytes=budget)
+        return choose_encoded(step(), LOSSY, budget, costs(0.1), plan, before, below_seconds=seconds)[1]
+
+    taken = below(float("inf"))
+    assert {storage.name for storage in taken.encoded} == set(before)
+    assert below(1.01 * taken.predicted_seconds).predicted_seconds == taken.predicted_seconds
+    with pytest.raises(NotFaster):
+        below(taken.predicted_seconds)
 
 
 def test_over_a_link_what_travels_is_a_quarter() -> None:

@@ -176,7 +176,7 @@ class _Search(Generic[Graph, Made]):
         return self._best is None or row.plain_seconds < (1 - _WORTH_A_PLAN) * self._best.plan.predicted_seconds
 
     def consider_faster(self) -> None:
-        """The forms that fit by their bound once more, with convolutions by direct kernels that are no slower so."""
+        """The forms that fit by their bound once more, with convolutions by direct kernels."""
         fitting = {row.variant for row in self._rows if row.bound_seconds is not None}
         forms = [form for form in self._forms.values() if form.variant in fitting]
         self._try_each(self._changed(forms, lambda priced: priced.faster()))

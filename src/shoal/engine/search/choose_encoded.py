@@ -3,7 +3,7 @@
 Also known as: mixed policies of compression and rematerialisation (Liu et al., GACT, ICML'22, choose bits; here the
 choice is between 8 bits, keeping, recomputing and offloading).
 
-A set of storages is judged by its relaxed program (see `planners.integer_program`), which takes milliseconds, and
+A set of storages is judged by its relaxed program (see `planners.integer_program`), which takes a moment, and
 improved storage by storage. The best sets are then planned in full, as is the exact step, and as many of their
 neighbours as the limits allow, and the fastest plan counts. Once something fits, a set is planned only where its
 relaxed program is faster. Counts end both searches, never a clock.
@@ -44,7 +44,7 @@ _ESTIMATING_EFFORT = 10_000_000  # the squares of the numbers of ops, added up o
 _PLANNING_OPS = 3_000  # ops of all steps planned in full, after which no further set is
 _WORTH_A_PLAN = 0.005  # of the fastest plan's step: a set that may gain no more is not planned
 _SHARES = (1.0, 0.75, 0.5, 0.25)
-_PLANNED = 2  # sets that are planned in full whatever that takes
+_PLANNED = 2  # sets that are planned in full, and then neighbours of theirs that are no better
 _GUARD_SECONDS = 600.0  # of the whole search: the plan says so where it is reached
 _NORMAL_ELEMS = 1 << 16
 
@@ -84,6 +84,8 @@ def choose_encoded(
         chosen = None
     if chosen is None:
         chosen = search.best() if math.isinf(below_seconds) else search.best_below()
+    elif search.planned(chosen).predicted_seconds >= below_seconds:
+        raise NotFaster
     log.info("%s: %d storages encoded inside %s", captured.graph.model, len(chosen), format_bytes(budget_bytes))
     return search.step(chosen), as_encoded(search.planned(chosen), search.exact, chosen, lossy)
 
