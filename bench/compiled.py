@@ -10,9 +10,8 @@ Budgets are shares of eager PyTorch's peak. `torch.compile` runs by itself and a
 `activation_memory_budget`; at a budget, the fastest of its settings whose measured peak fits stands for it. Shoal runs
 with kernels="eager" and kernels="compiled", in whatever form `--allow` permits: "exact", as by default. All are timed
 in turns. Gradients of each contender are held against eager PyTorch's in float64, parameter by parameter, relative to
-these; where masks are drawn, which float64 draws otherwise, against eager PyTorch's in the same precision, and
-`torch.compile`'s as it computes them of eager's masks. The file is written after each contender and each round; an
-interrupted run finds in the compilers' caches what it compiled.
+these; where masks are drawn, `torch.compile`'s as it computes them of eager's masks. The file is written after each
+contender and each round; an interrupted run finds in the compilers' caches what it compiled.
 
 GPT-2 is of transformers (here 5.23.0), four of the networks are of timm (here 1.0.31); what does not import is skipped.
 """

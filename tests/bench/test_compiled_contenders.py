@@ -44,3 +44,9 @@ def test_gradients_of_ours_that_are_too_far_off_end_the_benchmark() -> None:
     contenders = Contenders(drawing(), "float32")
     with pytest.raises(WrongResult, match="drawing, shoal: gradients are off by"):
         contenders.add_ours("shoal", lambda x: 2 * contenders.workload.model(x) - contenders.workload.model(x).detach())
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_float64_draws_the_masks_of_each_precision(precision: str) -> None:
+    off = Contenders(drawing(), precision).rows[EAGER]["error"]
+    assert 0 < off < (1e-6 if precision == "float32" else 0.02)
