@@ -5,7 +5,7 @@ Nothing is kept alive here: a call is under way as long as autograd holds what i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -72,15 +72,11 @@ class Calls:
         if not self._announced:
             self.number += 1
 
-        def own(places: Iterable[int]) -> dict[int, WeakStorage]:
-            tensors = ((place, outputs[place]) for place in places)
-            held = {place: WeakStorage(t) for place, t in tensors if isinstance(t, torch.Tensor)}
-            return {place: h for place, h in held.items() if h.nbytes and h.key not in given}
-
-        results = own(watched)
-        saved = own(range(n_outputs, len(outputs)))
-        witness = max((saved or results).values(), key=lambda held: held.nbytes, default=None)
-        self._last = Call(witness, not saved, results, self.number, id(step))
+        held = {place: WeakStorage(t) for place in watched if isinstance(t := outputs[place], torch.Tensor)}
+        results = {place: one for place, one in held.items() if one.nbytes and one.key not in given}
+        saved = _largest(outputs[n_outputs:], given)
+        witness = saved or max(results.values(), key=lambda one: one.nbytes, default=None)
+        self._last = Call(witness, saved is None, results, self.number, id(step))
         self._under_way.append(self._last)
 
     def goes_back(self, arguments: Iterable[int], step: object = None) -> Call | None:
@@ -114,3 +110,14 @@ class Calls:
         if self._last is None or self._last in self._under_way:
             return []
         return [held for held in self._last.outputs.values() if held.is_alive]
+
+
+def _largest(values: Iterable[object], given: Set[int]) -> WeakStorage | None:
+    """The largest storage of the tensors among values that is not given; a step has hundreds, so few are looked at."""
+    largest, most_bytes = None, 0
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            storage = value.untyped_storage()
+            if storage.nbytes() > most_bytes and storage._cdata not in given:
+                largest, most_bytes = value, storage.nbytes()
+    return None if largest is None else WeakStorage(largest)

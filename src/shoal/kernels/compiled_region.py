@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from shoal.core.progress import doing
-from shoal.lowlevel.inductor_region import Boxed, compile_each, in_primitive_ops
+from shoal.lowlevel.inductor_region import Boxed, code_of, compile_each, in_primitive_ops
 from shoal.lowlevel.torch_internals import isolated
 
 log = logging.getLogger("shoal")
@@ -60,7 +60,9 @@ class CompiledRegion:
         self._first = tuple(inputs[0].shape), inputs[0].stride(), inputs[0].dtype, inputs[0].device
         self._run: Boxed | None = None
         self._as_bytes = inputs[0].device.type in _MASKS_AS_BYTES_ON
+        self._has_masks = self._as_bytes and any(x.dtype is torch.bool for x in inputs)
         self._masks: tuple[bool, ...] = ()  # which results behind the first are masks that are made as bytes
+        self._makes_masks = False
 
     @property
     def is_compiled(self) -> bool:
@@ -82,6 +84,7 @@ class CompiledRegion:
             ]
             result, *others = function(*given)
             self._masks = tuple(map(is_mask, others))
+            self._makes_masks = any(self._masks)
             first.copy_(_bytes_of_mask(result) if is_mask(result) else result)
             return [_bytes_of_mask(one) if mask else one for one, mask in zip(others, self._masks, strict=True)]
 
@@ -92,6 +95,7 @@ class CompiledRegion:
         self._run = run
         if self.overwritable is None:
             self._try_out(results)
+        self._run = code_of(run)
         self._function, self._inputs = None, ()  # which hold the graph that they are of
         _compiled[self.digest] = self
 
@@ -104,8 +108,9 @@ class CompiledRegion:
         if over is None:
             shape, strides, dtype, device = self._first
             over = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-        others = run([self._passed(over), *map(self._passed, tensors)])
-        if any(self._masks):
+        passed = [over, *tensors]
+        others = run([self._passed(one) for one in passed] if self._has_masks else passed)
+        if self._makes_masks:
             others = [o.view(torch.bool) if mask else o for o, mask in zip(others, self._masks, strict=True)]
         return (over, *others)
 
