@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import assume, given
@@ -70,3 +72,18 @@ def test_no_index_of_the_whole_batch_exists(
     )
     assert sum(changes) == gradient.nbytes == x.nbytes
     assert allocations.peak_bytes(changes) <= x.nbytes + 8 * 8 * (outputs // 32)
+
+
+@pytest.mark.parametrize("after_relu", [False, True])
+def test_the_gradient_takes_as_much_scratch_in_both_layouts(after_relu: bool) -> None:
+    """A gradient in another layout than the result's would have PyTorch's kernel copy each image's result twice."""
+    options = ([2, 2], [2, 2], [0, 0], [1, 1], False, after_relu)
+    peaks = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        x = torch.randn(8, 64, 64, 64).relu().contiguous(memory_format=layout)
+        pooled, codes = pooling.forward(x, *options)
+        grad = torch.ones_like(pooled)
+        channels_last = layout is torch.channels_last
+        backward = partial(pooling.backward, grad, codes, list(x.shape), channels_last, *options)
+        peaks.append(allocations.peak_bytes(allocations.record(backward)[1]))
+    assert peaks[0] == peaks[1]

@@ -41,8 +41,12 @@ def forward(
         # The library's form that writes into given tensors takes five times as long.
         pooled, indices = pool(some, kernel, stride, padding, dilation, ceil_mode)
         codes = windows.encode(indices)
-        if after_relu:  # NO_PLACE has all bits; filling by a mask takes ten times as long
-            codes.bitwise_or_((pooled == 0).view(torch.uint8).neg_())
+        if after_relu:
+            none = pooled == 0
+            if none.is_cpu:  # where filling by a mask takes ten times as long; NO_PLACE has all bits
+                codes.bitwise_or_(none.view(torch.uint8).neg_())
+            else:
+                codes.masked_fill_(none, pool_index.NO_PLACE)
         return pooled, codes
 
     shape = (*x.shape[:2], *sizes)
