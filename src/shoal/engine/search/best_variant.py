@@ -7,8 +7,8 @@ slowed down, or do not fit; a form that fits is planned with them only if that l
 may be faster than the library's, so forms that are not slowed down are looked at with these. Overlapping patches
 compute their halos besides what the network computes, so they are looked at where the other forms are slowed down by
 more than that. All numbers of slices are captured before any is planned; fewer than fit are planned only if their bound
-is lower. Storages are encoded last, in the forms that are faster with everything kept than the best plan that encodes
-nothing. Counts of ops end the search, never a clock.
+is lower. Storages are encoded last, in the forms of which the bound says that they may be faster so than the best plan
+that encodes nothing. Counts of ops end the search, never a clock.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ from shoal.core.plan import Plan
 from shoal.core.progress import doing
 from shoal.core.simulate import simulate
 from shoal.core.sizes import format_bytes
+from shoal.core.step import StepGraph
 from shoal.core.variant import WHOLE, Candidate, Pieces, Variant
-from shoal.engine.search.choose_encoded import NotFaster
+from shoal.engine.search.choose_encoded import LOWERED
+from shoal.engine.search.encoding import IF_FASTER, EncodeBelow, NotFaster
 from shoal.engine.search.priced import Made, Priced, captured_form, why_too_many
 from shoal.engine.search.variants import Forms, Graph
 from shoal.errors import BudgetError
 from shoal.planners.infeasible import fewest_bytes, floor_bytes
-from shoal.planners.joint import about_least_bytes, least_peak_bytes
+from shoal.planners.joint import about_least_bytes, least_peak_bytes, least_seconds
 
 log = logging.getLogger("shoal")
 
@@ -39,7 +41,6 @@ _WORTH_A_PLAN = 0.005  # of the best plan's step: a form that may gain no more i
 _WORTH_SLICES = 0.1  # likewise on slices of the batch
 _ENOUGH_SLICES = 4  # with which patches that overlap are left out
 _SURE = 0.9  # of what the step on more slices is expected to take
-_LOWERED = 0.9  # a smallest plan is at most so much lower than about expected
 _LOWER = 0.99  # where nothing fits, patches that need more than so much of what others need are not made finer
 _MAX_ENCODED = 2  # forms in which storages are encoded, once something fits
 
@@ -124,6 +125,16 @@ class _Form(Generic[Graph, Made]):
     priced: Priced[Made]
 
 
+@dataclass(frozen=True)
+class _Way(Generic[Graph, Made]):
+    """A form, exact or with storages encoded: about what it needs, and what that cannot be less than."""
+
+    form: _Form[Graph, Made]
+    about_bytes: int
+    fewest_bytes: int
+    encoded: bool = False
+
+
 class _Search(Generic[Graph, Made]):
     def __init__(self, variants: Forms[Graph], price: Callable[[Graph], Priced[Made]], budget_bytes: int) -> None:
         self._variants, self._price, self._budget_bytes = variants, price, budget_bytes
@@ -133,7 +144,8 @@ class _Search(Generic[Graph, Made]):
         self._cut: set[str] = set()
         self._best: Best[Graph, Made] | None = None
         self._unfit: list[_Form[Graph, Made]] = []
-        self._refused: dict[Variant, BudgetError] = {}
+        self._refused: dict[tuple[Variant, bool], BudgetError] = {}  # by form and whether storages are encoded
+        self._encoded_graphs: dict[Variant, StepGraph] = {}  # all that may be is encoded
         self._n_ops = 0
         self._about_bytes: dict[Variant, int] = {}  # what each form needs, where nothing fits in any
         self._no_lower: set[Variant] = set()  # of these on patches, those that need no fewer than the ones before
@@ -163,7 +175,7 @@ class _Search(Generic[Graph, Made]):
         if not any(form.variant == WHOLE and self._may_fit(form) for form in self._forms.values()):
             return
         unfit = {form.variant for form in self._unfit}
-        for fused in [row.variant for row in self._rows if row.variant in unfit and self._is_faster_kept(row)]:
+        for fused in [row.variant for row in self._rows if row.variant in unfit and self._may_gain(row.plain_seconds)]:
             if not fused.fuse or fused.large_only:
                 continue
             for fewer in self._variants.of_smaller_maps(fused):
@@ -171,9 +183,10 @@ class _Search(Generic[Graph, Made]):
                 if any(row.variant == fewer and row.seconds is not None for row in self._rows):
                     break
 
-    def _is_faster_kept(self, row: Candidate) -> bool:
-        """Whether a form with everything kept is faster than the best plan so far."""
-        return self._best is None or row.plain_seconds < (1 - _WORTH_A_PLAN) * self._best.plan.predicted_seconds
+    def _may_gain(self, bound_seconds: float) -> bool:
+        """Whether a form with this lower bound may be faster than the best plan so far, by more than a little."""
+        best = self._best
+        return best is None or bound_seconds < (1 - _WORTH_A_PLAN) * best.plan.predicted_seconds
 
     def consider_faster(self) -> None:
         """The forms that fit by their bound once more, with convolutions by direct kernels."""
@@ -201,38 +214,49 @@ class _Search(Generic[Graph, Made]):
         return found
 
     def consider_encoded(self) -> None:
-        """Encode storages in the forms that are faster with everything kept than the best plan, the fastest first."""
-        forms = [form for form in self._forms.values() if form.priced.encoded and self._may_fit(form)]
+        """Encode storages in the forms that may be faster so than the best plan, the most promising first."""
+        bounded = []
+        for form in self._forms.values():
+            if (
+                form.priced.encoded is not None
+                and self._may_fit(form)
+                and self._may_gain(form.priced.graph.plain_seconds)
+            ):
+                doing("plan", f"{len(form.priced.graph.ops)} ops, {form.variant}, storages encoded")
+                graph = self._encoded_graphs[form.variant] = form.priced.encoded.graph()
+                bounded.append((least_seconds(graph, self._budget_bytes), form))
         n_fitting = 0
-        for form in sorted(forms, key=lambda form: form.priced.graph.plain_seconds):
-            below_seconds = self._best.plan.predicted_seconds if self._best else math.inf
-            kept_seconds = form.priced.graph.plain_seconds
-            if n_fitting == _MAX_ENCODED or kept_seconds >= (1 - _WORTH_A_PLAN) * below_seconds:
-                return
-            n_fitting += self._encode(form, below_seconds)
+        for bound_seconds, form in sorted(bounded, key=lambda one: one[0]):
+            may_gain = self._may_gain(bound_seconds) and self._may_gain(form.priced.graph.plain_seconds)
+            if math.isfinite(bound_seconds) and may_gain and n_fitting < _MAX_ENCODED:
+                n_fitting += self._encode(form)
 
-    def _encode(self, form: _Form[Graph, Made], below_seconds: float) -> bool:
+    def _encode(self, form: _Form[Graph, Made]) -> bool:
         """Plan a form with storages encoded, if that takes less; whether anything fits by now."""
         assert form.priced.encoded is not None
+        encoding = EncodeBelow(self._best.plan.predicted_seconds) if self._best else IF_FASTER
         doing("plan", f"{len(form.priced.graph.ops)} ops, {form.variant}, storages encoded")
         try:
-            made, plan = form.priced.encoded(self._budget_bytes, below_seconds)
+            made, plan = form.priced.encoded.plan(self._budget_bytes, encoding)
         except NotFaster:
             return True
         except BudgetError as error:
-            self._refuse(form.variant, error)
+            self._refuse(form.variant, error, encoded=True)
             return self._best is not None
         self._best = Best(form.variant, form.graph, made, plan)
-        place = next(n for n, row in enumerate(self._rows) if row.variant == form.variant)
-        row = self._rows[place]
+        self._note_plan(self._best)
+        return True
+
+    def _note_plan(self, found: Best[Graph, Made]) -> None:
+        """Put a plan that was made after all, or that encodes, into the table."""
+        place = next(n for n, row in enumerate(self._rows) if row.variant == found.variant)
         self._rows[place] = replace(
-            row,
-            bound_seconds=row.plain_seconds + plan.lower_bound_seconds,
-            seconds=plan.predicted_seconds,
-            peak_bytes=plan.predicted_peak_bytes,
+            self._rows[place],
+            bound_seconds=self._rows[place].plain_seconds + found.plan.lower_bound_seconds,
+            seconds=found.plan.predicted_seconds,
+            peak_bytes=found.plan.predicted_peak_bytes,
             outcome="slower",
         )
-        return True
 
     def _try_each(self, forms: Iterable[_Form[Graph, Made]]) -> None:
         bounded = []
@@ -263,7 +287,7 @@ class _Search(Generic[Graph, Made]):
         if math.isinf(bound_seconds):
             self._unfit.append(form)
             self._note_what_is_needed(form)
-        elif best is not None and bound_seconds >= (1 - _WORTH_A_PLAN) * best.plan.predicted_seconds:
+        elif best is not None and not self._may_gain(bound_seconds):
             gains = bound_seconds < best.plan.predicted_seconds
             row = replace(row, outcome=f"cannot be {'much ' if gains else ''}faster, by its bound")
         elif variant.pieces and self._fits_whole(variant, bound_seconds):
@@ -404,33 +428,59 @@ class _Search(Generic[Graph, Made]):
         A form that is not expected to need fewer bytes than are known to be enough is not asked.
         """
         fitting: list[Best[Graph, Made]] = []
-        expected = {form.variant: self._expected_bytes(form) for form in self._unfit}
-        order = sorted(self._unfit, key=lambda form: (expected[form.variant], fewest_bytes(form.priced.graph)))
-        for form in order:
-            needed_bytes = expected[form.variant]
-            if self._may_fit(form):
-                needed_bytes = max(fewest_bytes(form.priced.graph), int(_LOWERED * needed_bytes))
-            if form.variant in self._refused or needed_bytes >= self._enough_bytes(fitting):
+        for way in self._ways_to_the_least():
+            needed_bytes = way.about_bytes
+            if way.fewest_bytes <= self._budget_bytes:
+                needed_bytes = max(way.fewest_bytes, int(LOWERED * needed_bytes))
+            if (way.form.variant, way.encoded) in self._refused or needed_bytes >= self._enough_bytes(fitting):
                 continue
             try:
-                fitting.append(Best(form.variant, form.graph, *form.priced.plan(self._budget_bytes)))
+                fitting.append(self._planned(way))
             except BudgetError as error:
-                self._refuse(form.variant, error)
+                self._refuse(way.form.variant, error, encoded=way.encoded)
         if fitting:
             return min(fitting, key=lambda best: best.plan.predicted_seconds)
-        variant, nearest = min(self._refused.items(), key=lambda one: one[1].least_feasible_bytes or math.inf)
+        (variant, _), nearest = min(self._refused.items(), key=lambda one: one[1].least_feasible_bytes or math.inf)
         hint = f"computed otherwise than the model says it ({variant}), which needs least of all forms"
         raise nearest if variant == WHOLE else nearest.with_hint(hint)
 
+    def _ways_to_the_least(self) -> list[_Way[Graph, Made]]:
+        """Each form that does not fit by its bound, exact and encoded: what fits as expected, then the least first."""
+        ways = []
+        for form in self._unfit:
+            graph = form.priced.graph
+            about_bytes = self._about_bytes.get(form.variant)
+            if self._may_fit(form):
+                about_bytes = least_peak_bytes(graph)
+            exact_bytes = about_bytes or about_least_bytes(graph)
+            ways.append(_Way(form, exact_bytes, fewest_bytes(graph)))
+            encoded = self._encoded_graphs.get(form.variant)
+            if encoded is not None and (encoded_bytes := about_least_bytes(encoded)) < exact_bytes:
+                ways.append(_Way(form, encoded_bytes, fewest_bytes(encoded), encoded=True))
+
+        def order(way: _Way[Graph, Made]) -> tuple[bool, float, int]:
+            is_expected = way.about_bytes <= self._budget_bytes
+            kept_seconds = way.form.priced.graph.plain_seconds
+            return not is_expected, kept_seconds if is_expected else way.about_bytes, way.fewest_bytes
+
+        return sorted(ways, key=order)
+
+    def _planned(self, way: _Way[Graph, Made]) -> Best[Graph, Made]:
+        """The plan.
+
+        Raises:
+            BudgetError: there is none.
+        """
+        form = way.form
+        if way.encoded:
+            assert form.priced.encoded is not None
+            made, plan = form.priced.encoded.plan(self._budget_bytes, IF_FASTER)
+        else:
+            made, plan = form.priced.plan(self._budget_bytes)
+        return Best(form.variant, form.graph, made, plan)
+
     def _may_fit(self, form: _Form[Graph, Made]) -> bool:
         return fewest_bytes(form.priced.graph) <= self._budget_bytes
-
-    def _expected_bytes(self, form: _Form[Graph, Made]) -> int:
-        """About the least that a form needs: exactly enough to choose among those of which nothing fits."""
-        graph = form.priced.graph
-        if self._may_fit(form):
-            return least_peak_bytes(graph)
-        return self._about_bytes.get(form.variant) or about_least_bytes(graph)
 
     def _enough_bytes(self, fitting: list[Best[Graph, Made]]) -> float:
         """More than the budget where a form fits in it; else the least that any form was found to need."""
@@ -438,8 +488,8 @@ class _Search(Generic[Graph, Made]):
             return self._budget_bytes + 1
         return min((error.least_feasible_bytes or math.inf for error in self._refused.values()), default=math.inf)
 
-    def _refuse(self, variant: Variant, error: BudgetError) -> str:
+    def _refuse(self, variant: Variant, error: BudgetError, encoded: bool = False) -> str:
         """Note what a form needs; in words."""
-        self._refused[variant] = error
+        self._refused[variant, encoded] = error
         least_bytes = error.least_feasible_bytes
         return f"needs {format_bytes(least_bytes)}" if least_bytes else "does not fit"
