@@ -63,6 +63,8 @@ from shoal.planners.simulated import Simulated, as_chosen, everything_away, in_l
 from shoal.planners.smallest_plan import smallest_plan
 
 _MAX_HELD = 2  # plans on demand that are improved
+_LOWERED = 0.9  # a smallest plan is at most so much lower than that of `least_peak_bytes`
+_QUICKLY_LOWERED = 0.8  # the same of `about_least_bytes`
 
 
 def joint(graph: StepGraph, hardware: Hardware, budget_bytes: int, *, limits: Limits = DEFAULT) -> Plan:
@@ -181,6 +183,14 @@ def least_peak_bytes(graph: StepGraph, *, limits: Limits = DEFAULT) -> int:
         return program_bytes
     found, _ = plans_on_demand(replace(graph, link=None), limits)
     return min(found[0].peak_bytes, program_bytes)
+
+
+def expected_least_bytes(graph: StepGraph, enough_bytes: int) -> int:
+    """What no plan is expected to go below: in a moment where that is over `enough_bytes`, else more closely."""
+    fewest, about_bytes = fewest_bytes(graph), about_least_bytes(graph)
+    if max(fewest, _QUICKLY_LOWERED * about_bytes) > enough_bytes:
+        return max(fewest, int(_QUICKLY_LOWERED * about_bytes))
+    return max(fewest, int(_LOWERED * min(about_bytes, least_peak_bytes(graph))))
 
 
 class _Search:

@@ -26,13 +26,13 @@ from shoal.core.simulate import simulate
 from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
 from shoal.core.variant import WHOLE, Candidate, Pieces, Variant
-from shoal.engine.search.choose_encoded import LOWERED
 from shoal.engine.search.encoding import IF_FASTER, EncodeBelow, NotFaster
+from shoal.engine.search.nearest_first import Form, Way, nearest_first
 from shoal.engine.search.priced import Made, Priced, captured_form, why_too_many
 from shoal.engine.search.variants import Forms, Graph
 from shoal.errors import BudgetError
 from shoal.planners.infeasible import fewest_bytes, floor_bytes
-from shoal.planners.joint import about_least_bytes, least_peak_bytes, least_seconds
+from shoal.planners.joint import about_least_bytes, least_seconds
 
 log = logging.getLogger("shoal")
 
@@ -118,32 +118,15 @@ def _gains_nothing(bound_seconds: float, planned: Candidate) -> bool:
     return bound_seconds >= (1 - _WORTH_A_PLAN) * planned.bound_seconds
 
 
-@dataclass(frozen=True)
-class _Form(Generic[Graph, Made]):
-    variant: Variant
-    graph: Graph
-    priced: Priced[Made]
-
-
-@dataclass(frozen=True)
-class _Way(Generic[Graph, Made]):
-    """A form, exact or with storages encoded: about what it needs, and what that cannot be less than."""
-
-    form: _Form[Graph, Made]
-    about_bytes: int
-    fewest_bytes: int
-    encoded: bool = False
-
-
 class _Search(Generic[Graph, Made]):
     def __init__(self, variants: Forms[Graph], price: Callable[[Graph], Priced[Made]], budget_bytes: int) -> None:
         self._variants, self._price, self._budget_bytes = variants, price, budget_bytes
         self._rows: list[Candidate] = []
-        self._captured: list[_Form[Graph, Made]] = []
-        self._forms: dict[str, _Form[Graph, Made]] = {}  # by the step's fingerprint
+        self._captured: list[Form[Graph, Made]] = []
+        self._forms: dict[str, Form[Graph, Made]] = {}  # by the step's fingerprint
         self._cut: set[str] = set()
         self._best: Best[Graph, Made] | None = None
-        self._unfit: list[_Form[Graph, Made]] = []
+        self._unfit: list[Form[Graph, Made]] = []
         self._refused: dict[tuple[Variant, bool], BudgetError] = {}  # by form and whether storages are encoded
         self._encoded_graphs: dict[Variant, StepGraph] = {}  # all that may be is encoded
         self._n_ops = 0
@@ -163,7 +146,7 @@ class _Search(Generic[Graph, Made]):
         except Refused as reason:
             self._left_out(variant, str(reason))
         else:
-            self._captured.append(_Form(variant, graph, priced))
+            self._captured.append(Form(variant, graph, priced))
 
     def plan_captured(self) -> None:
         """Bound what was captured, and plan what may be faster than the best so far, the most promising first."""
@@ -203,14 +186,14 @@ class _Search(Generic[Graph, Made]):
 
     @staticmethod
     def _changed(
-        forms: Iterable[_Form[Graph, Made]],
+        forms: Iterable[Form[Graph, Made]],
         change: Callable[[Priced[Made]], tuple[tuple[Pieces, ...], Priced[Made]] | None],
-    ) -> list[_Form[Graph, Made]]:
+    ) -> list[Form[Graph, Made]]:
         found = []
         for form in forms:
             if (changed := change(form.priced)) is not None:
                 pieces, priced = changed
-                found.append(_Form(replace(form.variant, pieces=pieces), form.graph, priced))
+                found.append(Form(replace(form.variant, pieces=pieces), form.graph, priced))
         return found
 
     def consider_encoded(self) -> None:
@@ -231,7 +214,7 @@ class _Search(Generic[Graph, Made]):
             if math.isfinite(bound_seconds) and may_gain and n_fitting < _MAX_ENCODED:
                 n_fitting += self._encode(form)
 
-    def _encode(self, form: _Form[Graph, Made]) -> bool:
+    def _encode(self, form: Form[Graph, Made]) -> bool:
         """Plan a form with storages encoded, if that takes less; whether anything fits by now."""
         assert form.priced.encoded is not None
         encoding = EncodeBelow(self._best.plan.predicted_seconds) if self._best else IF_FASTER
@@ -258,7 +241,7 @@ class _Search(Generic[Graph, Made]):
             outcome="slower",
         )
 
-    def _try_each(self, forms: Iterable[_Form[Graph, Made]]) -> None:
+    def _try_each(self, forms: Iterable[Form[Graph, Made]]) -> None:
         bounded = []
         for form in forms:
             self._n_ops += len(form.priced.graph.ops)
@@ -269,7 +252,7 @@ class _Search(Generic[Graph, Made]):
         for bound_seconds, form in sorted(bounded, key=lambda one: one[0]):
             self._try(bound_seconds, form)
 
-    def _try(self, bound_seconds: float, form: _Form[Graph, Made]) -> None:
+    def _try(self, bound_seconds: float, form: Form[Graph, Made]) -> None:
         variant, priced = form.variant, form.priced
         doing("plan", f"{len(priced.graph.ops)} ops, {variant}")
         kept = simulate(priced.graph, {})
@@ -330,7 +313,7 @@ class _Search(Generic[Graph, Made]):
         gap = whole.seconds / whole.bound_seconds - 1
         return bound_seconds * (1 + gap / 2) >= self._best.plan.predicted_seconds
 
-    def _note_what_is_needed(self, form: _Form[Graph, Made]) -> None:
+    def _note_what_is_needed(self, form: Form[Graph, Made]) -> None:
         """Where what stays in any form is over the budget, so that finer patches are for the least alone."""
         if floor_bytes(form.priced.graph) <= self._budget_bytes:
             return
@@ -429,10 +412,7 @@ class _Search(Generic[Graph, Made]):
         """
         fitting: list[Best[Graph, Made]] = []
         for way in self._ways_to_the_least():
-            needed_bytes = way.about_bytes
-            if way.fewest_bytes <= self._budget_bytes:
-                needed_bytes = max(way.fewest_bytes, int(LOWERED * needed_bytes))
-            if (way.form.variant, way.encoded) in self._refused or needed_bytes >= self._enough_bytes(fitting):
+            if (way.form.variant, way.encoded) in self._refused or way.expected_bytes >= self._enough_bytes(fitting):
                 continue
             try:
                 fitting.append(self._planned(way))
@@ -444,28 +424,14 @@ class _Search(Generic[Graph, Made]):
         hint = f"computed otherwise than the model says it ({variant}), which needs least of all forms"
         raise nearest if variant == WHOLE else nearest.with_hint(hint)
 
-    def _ways_to_the_least(self) -> list[_Way[Graph, Made]]:
-        """Each form that does not fit by its bound, exact and encoded: what fits as expected, then the least first."""
-        ways = []
-        for form in self._unfit:
-            graph = form.priced.graph
-            about_bytes = self._about_bytes.get(form.variant)
-            if self._may_fit(form):
-                about_bytes = least_peak_bytes(graph)
-            exact_bytes = about_bytes or about_least_bytes(graph)
-            ways.append(_Way(form, exact_bytes, fewest_bytes(graph)))
-            encoded = self._encoded_graphs.get(form.variant)
-            if encoded is not None and (encoded_bytes := about_least_bytes(encoded)) < exact_bytes:
-                ways.append(_Way(form, encoded_bytes, fewest_bytes(encoded), encoded=True))
+    def _ways_to_the_least(self) -> list[Way[Graph, Made]]:
+        """Each form that does not fit by its bound, exact and encoded, the most promising first."""
+        ways = [Way(form, False, form.priced.graph) for form in self._unfit]
+        encoded = (form for form in self._unfit if form.variant in self._encoded_graphs)
+        ways += [Way(form, True, self._encoded_graphs[form.variant]) for form in encoded]
+        return nearest_first(ways, self._budget_bytes)
 
-        def order(way: _Way[Graph, Made]) -> tuple[bool, float, int]:
-            is_expected = way.about_bytes <= self._budget_bytes
-            kept_seconds = way.form.priced.graph.plain_seconds
-            return not is_expected, kept_seconds if is_expected else way.about_bytes, way.fewest_bytes
-
-        return sorted(ways, key=order)
-
-    def _planned(self, way: _Way[Graph, Made]) -> Best[Graph, Made]:
+    def _planned(self, way: Way[Graph, Made]) -> Best[Graph, Made]:
         """The plan.
 
         Raises:
@@ -479,7 +445,7 @@ class _Search(Generic[Graph, Made]):
             made, plan = form.priced.plan(self._budget_bytes)
         return Best(form.variant, form.graph, made, plan)
 
-    def _may_fit(self, form: _Form[Graph, Made]) -> bool:
+    def _may_fit(self, form: Form[Graph, Made]) -> bool:
         return fewest_bytes(form.priced.graph) <= self._budget_bytes
 
     def _enough_bytes(self, fitting: list[Best[Graph, Made]]) -> float:

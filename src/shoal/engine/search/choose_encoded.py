@@ -33,8 +33,7 @@ from shoal.engine.search.encoding import IF_FASTER, EncodeBelow, EncodeIfFaster,
 from shoal.errors import BudgetError, PlanError
 from shoal.kernels.encoded_activation import encode, measured_errors
 from shoal.lowlevel.torch_internals import isolated
-from shoal.planners.infeasible import fewest_bytes
-from shoal.planners.joint import about_least_bytes, estimate
+from shoal.planners.joint import about_least_bytes, estimate, expected_least_bytes
 from shoal.planners.limits import Effort, Guard
 from shoal.planners.recompute_choice import recompute_choice
 
@@ -47,7 +46,6 @@ _ESTIMATING_EFFORT = 10_000_000  # the squares of the numbers of ops, added up o
 _PLANNING_OPS = 3_000  # ops of all steps planned in full, after which no further set is
 _WORTH_A_PLAN = 0.005  # of the fastest plan's step: a set that may gain no more is not planned
 _SHARES = (1.0, 0.75, 0.5, 0.25)
-LOWERED = 0.9  # a smallest plan is at most so much lower than about expected
 _PLANNED = 2  # sets that are planned in full, and then neighbours of theirs that are no better
 _GUARD_SECONDS = 600.0  # of the whole search: the plan says so where it is reached
 _NORMAL_ELEMS = 1 << 16
@@ -220,8 +218,10 @@ class _Search:
                 self._try(chosen)
                 effort.spend(len(self._graph(chosen).ops))
         in_vain = 0  # tries since one was better
-        while self._plans and not effort.is_spent and in_vain < _PLANNED:
+        while self._plans and not effort.is_spent and in_vain < (_PLANNED if math.isinf(self._below_seconds) else 1):
             leading = self._leading()
+            if math.isfinite(self._below_seconds) and not isinstance(self._plans[leading], Plan):
+                break
             near = (leading ^ {storage} for storage in offered)
             estimated = [one for one in near if one and one not in self._plans and self._has_estimate(one)]
             chosen = next(iter(self._by_estimate(estimated)), _NOTHING)
@@ -246,8 +246,7 @@ class _Search:
         """Whether a set fits by its relaxed program, or may fit where storages are recomputed again and again."""
         if math.isfinite(self._estimate(chosen)[1]):
             return True
-        graph = self._graph(chosen)
-        return max(fewest_bytes(graph), int(LOWERED * about_least_bytes(graph))) <= self._budget_bytes
+        return expected_least_bytes(self._graph(chosen), self._budget_bytes) <= self._budget_bytes
 
     def _may_be_faster(self, chosen: _Set) -> bool:
         """Whether a set is faster if planned twice as near to its bound as the exact step; where nothing fits all may.
