@@ -37,7 +37,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import reduce
 
 from shoal.core.hardware import Hardware
@@ -64,7 +64,7 @@ from shoal.planners.smallest_plan import smallest_plan
 
 _MAX_HELD = 2  # plans on demand that are improved
 _LOWERED = 0.9  # a smallest plan is at most so much lower than that of `least_peak_bytes`
-_QUICKLY_LOWERED = 0.8  # the same of `about_least_bytes`
+_QUICKLY_LOWERED = 0.75  # the same of `about_least_bytes`
 
 
 def joint(graph: StepGraph, hardware: Hardware, budget_bytes: int, *, limits: Limits = DEFAULT) -> Plan:
@@ -185,12 +185,27 @@ def least_peak_bytes(graph: StepGraph, *, limits: Limits = DEFAULT) -> int:
     return min(found[0].peak_bytes, program_bytes)
 
 
-def expected_least_bytes(graph: StepGraph, enough_bytes: int) -> int:
-    """What no plan is expected to go below: in a moment where that is over `enough_bytes`, else more closely."""
+@dataclass(frozen=True)
+class Least:
+    """About the least that a step needs.
+
+    Attributes:
+        found_bytes: the peak of a plan that was found in a moment.
+        expected_bytes: no plan is expected to have a lower one.
+    """
+
+    found_bytes: int
+    expected_bytes: int
+
+
+def quick_least(graph: StepGraph, enough_bytes: int) -> Least:
+    """About the least that a step needs; more closely where that may be no more than `enough_bytes`."""
     fewest, about_bytes = fewest_bytes(graph), about_least_bytes(graph)
-    if max(fewest, _QUICKLY_LOWERED * about_bytes) > enough_bytes:
-        return max(fewest, int(_QUICKLY_LOWERED * about_bytes))
-    return max(fewest, int(_LOWERED * min(about_bytes, least_peak_bytes(graph))))
+    expected_bytes = max(fewest, int(_QUICKLY_LOWERED * about_bytes))
+    if expected_bytes > enough_bytes:
+        return Least(about_bytes, expected_bytes)
+    found_bytes = min(about_bytes, least_peak_bytes(graph))
+    return Least(found_bytes, max(fewest, int(_LOWERED * found_bytes)))
 
 
 class _Search:

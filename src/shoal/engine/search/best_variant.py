@@ -408,16 +408,22 @@ class _Search(Generic[Graph, Made]):
     def _nearest(self) -> Best[Graph, Made]:
         """The fastest of the forms that fit after all, which their bounds did not expect; else what needs least of all.
 
-        A form that is not expected to need fewer bytes than are known to be enough is not asked.
+        A form that is not expected to need fewer bytes than are known to be enough is not asked. One that was asked
+        with storages encoded might have been exact too.
         """
         fitting: list[Best[Graph, Made]] = []
         for way in self._ways_to_the_least():
-            if (way.form.variant, way.encoded) in self._refused or way.expected_bytes >= self._enough_bytes(fitting):
+            variant = way.form.variant
+            refused = {(variant, way.encoded), (variant, True)} & self._refused.keys()
+            is_known = refused or any(best.variant == variant for best in fitting)
+            if is_known or way.expected_bytes >= self._enough_bytes(fitting):
                 continue
             try:
                 fitting.append(self._planned(way))
             except BudgetError as error:
-                self._refuse(way.form.variant, error, encoded=way.encoded)
+                self._refuse(variant, error, encoded=way.encoded)
+        for best in fitting:
+            self._note_plan(best)
         if fitting:
             return min(fitting, key=lambda best: best.plan.predicted_seconds)
         (variant, _), nearest = min(self._refused.items(), key=lambda one: one[1].least_feasible_bytes or math.inf)

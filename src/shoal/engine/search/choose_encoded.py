@@ -33,7 +33,7 @@ from shoal.engine.search.encoding import IF_FASTER, EncodeBelow, EncodeIfFaster,
 from shoal.errors import BudgetError, PlanError
 from shoal.kernels.encoded_activation import encode, measured_errors
 from shoal.lowlevel.torch_internals import isolated
-from shoal.planners.joint import about_least_bytes, estimate, expected_least_bytes
+from shoal.planners.joint import about_least_bytes, estimate, quick_least
 from shoal.planners.limits import Effort, Guard
 from shoal.planners.recompute_choice import recompute_choice
 
@@ -246,7 +246,7 @@ class _Search:
         """Whether a set fits by its relaxed program, or may fit where storages are recomputed again and again."""
         if math.isfinite(self._estimate(chosen)[1]):
             return True
-        return expected_least_bytes(self._graph(chosen), self._budget_bytes) <= self._budget_bytes
+        return quick_least(self._graph(chosen), self._budget_bytes).expected_bytes <= self._budget_bytes
 
     def _may_be_faster(self, chosen: _Set) -> bool:
         """Whether a set is faster if planned twice as near to its bound as the exact step; where nothing fits all may.

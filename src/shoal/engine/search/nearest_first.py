@@ -15,7 +15,7 @@ from shoal.core.variant import Variant
 from shoal.engine.search.priced import Made, Priced
 from shoal.engine.search.variants import Graph
 from shoal.planners.infeasible import fewest_bytes
-from shoal.planners.joint import about_least_bytes, expected_least_bytes
+from shoal.planners.joint import about_least_bytes, quick_least
 
 
 @dataclass(frozen=True)
@@ -51,16 +51,19 @@ def nearest_first(ways: Iterable[Way[Graph, Made]], budget_bytes: int) -> list[W
         ways: all that there are.
         budget_bytes: most bytes in use at any position.
     """
-    quickly = [(about_least_bytes(way.step), way) for way in ways]
-    enough_bytes = max(budget_bytes, min((about_bytes for about_bytes, _ in quickly), default=0))
+    steps = [(about_least_bytes(way.step), way) for way in ways]
+    enough_bytes = min((about_bytes for about_bytes, _ in steps), default=0)
     found = []
-    for about_bytes, way in quickly:
+    for about_bytes, way in sorted(steps, key=lambda one: one[0]):
+        expected_bytes = about_bytes
         if fewest_bytes(way.step) <= budget_bytes:
-            about_bytes = expected_least_bytes(way.step, enough_bytes)
-        found.append(replace(way, expected_bytes=about_bytes))
+            least = quick_least(way.step, max(budget_bytes, enough_bytes))
+            enough_bytes = min(enough_bytes, least.found_bytes)
+            expected_bytes = least.expected_bytes
+        found.append(replace(way, expected_bytes=expected_bytes))
 
-    def place(way: Way[Graph, Made]) -> tuple[bool, float]:
+    def place(way: Way[Graph, Made]) -> tuple[bool, float, bool]:
         may_fit = way.expected_bytes <= budget_bytes
-        return not may_fit, way.step.plain_seconds if may_fit else way.expected_bytes
+        return not may_fit, way.step.plain_seconds if may_fit else way.expected_bytes, not way.encoded
 
     return sorted(found, key=place)
