@@ -46,7 +46,7 @@ _BATCH_NORM_BACKWARDS = (
     batch_norm_pieces.cudnn_backward,
 )
 _CONVOLUTIONS = (_aten.convolution.default, convolution_pieces.forward)
-_CODEC_OPS = (target_name(encode), target_name(decode))
+_ENCODE, _DECODE = target_name(encode), target_name(decode)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SMALL_SHARE = 1 / 4000  # of all saved bytes: not worth two ops
 
@@ -116,10 +116,22 @@ def encoded(captured: Captured, chosen: Collection[str], lossy: LossyOptions) ->
     return read_joint(joint, backward, captured.read_with)
 
 
-def without_codec_times(graph: StepGraph) -> StepGraph:
-    """The step as if storages were encoded and decoded in no time."""
-    ops = tuple(replace(op, seconds=0.0, launch_seconds=0.0) if op.target in _CODEC_OPS else op for op in graph.ops)
-    return replace(graph, ops=ops)
+def with_free_codecs(graph: StepGraph) -> StepGraph:
+    """The step as if its codecs took no time, and neither took bytes beside exact values.
+
+    So a storage is encoded in place, and its payload and what is decoded of it are together as large as it.
+    """
+    payload_of = {op.writes[0]: op.reads[0] for op in graph.ops if op.target == _DECODE}
+    storages = tuple(
+        replace(s, nbytes=s.nbytes - graph.storages[payload_of[s.id]].nbytes) if s.id in payload_of else s
+        for s in graph.storages
+    )
+    ops = []
+    for op in graph.ops:
+        if op.target in (_ENCODE, _DECODE):
+            op = replace(op, seconds=0.0, launch_seconds=0.0, workspace_bytes=0)
+        ops.append(replace(op, overwrites=op.reads[0]) if op.target == _ENCODE else op)
+    return replace(graph, ops=tuple(ops), storages=storages)
 
 
 def payload_name(storage: str) -> str:

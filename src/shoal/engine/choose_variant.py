@@ -24,7 +24,7 @@ from shoal.engine import form_cache
 from shoal.engine.loop_memory import LoopMemory
 from shoal.engine.plan_kernels import check_kernels
 from shoal.engine.search.best_variant import best_variant
-from shoal.engine.search.choose_encoded import all_encoded
+from shoal.engine.search.choose_encoded import bounding_step
 from shoal.engine.search.encoding import EncodeNothing, Encoding
 from shoal.engine.search.priced import Encodable, Priced
 from shoal.engine.search.variants import Variants
@@ -166,11 +166,10 @@ def _best_form(
             return made(EncodeNothing())
 
         def with_encoded(lossy: LossyOptions) -> Encodable[_Made]:
-            def graph() -> StepGraph:
+            def graph(share: float) -> StepGraph:
                 with no_memory_limit(), unset_fake_temporarily():
-                    return all_encoded(
-                        laid_out, lossy, lambda step: planning.priced(session.least_loop(planning), step)
-                    )
+                    loop = session.least_loop(planning)
+                    return bounding_step(laid_out, lossy, lambda step: planning.priced(loop, step), share)
 
             return Encodable(graph, lambda budget_bytes, encoding: made(encoding))
 

@@ -30,7 +30,7 @@ from shoal.cost.profile import profile_step
 from shoal.cost.roofline import roofline
 from shoal.engine.compiled_regions import in_compiled_regions, in_unmeasured_regions
 from shoal.engine.options import CompileOptions
-from shoal.engine.search.choose_encoded import all_encoded, choose_encoded
+from shoal.engine.search.choose_encoded import bounding_step, choose_encoded
 from shoal.engine.search.encoding import EncodeBelow, EncodeIfFaster
 from shoal.engine.search.priced import Encodable, Priced
 from shoal.engine.search.variants import Variants
@@ -172,9 +172,9 @@ class Pricing:
             return made(budget_bytes, lambda planned: planned(known))
 
         def with_encoded(step: Captured, how: LossyOptions) -> Encodable[None]:
-            def graph() -> StepGraph:
+            def graph(share: float) -> StepGraph:
                 with unset_fake_temporarily():
-                    return limited_step(means, all_encoded(step, how, costed))
+                    return limited_step(means, bounding_step(step, how, costed, share))
 
             def plan_encoded(budget_bytes: int, encoding: EncodeIfFaster | EncodeBelow) -> tuple[None, Plan]:
                 def find(planned: Callable[[StepGraph], Plan]) -> Plan:

@@ -17,9 +17,10 @@ from shoal.core.lossy import LossyOptions
 from shoal.core.plan import Plan
 from shoal.core.step import Op, StepGraph
 from shoal.engine.search import choose_encoded as choosing
-from shoal.engine.search.choose_encoded import all_encoded, choose_encoded, encoded_by, error_on_normal_numbers
+from shoal.engine.search.choose_encoded import bounding_step, choose_encoded, encoded_by, error_on_normal_numbers
 from shoal.engine.search.encoding import IF_FASTER, EncodeBelow, NotFaster
 from shoal.errors import BudgetError
+from shoal.planners.infeasible import fewest_bytes
 from shoal.planners.joint import estimate, joint, least_seconds
 from shoal.planners.keep_all import keep_all
 from tests.engine.lossy_steps import CODEC_OP, chain
@@ -176,15 +177,17 @@ def test_where_nothing_fits_one_set_is_searched_and_no_set_needs_less() -> None:
         assert least is not None and least <= (of_it.value.least_feasible_bytes or 0)
 
 
-def test_with_all_encoded_by_codecs_of_no_time_a_step_is_bounded_whatever_is_encoded() -> None:
+def test_with_all_encoded_by_free_codecs_a_step_is_bounded_whatever_is_encoded() -> None:
     names = [offer.storage for offer in offers(step(), LOSSY)]
-    free = all_encoded(step(), LOSSY, costs(0.3))
+    free = bounding_step(step(), LOSSY, costs(0.3), 1.0)
     assert free.plain_seconds == pytest.approx(costs(0.0)(encoded(step(), names, LOSSY)).plain_seconds)
     sets = [names[:size] for size in range(len(names) + 1)] + [names[size:] for size in range(1, len(names))]
-    for share in (0.45, 0.6, 0.8, 1.0):
-        budget = int(share * plain_bytes())
-        bounds = [least_seconds(costs(0.3)(encoded(step(), chosen, LOSSY)), budget) for chosen in sets]
-        assert least_seconds(free, budget) <= min(bounds) + 1e-9
+    for chosen in sets:
+        graph = costs(0.3)(encoded(step(), chosen, LOSSY))
+        assert fewest_bytes(free) <= fewest_bytes(graph)
+        for share in (0.4, 0.45, 0.5, 0.6, 0.8, 1.0):
+            budget = int(share * plain_bytes())
+            assert least_seconds(free, budget) <= least_seconds(graph, budget) + 1e-9
 
 
 def test_the_search_ends_where_its_effort_does(monkeypatch: pytest.MonkeyPatch) -> None:

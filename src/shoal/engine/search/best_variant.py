@@ -26,6 +26,7 @@ from shoal.core.simulate import simulate
 from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
 from shoal.core.variant import WHOLE, Candidate, Pieces, Variant
+from shoal.engine.search.choose_encoded import BOUNDING_SHARES
 from shoal.engine.search.encoding import IF_FASTER, EncodeBelow, NotFaster
 from shoal.engine.search.nearest_first import Form, Way, nearest_first
 from shoal.engine.search.priced import Made, Priced, captured_form, why_too_many
@@ -128,7 +129,7 @@ class _Search(Generic[Graph, Made]):
         self._best: Best[Graph, Made] | None = None
         self._unfit: list[Form[Graph, Made]] = []
         self._refused: dict[tuple[Variant, bool], BudgetError] = {}  # by form and whether storages are encoded
-        self._encoded_graphs: dict[Variant, StepGraph] = {}  # all that may be is encoded
+        self._encoded_graphs: dict[Variant, StepGraph] = {}  # all that may be is encoded, where no bound lets it fit
         self._n_ops = 0
         self._about_bytes: dict[Variant, int] = {}  # what each form needs, where nothing fits in any
         self._no_lower: set[Variant] = set()  # of these on patches, those that need no fewer than the ones before
@@ -197,28 +198,33 @@ class _Search(Generic[Graph, Made]):
         return found
 
     def consider_encoded(self) -> None:
-        """Encode storages in the forms that may be faster so than the best plan, the most promising first."""
-        bounded = []
-        for form in self._forms.values():
-            if (
-                form.priced.encoded is not None
-                and self._may_fit(form)
-                and self._may_gain(form.priced.graph.plain_seconds)
-            ):
-                doing("plan", f"{len(form.priced.graph.ops)} ops, {form.variant}, storages encoded")
-                graph = self._encoded_graphs[form.variant] = form.priced.encoded.graph()
-                bounded.append((least_seconds(graph, self._budget_bytes), form))
+        """Encode storages in the forms that may be faster so than the best plan, first what is fastest kept."""
         n_fitting = 0
-        for bound_seconds, form in sorted(bounded, key=lambda one: one[0]):
-            may_gain = self._may_gain(bound_seconds) and self._may_gain(form.priced.graph.plain_seconds)
-            if math.isfinite(bound_seconds) and may_gain and n_fitting < _MAX_ENCODED:
+        for form in sorted(self._forms.values(), key=lambda form: form.priced.graph.plain_seconds):
+            if n_fitting == _MAX_ENCODED or not self._may_gain(form.priced.graph.plain_seconds):
+                return
+            if form.priced.encoded is not None and self._may_fit(form) and self._may_gain_encoded(form):
                 n_fitting += self._encode(form)
+
+    def _may_gain_encoded(self, form: Form[Graph, Made]) -> bool:
+        """Whether the bound of a form, exact or with storages encoded, lets it fit and be faster than the best plan."""
+        assert form.priced.encoded is not None
+        doing("plan", f"{len(form.priced.graph.ops)} ops, {form.variant}, storages encoded")
+        exact = next(row.bound_seconds for row in self._rows if row.variant == form.variant)
+        if exact is not None and self._may_gain(exact):
+            return True
+        for share in BOUNDING_SHARES:
+            step = form.priced.encoded.graph(share)
+            self._encoded_graphs.setdefault(form.variant, step)
+            bound_seconds = least_seconds(step, self._budget_bytes)
+            if math.isfinite(bound_seconds) and self._may_gain(bound_seconds):
+                return True
+        return False
 
     def _encode(self, form: Form[Graph, Made]) -> bool:
         """Plan a form with storages encoded, if that takes less; whether anything fits by now."""
         assert form.priced.encoded is not None
         encoding = EncodeBelow(self._best.plan.predicted_seconds) if self._best else IF_FASTER
-        doing("plan", f"{len(form.priced.graph.ops)} ops, {form.variant}, storages encoded")
         try:
             made, plan = form.priced.encoded.plan(self._budget_bytes, encoding)
         except NotFaster:

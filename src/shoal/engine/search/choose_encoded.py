@@ -22,7 +22,7 @@ from functools import lru_cache
 import torch
 
 from shoal.capture.captured import Captured
-from shoal.capture.encode_activations import Offer, encode_residences, encoded, offers, without_codec_times
+from shoal.capture.encode_activations import Offer, encode_residences, encoded, offers, with_free_codecs
 from shoal.core.lossy import LossyOptions
 from shoal.core.plan import Plan
 from shoal.core.residence import Encode
@@ -45,6 +45,7 @@ _GOOD_ENOUGH = 0.002  # of the plain step: an exact plan that adds no more is ta
 _ESTIMATING_EFFORT = 10_000_000  # the squares of the numbers of ops, added up over all estimates
 _PLANNING_OPS = 3_000  # ops of all steps planned in full, after which no further set is
 _WORTH_A_PLAN = 0.005  # of the fastest plan's step: a set that may gain no more is not planned
+BOUNDING_SHARES = (1.0, 0.5)  # with which storages encoded a form is bounded
 _SHARES = (1.0, 0.75, 0.5, 0.25)
 _PLANNED = 2  # sets that are planned in full, and then neighbours of theirs that are no better
 _GUARD_SECONDS = 600.0  # of the whole search: the plan says so where it is reached
@@ -89,16 +90,20 @@ def choose_encoded(
     return search.step(chosen), as_encoded(search.planned(chosen), search.exact, chosen, lossy)
 
 
-def all_encoded(captured: Captured, lossy: LossyOptions, costed: Callable[[Captured], StepGraph]) -> StepGraph:
-    """The step with all encoded that may be, by codecs that take no time.
+def bounding_step(
+    captured: Captured, lossy: LossyOptions, costed: Callable[[Captured], StepGraph], share: float
+) -> StepGraph:
+    """The step with a share of what may be encoded, by codecs that take no time, and no bytes beside exact values.
 
-    Whatever is encoded, a plan takes no less time than the fastest of this step. Where nothing may be, it is the step.
+    That share is what takes the most time for its bytes to recompute. Where nothing may be encoded, it is the step.
 
     Args:
         captured, lossy, costed: as for `choose_encoded`.
+        share: of the storages.
     """
-    names = [offer.storage for offer in offers(captured, lossy)]
-    return without_codec_times(costed(encoded(captured, names, lossy) if names else captured))
+    names = _by_worth(captured, lossy, costed(captured))
+    chosen = names[: math.ceil(share * len(names))]
+    return with_free_codecs(costed(encoded(captured, chosen, lossy) if chosen else captured))
 
 
 def as_encoded(plan: Plan, exact_graph: StepGraph, chosen: Iterable[str], lossy: LossyOptions) -> Plan:
@@ -132,6 +137,17 @@ def error_on_normal_numbers(lossy: LossyOptions) -> float:
         drawn = torch.randn(_NORMAL_ELEMS, generator=torch.Generator().manual_seed(0))
         encode(drawn.relu_(), lossy.codec, lossy.block_elems, lossy.seed, math.inf)
     return errors[0]
+
+
+def _by_worth(captured: Captured, lossy: LossyOptions, exact: StepGraph) -> list[str]:
+    """What may be encoded, first what would take the most time for its bytes to recompute."""
+    choice = recompute_choice(exact)
+
+    def worth(offer: Offer) -> float:
+        reruns = choice.reruns.get(choice.graph.storage_called[offer.storage].id, ())
+        return sum(choice.graph.ops[op].second.longer_seconds for op in reruns) / offer.nbytes
+
+    return [offer.storage for offer in sorted(offers(captured, lossy), key=worth, reverse=True)]
 
 
 class _Search:
@@ -204,7 +220,7 @@ class _Search:
 
     def _plan_sets(self) -> None:
         """Plan the best sets by their estimates, then neighbours of the one with the fastest plan."""
-        offered = self._offered()
+        offered = _by_worth(self._captured, self._lossy, self.exact)
         starts = [frozenset(offered[: math.ceil(share * len(offered))]) for share in _SHARES if offered]
         if not any(math.isfinite(self._estimate(chosen)[1]) for chosen in (*starts, _NOTHING)):
             self._plan_nearest([*starts, _NOTHING])
@@ -275,16 +291,6 @@ class _Search:
 
     def _by_estimate(self, sets: Iterable[_Set]) -> list[_Set]:
         return sorted((s for s in sets if s), key=lambda s: (self._estimate(s), len(s), sorted(s)))
-
-    def _offered(self) -> list[str]:
-        """What may be encoded, first what would take the most time for its bytes to recompute."""
-        choice = recompute_choice(self.exact)
-
-        def worth(offer: Offer) -> float:
-            reruns = choice.reruns.get(choice.graph.storage_called[offer.storage].id, ())
-            return sum(choice.graph.ops[op].second.longer_seconds for op in reruns) / offer.nbytes
-
-        return [offer.storage for offer in sorted(offers(self._captured, self._lossy), key=worth, reverse=True)]
 
     def _improve(self, offered: Sequence[str], starts: Sequence[_Set]) -> None:
         """Beginning with these sets and nothing, estimate whatever differs from the best so far in one storage."""

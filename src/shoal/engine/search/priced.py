@@ -33,12 +33,12 @@ class Encodable(Generic[Made]):
     """What a form costs with storages encoded.
 
     Attributes:
-        graph: makes the step with all encoded that may be, by codecs that take no time: a plan of the form that encodes
-            takes no less time than the fastest of this step, and needs about as many bytes at least.
+        graph: makes the step with a share of what may be encoded, by codecs that take no time, and no bytes beside
+            exact values.
         plan: plans the form inside a budget, or raises BudgetError; NotFaster where no plan is what is asked for.
     """
 
-    graph: Callable[[], StepGraph]
+    graph: Callable[[float], StepGraph]
     plan: Callable[[int, EncodeIfFaster | EncodeBelow], tuple[Made, Plan]]
 
 
