@@ -174,6 +174,36 @@ def test_dtype_and_values_of_the_step_are_not_touched_and_others_trace_as_they_d
     assert module._rule(aten.convolution.default) is None
 
 
+def test_what_ops_return_is_found_again_in_a_later_trace_and_only_inside() -> None:
+    grad, x = torch.randn(3, 5, 7, 9), torch.randn(3, 5, 7, 9).to(memory_format=torch.channels_last)
+
+    def traced() -> tuple[tuple[int, ...], bool]:
+        """The strides, and whether they were computed."""
+        before = FakeTensorMode.cache_misses
+        with FakeTensorMode() as mode:
+            result = aten.hardtanh_backward(mode.from_tensor(grad), mode.from_tensor(x), 0.0, 6.0)
+        return result.stride(), FakeTensorMode.cache_misses > before
+
+    def traced_inside() -> tuple[tuple[int, ...], bool]:
+        with eager_strides():
+            return traced()
+
+    ours, theirs = grad.stride(), x.stride()
+    assert [traced(), traced_inside()] == [(theirs, True), (ours, True)]
+    assert [traced(), traced_inside()] == [(theirs, False), (ours, False)]
+
+
+@pytest.mark.parametrize("order", [(True, False), (False, True)])
+def test_what_depends_on_more_than_the_layout_is_computed_in_every_trace(order: tuple[bool, bool]) -> None:
+    """`empty_like(x).bernoulli_(p)`, made functional, lies in memory as `x` does; of another tensor it does not."""
+    x = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    for unwritten in order:
+        with eager_strides(), FakeTensorMode() as mode:
+            fake = mode.from_tensor(x)
+            drawn = aten.bernoulli.p(aten.empty_like(fake) if unwritten else aten.sigmoid(fake), 0.5)
+        assert (drawn.stride() == x.stride()) == unwritten
+
+
 NORMS: dict[str, tuple[Any, Any]] = {  # of (2, 3, 4, 3) and a weight of three
     "batch": (aten._native_batch_norm_legit.no_stats, lambda x, weight: (x, weight, weight, True, 0.1, 1e-5)),
     "layer": (aten.native_layer_norm.default, lambda x, weight: (x, [3], weight, weight, 1e-5)),

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,10 +23,12 @@ from torch import fx
 from shoal.capture import inplace
 from shoal.capture.captured import Captured
 from shoal.capture.fx_nodes import copied_joint, is_view
+from shoal.capture.op_counts import target_name
 from shoal.capture.step_reader import read_joint
 from shoal.capture.symbolic_sizes import as_arguments, usual
 from shoal.core.lossy import LossyOptions
 from shoal.core.residence import Encode, Residence
+from shoal.core.step import StepGraph
 from shoal.errors import PlanError
 from shoal.kernels import batch_norm_pieces, convolution_pieces, cudnn_batch_norm
 from shoal.kernels.batch_norm import backward as batch_norm_backward
@@ -44,6 +46,7 @@ _BATCH_NORM_BACKWARDS = (
     batch_norm_pieces.cudnn_backward,
 )
 _CONVOLUTIONS = (_aten.convolution.default, convolution_pieces.forward)
+_ENCODE, _DECODE = target_name(encode), target_name(decode)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SMALL_SHARE = 1 / 4000  # of all saved bytes: not worth two ops
 
@@ -111,6 +114,24 @@ def encoded(captured: Captured, chosen: Collection[str], lossy: LossyOptions) ->
         raise PlanError(f"the plan encodes {sorted(unknown)[0]!r}, which this step does not have; plan this step anew")
     joint.graph.lint()
     return read_joint(joint, backward, captured.read_with)
+
+
+def with_free_codecs(graph: StepGraph) -> StepGraph:
+    """The step as if its codecs took no time, and neither took bytes beside exact values.
+
+    So a storage is encoded in place, and its payload and what is decoded of it are together as large as it.
+    """
+    payload_of = {op.writes[0]: op.reads[0] for op in graph.ops if op.target == _DECODE}
+    storages = tuple(
+        replace(s, nbytes=s.nbytes - graph.storages[payload_of[s.id]].nbytes) if s.id in payload_of else s
+        for s in graph.storages
+    )
+    ops = []
+    for op in graph.ops:
+        if op.target in (_ENCODE, _DECODE):
+            op = replace(op, seconds=0.0, launch_seconds=0.0, workspace_bytes=0)
+        ops.append(replace(op, overwrites=op.reads[0]) if op.target == _ENCODE else op)
+    return replace(graph, ops=tuple(ops), storages=storages)
 
 
 def payload_name(storage: str) -> str:

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from shoal.capture.captured import Captured
 from shoal.capture.layered import Refused, is_of_a_module
 from shoal.capture.pieces import choose_faster, choose_pieces, in_pieces
+from shoal.core.lossy import LossyOptions
 from shoal.core.means import KERNEL_MEANS
 from shoal.core.plan import Plan
 from shoal.core.step import StepGraph
@@ -23,7 +24,9 @@ from shoal.engine import form_cache
 from shoal.engine.loop_memory import LoopMemory
 from shoal.engine.plan_kernels import check_kernels
 from shoal.engine.search.best_variant import best_variant
-from shoal.engine.search.priced import Priced
+from shoal.engine.search.choose_encoded import bounding_step
+from shoal.engine.search.encoding import EncodeNothing, Encoding
+from shoal.engine.search.priced import Encodable, Priced
 from shoal.engine.search.variants import Variants
 from shoal.engine.search.without_effect import without_effect
 from shoal.engine.session import Session
@@ -154,16 +157,21 @@ def _best_form(
         with unset_fake_temporarily():
             planning = session.planning(laid_out, laid_out.device)
 
-        def made(encode_below_seconds: float | None) -> tuple[_Made, Plan]:
+        def made(encoding: Encoding) -> tuple[_Made, Plan]:
             with unset_fake_temporarily():
-                planned, loop = session.try_to_plan(planning, encode_below_seconds)
+                planned, loop = session.try_to_plan(planning, encoding)
             return (laid_out, planned, loop), planned.plan
 
         def plan(budget_bytes: int) -> tuple[_Made, Plan]:  # the session's own
-            return made(None)
+            return made(EncodeNothing())
 
-        def encoded(budget_bytes: int, below_seconds: float) -> tuple[_Made, Plan]:
-            return made(below_seconds)
+        def with_encoded(lossy: LossyOptions) -> Encodable[_Made]:
+            def graph(share: float) -> StepGraph:
+                with no_memory_limit(), unset_fake_temporarily():
+                    loop = session.least_loop(planning)
+                    return bounding_step(laid_out, lossy, lambda step: planning.priced(loop, step), share)
+
+            return Encodable(graph, lambda budget_bytes, encoding: made(encoding))
 
         def costed(other: Captured) -> StepGraph:
             changed = session.planning(session.in_traced_layouts(other), other.device)
@@ -180,7 +188,7 @@ def _best_form(
         return Priced(
             known,
             plan,
-            encoded if session.options.lossy is not None else None,
+            with_encoded(lossy) if (lossy := session.options.lossy) is not None else None,
             cut=lambda: changed(choose_pieces),
             faster=lambda: changed(choose_faster),
         )

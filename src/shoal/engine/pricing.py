@@ -17,6 +17,7 @@ from shoal.capture.captured import Captured
 from shoal.capture.pieces import choose_elsewhere, choose_faster, choose_pieces, in_pieces
 from shoal.core import presets
 from shoal.core.hardware import Hardware, Link
+from shoal.core.lossy import LossyOptions
 from shoal.core.means import KERNEL_MEANS
 from shoal.core.plan import Plan
 from shoal.core.sizes import MAX_BYTES
@@ -29,8 +30,9 @@ from shoal.cost.profile import profile_step
 from shoal.cost.roofline import roofline
 from shoal.engine.compiled_regions import in_compiled_regions, in_unmeasured_regions
 from shoal.engine.options import CompileOptions
-from shoal.engine.search.choose_encoded import choose_encoded
-from shoal.engine.search.priced import Priced
+from shoal.engine.search.choose_encoded import bounding_step, choose_encoded
+from shoal.engine.search.encoding import EncodeBelow, EncodeIfFaster
+from shoal.engine.search.priced import Encodable, Priced
 from shoal.engine.search.variants import Variants
 from shoal.engine.search.without_effect import without_effect
 from shoal.engine.step_planning import allowed, limited_step
@@ -169,12 +171,18 @@ class Pricing:
         def plan(budget_bytes: int) -> tuple[None, Plan]:
             return made(budget_bytes, lambda planned: planned(known))
 
-        def encoded(budget_bytes: int, below_seconds: float) -> tuple[None, Plan]:
-            def find(planned: Callable[[StepGraph], Plan]) -> Plan:
-                assert captured is not None and lossy is not None
-                return choose_encoded(captured, lossy, budget_bytes, costed, planned, below_seconds=below_seconds)[1]
+        def with_encoded(step: Captured, how: LossyOptions) -> Encodable[None]:
+            def graph(share: float) -> StepGraph:
+                with unset_fake_temporarily():
+                    return limited_step(means, bounding_step(step, how, costed, share))
 
-            return made(budget_bytes, find)
+            def plan_encoded(budget_bytes: int, encoding: EncodeIfFaster | EncodeBelow) -> tuple[None, Plan]:
+                def find(planned: Callable[[StepGraph], Plan]) -> Plan:
+                    return choose_encoded(step, how, budget_bytes, costed, planned, encoding=encoding)[1]
+
+                return made(budget_bytes, find)
+
+            return Encodable(graph, plan_encoded)
 
         def changed(choose: Callable[..., tuple[Pieces, ...]]) -> tuple[tuple[Pieces, ...], Priced[None]] | None:
             form_means = self.options.form_means
@@ -195,7 +203,7 @@ class Pricing:
         return Priced(
             limited_step(means, known),
             plan,
-            encoded if lossy is not None else None,
+            with_encoded(captured, lossy) if captured is not None and lossy is not None else None,
             cut=lambda: changed(choose_pieces if self.target is None else choose_elsewhere),
             faster=lambda: changed(choose_faster) if self.target is None else None,
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -37,6 +36,7 @@ from shoal.engine.plans_in_force import PlansInForce
 from shoal.engine.refusal_hints import with_hint, with_hope
 from shoal.engine.repair import SetAside, exceeded, highest_predicted
 from shoal.engine.reserved_budget import limit_for, look_beside, within_reserved
+from shoal.engine.search.encoding import IF_FASTER, Encoding
 from shoal.engine.status import Status
 from shoal.engine.step_planning import WHOLE_FORM, Form, Planned, StepPlanning
 from shoal.engine.traced_layouts import TracedLayouts
@@ -238,14 +238,12 @@ class Session:
             spare_bytes(device, self.options, self.status),
         )
 
-    def try_to_plan(
-        self, planning: StepPlanning, encode_below_seconds: float | None = math.inf
-    ) -> tuple[Planned, LoopMemory]:
+    def try_to_plan(self, planning: StepPlanning, encoding: Encoding = IF_FASTER) -> tuple[Planned, LoopMemory]:
         """The plan of a step, and the loop that it is for: one that holds less, where nothing is known of it yet.
 
         Args:
             planning: the step.
-            encode_below_seconds: see `StepPlanning.plan`.
+            encoding: see `StepPlanning.plan`.
 
         Raises:
             BudgetError: no plan fits.
@@ -253,9 +251,9 @@ class Session:
             PlanError: the ready plan belongs to another step.
         """
         try:
-            return planning.plan(self.loop, self.status.plans, encode_below_seconds), self.loop
+            return planning.plan(self.loop, self.status.plans, encoding), self.loop
         except BudgetError as refused:
-            return self._plan_in_hope(planning, encode_below_seconds, with_hint(refused, self.static, self.state_bytes))
+            return self._plan_in_hope(planning, encoding, with_hint(refused, self.static, self.state_bytes))
 
     def make_plan(self, captured: Captured, device: torch.device, step: Metered, form: Form = WHOLE_FORM) -> Captured:
         """Profile the step's ops here, then plan it inside the budget; `step` gets the plan and what it was made for.
@@ -338,14 +336,14 @@ class Session:
         return self.static.bytes_beside(graph) + self._aside.of(graph.fingerprint)
 
     def _plan_in_hope(
-        self, planning: StepPlanning, encode_below_seconds: float | None, refused: BudgetError
+        self, planning: StepPlanning, encoding: Encoding, refused: BudgetError
     ) -> tuple[Planned, LoopMemory]:
         """The plan that fits in the best case of what the loop holds."""
         if not self._may_hope:
             raise refused from None
         hoped = best_case(self.loop, planning.outputs)
         try:
-            made = planning.plan(hoped, self.status.plans, encode_below_seconds)
+            made = planning.plan(hoped, self.status.plans, encoding)
         except BudgetError as error:
             raise with_hope(refused, error) from None
         log.info("%s: fits if the loop drops outputs when their loss is known; the first step is metered", self.name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -30,6 +29,7 @@ from shoal.engine.options import CompileOptions
 from shoal.engine.overlapping import plan_overlapping
 from shoal.engine.plan_cache import remembered
 from shoal.engine.search.choose_encoded import choose_encoded, encoded_by
+from shoal.engine.search.encoding import IF_FASTER, EncodeNothing, Encoding
 from shoal.errors import BudgetError, PlanError
 from shoal.kernels.generator import state_bytes
 from shoal.memory.limit import no_memory_limit
@@ -120,20 +120,17 @@ class StepPlanning:
         self._beside_bytes = bytes_beside(profiled)
         self._costed = [(captured, self._complete(profiled))]
 
-    def plan(
-        self, loop: LoopMemory, in_force: Iterable[Plan], encode_below_seconds: float | None = math.inf
-    ) -> Planned:
+    def plan(self, loop: LoopMemory, in_force: Iterable[Plan], encoding: Encoding = IF_FASTER) -> Planned:
         """Plan the step in a training loop.
 
         Args:
             loop: the memory that it holds.
             in_force: plans of the model's other steps.
-            encode_below_seconds: where storages may be encoded: what a step that fits takes, for a plan that encodes
-                and takes less; infinity for the fastest plan, which may encode; None to encode nothing.
+            encoding: which plans are asked for, where the options let storages be encoded.
 
         Raises:
             BudgetError: no plan fits.
-            NotFaster: no plan that encodes takes less than `encode_below_seconds`, which is finite.
+            NotFaster: no plan that encodes takes less than what `encoding` says.
             PlanError: the ready plan belongs to another step, or breaks a rule.
         """
         made: dict[int, Captured] = {}
@@ -143,7 +140,7 @@ class StepPlanning:
                 graph = in_loop(self._costs_of(step), loop, self.outputs)
                 return replace(graph, static_bytes=graph.static_bytes + others_bytes)
 
-            made[others_bytes], plan = self._plan_with_states(in_the_loop, encode_below_seconds)
+            made[others_bytes], plan = self._plan_with_states(in_the_loop, encoding)
             return plan
 
         aside_bytes, plan = plan_overlapping(loop.calls_at_once, self._options.budget_bytes or 0, make, in_force)
@@ -153,23 +150,21 @@ class StepPlanning:
         basis = Basis(graph, exact, self.outputs, others_bytes, self._fingerprint)
         return Planned(made[aside_bytes], plan, basis)
 
-    def _plan_with_states(
-        self, costed: Callable[[Captured], StepGraph], encode_below_seconds: float | None
-    ) -> tuple[Captured, Plan]:
+    def _plan_with_states(self, costed: Callable[[Captured], StepGraph], encoding: Encoding) -> tuple[Captured, Plan]:
         """Plan with the generator states counted that replayed random ops keep, each and the one it puts back."""
         each_bytes = state_bytes(self._device)
         n_random = sum(op.random and op.recomputable for op in self._captured.graph.ops)
         if not n_random or not each_bytes or self._ready_plan is not None:
-            return self._plan_one(costed, encode_below_seconds)
+            return self._plan_one(costed, encoding)
 
         def with_all(step: Captured) -> StepGraph:
             graph = costed(step)
             return replace(graph, static_bytes=graph.static_bytes + (n_random + 1) * each_bytes)
 
         try:
-            captured, plan = self._plan_one(costed, encode_below_seconds)
+            captured, plan = self._plan_one(costed, encoding)
         except BudgetError:
-            captured, plan = self._plan_one(with_all, encode_below_seconds)
+            captured, plan = self._plan_one(with_all, encoding)
         replayed = {plan.graph.producer[storage.id] for storage in plan.recomputed}
         n_replayed = sum(plan.graph.ops[op].random for op in replayed)
         if not n_replayed:
@@ -179,16 +174,14 @@ class StepPlanning:
             graph=replace(plan.graph, static_bytes=costed(captured).static_bytes + (n_replayed + 1) * each_bytes),
         )
         if plan.budget_bytes and counted.predicted_peak_bytes > plan.budget_bytes:
-            return self._plan_one(with_all, encode_below_seconds)
+            return self._plan_one(with_all, encoding)
         return captured, counted
 
-    def priced(self, loop: LoopMemory) -> StepGraph:
-        """The step by itself in a training loop, which nothing encodes."""
-        return in_loop(self._costs_of(self._captured), loop, self.outputs)
+    def priced(self, loop: LoopMemory, step: Captured | None = None) -> StepGraph:
+        """The step by itself in a training loop, which nothing encodes; or `step`, the same with storages encoded."""
+        return in_loop(self._costs_of(step or self._captured), loop, self.outputs)
 
-    def _plan_one(
-        self, costed: Callable[[Captured], StepGraph], encode_below_seconds: float | None
-    ) -> tuple[Captured, Plan]:
+    def _plan_one(self, costed: Callable[[Captured], StepGraph], encoding: Encoding) -> tuple[Captured, Plan]:
         captured, budget_bytes = self._captured, self._options.budget_bytes
         if self._ready_plan is not None:
             return _adopt(self._ready_plan, captured, costed, budget_bytes)
@@ -196,16 +189,16 @@ class StepPlanning:
             return captured, planners.get("keep_all")(costed(captured), self._hardware, 0)
         if self._spare_bytes:
             with suppress(BudgetError):
-                captured, made = self._plan_within(budget_bytes - self._spare_bytes, costed, encode_below_seconds)
+                captured, made = self._plan_within(budget_bytes - self._spare_bytes, costed, encoding)
                 return captured, replace(made, budget_bytes=budget_bytes)
-        return self._plan_within(budget_bytes, costed, encode_below_seconds)
+        return self._plan_within(budget_bytes, costed, encoding)
 
     def _plan_within(
-        self, budget_bytes: int, costed: Callable[[Captured], StepGraph], encode_below_seconds: float | None
+        self, budget_bytes: int, costed: Callable[[Captured], StepGraph], encoding: Encoding
     ) -> tuple[Captured, Plan]:
         captured, options, hardware = self._captured, self._options, self._hardware
         planner = allowed(options.means, options.planner)
-        if options.lossy is None or encode_below_seconds is None:
+        if options.lossy is None or isinstance(encoding, EncodeNothing):
             return captured, planner(costed(captured), hardware, budget_bytes)
         before = costed(captured)
         step = f"{before.fingerprint}, {before.static_bytes} bytes beside"
@@ -216,7 +209,7 @@ class StepPlanning:
             costed,
             lambda graph: planner(graph, hardware, budget_bytes),
             self._encoded.get(step),
-            below_seconds=encode_below_seconds,
+            encoding=encoding,
         )
         self._encoded[step] = tuple(storage.name for storage in made.encoded)
         return captured, made

@@ -23,6 +23,9 @@ from shoal.lowlevel.fake_batch_norm import fake_batch_norm
 _aten = torch.ops.aten
 Strides = tuple[int, ...]
 _UNWRITTEN = "_shoal_unwritten"  # an attribute of fake tensors
+_NOT_BY_LAYOUT = (_aten.empty_like.default, _aten.bernoulli.p)  # what they return depends on that attribute
+# What ops return inside the block, by op and operands' shapes, strides and dtypes; outside, PyTorch keeps its own.
+_results: dict[Any, Any] = {}
 Rule = Callable[[Sequence[Any], torch.Tensor], Strides | None]
 
 
@@ -35,13 +38,15 @@ def eager_strides() -> Iterator[None]:
         made = fake_batch_norm(self, func, args, kwargs)
         return _corrected(self, func, args, kwargs, made or traced(self, func, types, args, kwargs))
 
-    FakeTensorMode.cache_clear()  # of what was traced outside of the block, as Dynamo does
+    outside, FakeTensorMode.cache = FakeTensorMode.cache, _results
     FakeTensorMode._dispatch_impl = dispatch  # type: ignore[method-assign]
     try:
         yield
     finally:
         FakeTensorMode._dispatch_impl = traced  # type: ignore[method-assign]
-        FakeTensorMode.cache_clear()
+        FakeTensorMode.cache = outside
+        for key in [key for key in _results if key.key[0] in _NOT_BY_LAYOUT]:
+            del _results[key]
 
 
 def _corrected(mode: FakeTensorMode, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Any:

@@ -37,7 +37,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import reduce
 
 from shoal.core.hardware import Hardware
@@ -63,6 +63,8 @@ from shoal.planners.simulated import Simulated, as_chosen, everything_away, in_l
 from shoal.planners.smallest_plan import smallest_plan
 
 _MAX_HELD = 2  # plans on demand that are improved
+_LOWERED = 0.9  # a smallest plan is at most so much lower than that of `least_peak_bytes`
+_QUICKLY_LOWERED = 0.75  # the same of `about_least_bytes`
 
 
 def joint(graph: StepGraph, hardware: Hardware, budget_bytes: int, *, limits: Limits = DEFAULT) -> Plan:
@@ -181,6 +183,29 @@ def least_peak_bytes(graph: StepGraph, *, limits: Limits = DEFAULT) -> int:
         return program_bytes
     found, _ = plans_on_demand(replace(graph, link=None), limits)
     return min(found[0].peak_bytes, program_bytes)
+
+
+@dataclass(frozen=True)
+class Least:
+    """About the least that a step needs.
+
+    Attributes:
+        found_bytes: the peak of a plan that was found in a moment.
+        expected_bytes: no plan is expected to have a lower one.
+    """
+
+    found_bytes: int
+    expected_bytes: int
+
+
+def quick_least(graph: StepGraph, enough_bytes: int) -> Least:
+    """About the least that a step needs; more closely where that may be no more than `enough_bytes`."""
+    fewest, about_bytes = fewest_bytes(graph), about_least_bytes(graph)
+    expected_bytes = max(fewest, int(_QUICKLY_LOWERED * about_bytes))
+    if expected_bytes > enough_bytes:
+        return Least(about_bytes, expected_bytes)
+    found_bytes = min(about_bytes, least_peak_bytes(graph))
+    return Least(found_bytes, max(fewest, int(_LOWERED * found_bytes)))
 
 
 class _Search:

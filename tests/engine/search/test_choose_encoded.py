@@ -17,9 +17,11 @@ from shoal.core.lossy import LossyOptions
 from shoal.core.plan import Plan
 from shoal.core.step import Op, StepGraph
 from shoal.engine.search import choose_encoded as choosing
-from shoal.engine.search.choose_encoded import NotFaster, choose_encoded, encoded_by, error_on_normal_numbers
+from shoal.engine.search.choose_encoded import bounding_step, choose_encoded, encoded_by, error_on_normal_numbers
+from shoal.engine.search.encoding import IF_FASTER, EncodeBelow, NotFaster
 from shoal.errors import BudgetError
-from shoal.planners.joint import estimate, joint
+from shoal.planners.infeasible import fewest_bytes
+from shoal.planners.joint import estimate, joint, least_seconds
 from shoal.planners.keep_all import keep_all
 from tests.engine.lossy_steps import CODEC_OP, chain
 from tests.joint_graphs import batch, captured_step
@@ -108,7 +110,7 @@ def test_beside_a_step_that_fits_only_what_is_faster_is_planned_and_nothing_exac
         return joint(graph, HARDWARE, fastest.budget_bytes)
 
     def below(seconds: float) -> Plan:
-        return choose_encoded(step(), LOSSY, fastest.budget_bytes, costs(0.1), plan, below_seconds=seconds)[1]
+        return choose_encoded(step(), LOSSY, fastest.budget_bytes, costs(0.1), plan, encoding=EncodeBelow(seconds))[1]
 
     found = below(1.1 * fastest.predicted_seconds)
     assert found.predicted_seconds == pytest.approx(fastest.predicted_seconds)
@@ -128,9 +130,10 @@ def test_a_set_of_an_earlier_run_is_not_taken_beside_a_step_that_is_faster(share
 
     def below(seconds: float) -> Plan:
         plan = partial(joint, hardware=HARDWARE, budget_bytes=budget)
-        return choose_encoded(step(), LOSSY, budget, costs(0.1), plan, before, below_seconds=seconds)[1]
+        return choose_encoded(step(), LOSSY, budget, costs(0.1), plan, before, EncodeBelow(seconds))[1]
 
-    taken = below(float("inf"))
+    plan = partial(joint, hardware=HARDWARE, budget_bytes=budget)
+    _, taken = choose_encoded(step(), LOSSY, budget, costs(0.1), plan, before, IF_FASTER)
     assert {storage.name for storage in taken.encoded} == set(before)
     assert below(1.01 * taken.predicted_seconds).predicted_seconds == taken.predicted_seconds
     with pytest.raises(NotFaster):
@@ -155,17 +158,36 @@ def test_a_set_of_an_earlier_run_is_taken_again_if_it_fits() -> None:
     assert chosen_at(0.6, 0.1, before=["nowhere"]).encoded, "chosen anew"
 
 
-def test_a_budget_that_nothing_fits_names_the_least_that_does() -> None:
-    tried: list[int] = []
+def test_where_nothing_fits_one_set_is_searched_and_no_set_needs_less() -> None:
+    """Against every subset, each searched."""
+    budget, made = int(0.3 * plain_bytes()), list[StepGraph]()
 
-    def refused(graph: StepGraph) -> Plan:
-        tried.append(len(tried))
-        raise BudgetError("too small", budget_bytes=1, least_feasible_bytes=1000 - len(tried))
+    def plan(graph: StepGraph) -> Plan:
+        made.append(graph)
+        return joint(graph, HARDWARE, budget)
 
-    with pytest.raises(BudgetError) as caught:
-        choose_encoded(step(), LOSSY, 1, costs(0.1), refused)
-    assert caught.value.least_feasible_bytes == 1000 - len(tried)
-    assert len(tried) > 2
+    with pytest.raises(BudgetError) as refused:
+        choose_encoded(step(), LOSSY, budget, costs(0.01), plan)
+    assert len(made) == 1
+    least = refused.value.least_feasible_bytes
+    names = [offer.storage for offer in offers(step(), LOSSY)]
+    for subset in joined.from_iterable(combinations(names, size) for size in range(len(names) + 1)):
+        with pytest.raises(BudgetError) as of_it:
+            joint(costs(0.01)(encoded(step(), subset, LOSSY)), HARDWARE, budget)
+        assert least is not None and least <= (of_it.value.least_feasible_bytes or 0)
+
+
+def test_with_all_encoded_by_free_codecs_a_step_is_bounded_whatever_is_encoded() -> None:
+    names = [offer.storage for offer in offers(step(), LOSSY)]
+    free = bounding_step(step(), LOSSY, costs(0.3), 1.0)
+    assert free.plain_seconds == pytest.approx(costs(0.0)(encoded(step(), names, LOSSY)).plain_seconds)
+    sets = [names[:size] for size in range(len(names) + 1)] + [names[size:] for size in range(1, len(names))]
+    for chosen in sets:
+        graph = costs(0.3)(encoded(step(), chosen, LOSSY))
+        assert fewest_bytes(free) <= fewest_bytes(graph)
+        for share in (0.4, 0.45, 0.5, 0.6, 0.8, 1.0):
+            budget = int(share * plain_bytes())
+            assert least_seconds(free, budget) <= least_seconds(graph, budget) + 1e-9
 
 
 def test_the_search_ends_where_its_effort_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,16 +222,3 @@ def test_a_plan_tells_how_it_encodes() -> None:
     assert set(plan.errors) == {storage.name for storage in plan.encoded} and not plan.errors_measured
     assert set(plan.errors.values()) == {error_on_normal_numbers(LOSSY)}
     assert 0 < error_on_normal_numbers(LOSSY) < error_on_normal_numbers(LossyOptions("linear", 0)) < 0.05
-
-
-def test_where_nothing_fits_the_search_ends_when_it_comes_no_nearer() -> None:
-    """Each set that is planned takes a search for the least."""
-    budget, made = int(0.3 * plain_bytes()), list[StepGraph]()
-
-    def plan(graph: StepGraph) -> Plan:
-        made.append(graph)
-        return joint(graph, HARDWARE, budget)
-
-    with pytest.raises(BudgetError):
-        choose_encoded(step(), LOSSY, budget, costs(0.01), plan)
-    assert len(made) == 5

@@ -7,8 +7,8 @@ slowed down, or do not fit; a form that fits is planned with them only if that l
 may be faster than the library's, so forms that are not slowed down are looked at with these. Overlapping patches
 compute their halos besides what the network computes, so they are looked at where the other forms are slowed down by
 more than that. All numbers of slices are captured before any is planned; fewer than fit are planned only if their bound
-is lower. Storages are encoded last, in the forms that are faster with everything kept than the best plan that encodes
-nothing. Counts of ops end the search, never a clock.
+is lower. Storages are encoded last, in the forms of which the bound says that they may be faster so than the best plan
+that encodes nothing. Counts of ops end the search, never a clock.
 """
 
 from __future__ import annotations
@@ -24,13 +24,16 @@ from shoal.core.plan import Plan
 from shoal.core.progress import doing
 from shoal.core.simulate import simulate
 from shoal.core.sizes import format_bytes
+from shoal.core.step import StepGraph
 from shoal.core.variant import WHOLE, Candidate, Pieces, Variant
-from shoal.engine.search.choose_encoded import NotFaster
+from shoal.engine.search.choose_encoded import BOUNDING_SHARES
+from shoal.engine.search.encoding import IF_FASTER, EncodeBelow, NotFaster
+from shoal.engine.search.nearest_first import Form, Way, nearest_first
 from shoal.engine.search.priced import Made, Priced, captured_form, why_too_many
 from shoal.engine.search.variants import Forms, Graph
 from shoal.errors import BudgetError
 from shoal.planners.infeasible import fewest_bytes, floor_bytes
-from shoal.planners.joint import about_least_bytes, least_peak_bytes
+from shoal.planners.joint import about_least_bytes, least_seconds
 
 log = logging.getLogger("shoal")
 
@@ -39,7 +42,6 @@ _WORTH_A_PLAN = 0.005  # of the best plan's step: a form that may gain no more i
 _WORTH_SLICES = 0.1  # likewise on slices of the batch
 _ENOUGH_SLICES = 4  # with which patches that overlap are left out
 _SURE = 0.9  # of what the step on more slices is expected to take
-_LOWERED = 0.9  # a smallest plan is at most so much lower than about expected
 _LOWER = 0.99  # where nothing fits, patches that need more than so much of what others need are not made finer
 _MAX_ENCODED = 2  # forms in which storages are encoded, once something fits
 
@@ -117,23 +119,17 @@ def _gains_nothing(bound_seconds: float, planned: Candidate) -> bool:
     return bound_seconds >= (1 - _WORTH_A_PLAN) * planned.bound_seconds
 
 
-@dataclass(frozen=True)
-class _Form(Generic[Graph, Made]):
-    variant: Variant
-    graph: Graph
-    priced: Priced[Made]
-
-
 class _Search(Generic[Graph, Made]):
     def __init__(self, variants: Forms[Graph], price: Callable[[Graph], Priced[Made]], budget_bytes: int) -> None:
         self._variants, self._price, self._budget_bytes = variants, price, budget_bytes
         self._rows: list[Candidate] = []
-        self._captured: list[_Form[Graph, Made]] = []
-        self._forms: dict[str, _Form[Graph, Made]] = {}  # by the step's fingerprint
+        self._captured: list[Form[Graph, Made]] = []
+        self._forms: dict[str, Form[Graph, Made]] = {}  # by the step's fingerprint
         self._cut: set[str] = set()
         self._best: Best[Graph, Made] | None = None
-        self._unfit: list[_Form[Graph, Made]] = []
-        self._refused: dict[Variant, BudgetError] = {}
+        self._unfit: list[Form[Graph, Made]] = []
+        self._refused: dict[tuple[Variant, bool], BudgetError] = {}  # by form and whether storages are encoded
+        self._encoded_graphs: dict[Variant, StepGraph] = {}  # all that may be is encoded, where no bound lets it fit
         self._n_ops = 0
         self._about_bytes: dict[Variant, int] = {}  # what each form needs, where nothing fits in any
         self._no_lower: set[Variant] = set()  # of these on patches, those that need no fewer than the ones before
@@ -151,7 +147,7 @@ class _Search(Generic[Graph, Made]):
         except Refused as reason:
             self._left_out(variant, str(reason))
         else:
-            self._captured.append(_Form(variant, graph, priced))
+            self._captured.append(Form(variant, graph, priced))
 
     def plan_captured(self) -> None:
         """Bound what was captured, and plan what may be faster than the best so far, the most promising first."""
@@ -163,7 +159,7 @@ class _Search(Generic[Graph, Made]):
         if not any(form.variant == WHOLE and self._may_fit(form) for form in self._forms.values()):
             return
         unfit = {form.variant for form in self._unfit}
-        for fused in [row.variant for row in self._rows if row.variant in unfit and self._is_faster_kept(row)]:
+        for fused in [row.variant for row in self._rows if row.variant in unfit and self._may_gain(row.plain_seconds)]:
             if not fused.fuse or fused.large_only:
                 continue
             for fewer in self._variants.of_smaller_maps(fused):
@@ -171,9 +167,10 @@ class _Search(Generic[Graph, Made]):
                 if any(row.variant == fewer and row.seconds is not None for row in self._rows):
                     break
 
-    def _is_faster_kept(self, row: Candidate) -> bool:
-        """Whether a form with everything kept is faster than the best plan so far."""
-        return self._best is None or row.plain_seconds < (1 - _WORTH_A_PLAN) * self._best.plan.predicted_seconds
+    def _may_gain(self, bound_seconds: float) -> bool:
+        """Whether a form with this lower bound may be faster than the best plan so far, by more than a little."""
+        best = self._best
+        return best is None or bound_seconds < (1 - _WORTH_A_PLAN) * best.plan.predicted_seconds
 
     def consider_faster(self) -> None:
         """The forms that fit by their bound once more, with convolutions by direct kernels."""
@@ -190,51 +187,67 @@ class _Search(Generic[Graph, Made]):
 
     @staticmethod
     def _changed(
-        forms: Iterable[_Form[Graph, Made]],
+        forms: Iterable[Form[Graph, Made]],
         change: Callable[[Priced[Made]], tuple[tuple[Pieces, ...], Priced[Made]] | None],
-    ) -> list[_Form[Graph, Made]]:
+    ) -> list[Form[Graph, Made]]:
         found = []
         for form in forms:
             if (changed := change(form.priced)) is not None:
                 pieces, priced = changed
-                found.append(_Form(replace(form.variant, pieces=pieces), form.graph, priced))
+                found.append(Form(replace(form.variant, pieces=pieces), form.graph, priced))
         return found
 
     def consider_encoded(self) -> None:
-        """Encode storages in the forms that are faster with everything kept than the best plan, the fastest first."""
-        forms = [form for form in self._forms.values() if form.priced.encoded and self._may_fit(form)]
+        """Encode storages in the forms that may be faster so than the best plan, first what is fastest kept."""
         n_fitting = 0
-        for form in sorted(forms, key=lambda form: form.priced.graph.plain_seconds):
-            below_seconds = self._best.plan.predicted_seconds if self._best else math.inf
-            kept_seconds = form.priced.graph.plain_seconds
-            if n_fitting == _MAX_ENCODED or kept_seconds >= (1 - _WORTH_A_PLAN) * below_seconds:
+        for form in sorted(self._forms.values(), key=lambda form: form.priced.graph.plain_seconds):
+            if n_fitting == _MAX_ENCODED or not self._may_gain(form.priced.graph.plain_seconds):
                 return
-            n_fitting += self._encode(form, below_seconds)
+            if form.priced.encoded is not None and self._may_fit(form) and self._may_gain_encoded(form):
+                n_fitting += self._encode(form)
 
-    def _encode(self, form: _Form[Graph, Made], below_seconds: float) -> bool:
-        """Plan a form with storages encoded, if that takes less; whether anything fits by now."""
+    def _may_gain_encoded(self, form: Form[Graph, Made]) -> bool:
+        """Whether the bound of a form, exact or with storages encoded, lets it fit and be faster than the best plan."""
         assert form.priced.encoded is not None
         doing("plan", f"{len(form.priced.graph.ops)} ops, {form.variant}, storages encoded")
+        exact = next(row.bound_seconds for row in self._rows if row.variant == form.variant)
+        if exact is not None and self._may_gain(exact):
+            return True
+        for share in BOUNDING_SHARES:
+            step = form.priced.encoded.graph(share)
+            self._encoded_graphs.setdefault(form.variant, step)
+            bound_seconds = least_seconds(step, self._budget_bytes)
+            if math.isfinite(bound_seconds) and self._may_gain(bound_seconds):
+                return True
+        return False
+
+    def _encode(self, form: Form[Graph, Made]) -> bool:
+        """Plan a form with storages encoded, if that takes less; whether anything fits by now."""
+        assert form.priced.encoded is not None
+        encoding = EncodeBelow(self._best.plan.predicted_seconds) if self._best else IF_FASTER
         try:
-            made, plan = form.priced.encoded(self._budget_bytes, below_seconds)
+            made, plan = form.priced.encoded.plan(self._budget_bytes, encoding)
         except NotFaster:
             return True
         except BudgetError as error:
-            self._refuse(form.variant, error)
+            self._refuse(form.variant, error, encoded=True)
             return self._best is not None
         self._best = Best(form.variant, form.graph, made, plan)
-        place = next(n for n, row in enumerate(self._rows) if row.variant == form.variant)
-        row = self._rows[place]
-        self._rows[place] = replace(
-            row,
-            bound_seconds=row.plain_seconds + plan.lower_bound_seconds,
-            seconds=plan.predicted_seconds,
-            peak_bytes=plan.predicted_peak_bytes,
-            outcome="slower",
-        )
+        self._note_plan(self._best)
         return True
 
-    def _try_each(self, forms: Iterable[_Form[Graph, Made]]) -> None:
+    def _note_plan(self, found: Best[Graph, Made]) -> None:
+        """Put a plan that was made after all, or that encodes, into the table."""
+        place = next(n for n, row in enumerate(self._rows) if row.variant == found.variant)
+        self._rows[place] = replace(
+            self._rows[place],
+            bound_seconds=self._rows[place].plain_seconds + found.plan.lower_bound_seconds,
+            seconds=found.plan.predicted_seconds,
+            peak_bytes=found.plan.predicted_peak_bytes,
+            outcome="slower",
+        )
+
+    def _try_each(self, forms: Iterable[Form[Graph, Made]]) -> None:
         bounded = []
         for form in forms:
             self._n_ops += len(form.priced.graph.ops)
@@ -245,7 +258,7 @@ class _Search(Generic[Graph, Made]):
         for bound_seconds, form in sorted(bounded, key=lambda one: one[0]):
             self._try(bound_seconds, form)
 
-    def _try(self, bound_seconds: float, form: _Form[Graph, Made]) -> None:
+    def _try(self, bound_seconds: float, form: Form[Graph, Made]) -> None:
         variant, priced = form.variant, form.priced
         doing("plan", f"{len(priced.graph.ops)} ops, {variant}")
         kept = simulate(priced.graph, {})
@@ -263,7 +276,7 @@ class _Search(Generic[Graph, Made]):
         if math.isinf(bound_seconds):
             self._unfit.append(form)
             self._note_what_is_needed(form)
-        elif best is not None and bound_seconds >= (1 - _WORTH_A_PLAN) * best.plan.predicted_seconds:
+        elif best is not None and not self._may_gain(bound_seconds):
             gains = bound_seconds < best.plan.predicted_seconds
             row = replace(row, outcome=f"cannot be {'much ' if gains else ''}faster, by its bound")
         elif variant.pieces and self._fits_whole(variant, bound_seconds):
@@ -306,7 +319,7 @@ class _Search(Generic[Graph, Made]):
         gap = whole.seconds / whole.bound_seconds - 1
         return bound_seconds * (1 + gap / 2) >= self._best.plan.predicted_seconds
 
-    def _note_what_is_needed(self, form: _Form[Graph, Made]) -> None:
+    def _note_what_is_needed(self, form: Form[Graph, Made]) -> None:
         """Where what stays in any form is over the budget, so that finer patches are for the least alone."""
         if floor_bytes(form.priced.graph) <= self._budget_bytes:
             return
@@ -401,36 +414,51 @@ class _Search(Generic[Graph, Made]):
     def _nearest(self) -> Best[Graph, Made]:
         """The fastest of the forms that fit after all, which their bounds did not expect; else what needs least of all.
 
-        A form that is not expected to need fewer bytes than are known to be enough is not asked.
+        A form that is not expected to need fewer bytes than are known to be enough is not asked. One that was asked
+        with storages encoded might have been exact too.
         """
         fitting: list[Best[Graph, Made]] = []
-        expected = {form.variant: self._expected_bytes(form) for form in self._unfit}
-        order = sorted(self._unfit, key=lambda form: (expected[form.variant], fewest_bytes(form.priced.graph)))
-        for form in order:
-            needed_bytes = expected[form.variant]
-            if self._may_fit(form):
-                needed_bytes = max(fewest_bytes(form.priced.graph), int(_LOWERED * needed_bytes))
-            if form.variant in self._refused or needed_bytes >= self._enough_bytes(fitting):
+        for way in self._ways_to_the_least():
+            variant = way.form.variant
+            refused = {(variant, way.encoded), (variant, True)} & self._refused.keys()
+            is_known = refused or any(best.variant == variant for best in fitting)
+            if is_known or way.expected_bytes >= self._enough_bytes(fitting):
                 continue
             try:
-                fitting.append(Best(form.variant, form.graph, *form.priced.plan(self._budget_bytes)))
+                fitting.append(self._planned(way))
             except BudgetError as error:
-                self._refuse(form.variant, error)
+                self._refuse(variant, error, encoded=way.encoded)
+        for best in fitting:
+            self._note_plan(best)
         if fitting:
             return min(fitting, key=lambda best: best.plan.predicted_seconds)
-        variant, nearest = min(self._refused.items(), key=lambda one: one[1].least_feasible_bytes or math.inf)
+        (variant, _), nearest = min(self._refused.items(), key=lambda one: one[1].least_feasible_bytes or math.inf)
         hint = f"computed otherwise than the model says it ({variant}), which needs least of all forms"
         raise nearest if variant == WHOLE else nearest.with_hint(hint)
 
-    def _may_fit(self, form: _Form[Graph, Made]) -> bool:
-        return fewest_bytes(form.priced.graph) <= self._budget_bytes
+    def _ways_to_the_least(self) -> list[Way[Graph, Made]]:
+        """Each form that does not fit by its bound, exact and encoded, the most promising first."""
+        ways = [Way(form, False, form.priced.graph) for form in self._unfit]
+        encoded = (form for form in self._unfit if form.variant in self._encoded_graphs)
+        ways += [Way(form, True, self._encoded_graphs[form.variant]) for form in encoded]
+        return nearest_first(ways, self._budget_bytes)
 
-    def _expected_bytes(self, form: _Form[Graph, Made]) -> int:
-        """About the least that a form needs: exactly enough to choose among those of which nothing fits."""
-        graph = form.priced.graph
-        if self._may_fit(form):
-            return least_peak_bytes(graph)
-        return self._about_bytes.get(form.variant) or about_least_bytes(graph)
+    def _planned(self, way: Way[Graph, Made]) -> Best[Graph, Made]:
+        """The plan.
+
+        Raises:
+            BudgetError: there is none.
+        """
+        form = way.form
+        if way.encoded:
+            assert form.priced.encoded is not None
+            made, plan = form.priced.encoded.plan(self._budget_bytes, IF_FASTER)
+        else:
+            made, plan = form.priced.plan(self._budget_bytes)
+        return Best(form.variant, form.graph, made, plan)
+
+    def _may_fit(self, form: Form[Graph, Made]) -> bool:
+        return fewest_bytes(form.priced.graph) <= self._budget_bytes
 
     def _enough_bytes(self, fitting: list[Best[Graph, Made]]) -> float:
         """More than the budget where a form fits in it; else the least that any form was found to need."""
@@ -438,8 +466,8 @@ class _Search(Generic[Graph, Made]):
             return self._budget_bytes + 1
         return min((error.least_feasible_bytes or math.inf for error in self._refused.values()), default=math.inf)
 
-    def _refuse(self, variant: Variant, error: BudgetError) -> str:
+    def _refuse(self, variant: Variant, error: BudgetError, encoded: bool = False) -> str:
         """Note what a form needs; in words."""
-        self._refused[variant] = error
+        self._refused[variant, encoded] = error
         least_bytes = error.least_feasible_bytes
         return f"needs {format_bytes(least_bytes)}" if least_bytes else "does not fit"

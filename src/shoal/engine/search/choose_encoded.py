@@ -6,7 +6,8 @@ choice is between 8 bits, keeping, recomputing and offloading).
 A set of storages is judged by its relaxed program (see `planners.integer_program`), which takes a moment, and
 improved storage by storage. The best sets are then planned in full, as is the exact step, and as many of their
 neighbours as the limits allow, and the fastest plan counts. Once something fits, a set is planned only where its
-relaxed program is faster. Counts end both searches, never a clock.
+relaxed program is faster. What does not fit by its relaxed program is planned only where it may fit by recomputing
+again and again, or to tell what would. Counts end both searches, never a clock.
 No optimum is claimed for the set; the plan of it is as good as `joint` makes it.
 """
 
@@ -21,17 +22,18 @@ from functools import lru_cache
 import torch
 
 from shoal.capture.captured import Captured
-from shoal.capture.encode_activations import Offer, encode_residences, encoded, offers
+from shoal.capture.encode_activations import Offer, encode_residences, encoded, offers, with_free_codecs
 from shoal.core.lossy import LossyOptions
 from shoal.core.plan import Plan
 from shoal.core.residence import Encode
 from shoal.core.simulate import simulate
 from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
+from shoal.engine.search.encoding import IF_FASTER, EncodeBelow, EncodeIfFaster, NotFaster
 from shoal.errors import BudgetError, PlanError
 from shoal.kernels.encoded_activation import encode, measured_errors
 from shoal.lowlevel.torch_internals import isolated
-from shoal.planners.joint import estimate
+from shoal.planners.joint import about_least_bytes, estimate, quick_least
 from shoal.planners.limits import Effort, Guard
 from shoal.planners.recompute_choice import recompute_choice
 
@@ -43,14 +45,11 @@ _GOOD_ENOUGH = 0.002  # of the plain step: an exact plan that adds no more is ta
 _ESTIMATING_EFFORT = 10_000_000  # the squares of the numbers of ops, added up over all estimates
 _PLANNING_OPS = 3_000  # ops of all steps planned in full, after which no further set is
 _WORTH_A_PLAN = 0.005  # of the fastest plan's step: a set that may gain no more is not planned
+BOUNDING_SHARES = (1.0, 0.5)  # with which storages encoded a form is bounded
 _SHARES = (1.0, 0.75, 0.5, 0.25)
 _PLANNED = 2  # sets that are planned in full, and then neighbours of theirs that are no better
 _GUARD_SECONDS = 600.0  # of the whole search: the plan says so where it is reached
 _NORMAL_ELEMS = 1 << 16
-
-
-class NotFaster(Exception):
-    """No plan with encoded storages is faster than one that is known."""
 
 
 def choose_encoded(
@@ -60,7 +59,7 @@ def choose_encoded(
     costed: Callable[[Captured], StepGraph],
     plan: Callable[[StepGraph], Plan],
     before: Iterable[str] | None = None,
-    below_seconds: float = math.inf,
+    encoding: EncodeIfFaster | EncodeBelow = IF_FASTER,
 ) -> tuple[Captured, Plan]:
     """The fastest plan inside the budget that may encode convolution inputs, and the step it is for.
 
@@ -71,23 +70,40 @@ def choose_encoded(
         costed: the step's graph with seconds, workspaces, static memory and link; for encoded steps too.
         plan: plans such a graph, or raises BudgetError.
         before: storages that an earlier run of this step encoded: taken again if a plan of them fits.
-        below_seconds: what a step that fits takes; then the exact step is not planned, and only what may be faster is.
+        encoding: which plans are asked for; beside one that is known the exact step is not planned.
 
     Raises:
         BudgetError: no plan fits, of the exact step or of one with encoded storages; the one that came nearest.
-        NotFaster: `below_seconds` is given, and no plan of encoded storages takes less.
+        NotFaster: no plan of encoded storages takes less than what `encoding` says.
     """
+    below_seconds = encoding.seconds if isinstance(encoding, EncodeBelow) else math.inf
     search = _Search(captured, lossy, budget_bytes, costed, plan, below_seconds)
     chosen = None if before is None else frozenset(before)
     if chosen is not None and not search.fits(chosen):
         log.warning("%s: what an earlier run encoded does not fit here; choosing anew", captured.graph.model)
         chosen = None
     if chosen is None:
-        chosen = search.best() if math.isinf(below_seconds) else search.best_below()
+        chosen = search.best_below() if isinstance(encoding, EncodeBelow) else search.best()
     elif search.planned(chosen).predicted_seconds >= below_seconds:
         raise NotFaster
     log.info("%s: %d storages encoded inside %s", captured.graph.model, len(chosen), format_bytes(budget_bytes))
     return search.step(chosen), as_encoded(search.planned(chosen), search.exact, chosen, lossy)
+
+
+def bounding_step(
+    captured: Captured, lossy: LossyOptions, costed: Callable[[Captured], StepGraph], share: float
+) -> StepGraph:
+    """The step with a share of what may be encoded, by codecs that take no time, and no bytes beside exact values.
+
+    That share is what takes the most time for its bytes to recompute. Where nothing may be encoded, it is the step.
+
+    Args:
+        captured, lossy, costed: as for `choose_encoded`.
+        share: of the storages.
+    """
+    names = _by_worth(captured, lossy, costed(captured))
+    chosen = names[: math.ceil(share * len(names))]
+    return with_free_codecs(costed(encoded(captured, chosen, lossy) if chosen else captured))
 
 
 def as_encoded(plan: Plan, exact_graph: StepGraph, chosen: Iterable[str], lossy: LossyOptions) -> Plan:
@@ -121,6 +137,17 @@ def error_on_normal_numbers(lossy: LossyOptions) -> float:
         drawn = torch.randn(_NORMAL_ELEMS, generator=torch.Generator().manual_seed(0))
         encode(drawn.relu_(), lossy.codec, lossy.block_elems, lossy.seed, math.inf)
     return errors[0]
+
+
+def _by_worth(captured: Captured, lossy: LossyOptions, exact: StepGraph) -> list[str]:
+    """What may be encoded, first what would take the most time for its bytes to recompute."""
+    choice = recompute_choice(exact)
+
+    def worth(offer: Offer) -> float:
+        reruns = choice.reruns.get(choice.graph.storage_called[offer.storage].id, ())
+        return sum(choice.graph.ops[op].second.longer_seconds for op in reruns) / offer.nbytes
+
+    return [offer.storage for offer in sorted(offers(captured, lossy), key=worth, reverse=True)]
 
 
 class _Search:
@@ -175,8 +202,8 @@ class _Search:
 
     def best(self) -> _Set:
         """The set with the fastest plan, maybe of nothing; where none fits, the one that came nearest."""
-        exact = self._try(_NOTHING)
-        if isinstance(exact, BudgetError) or exact.added_seconds > _GOOD_ENOUGH * exact.plain_seconds:
+        exact = self._try(_NOTHING) if self._is_expected_to_fit(_NOTHING) else None
+        if not isinstance(exact, Plan) or exact.added_seconds > _GOOD_ENOUGH * exact.plain_seconds:
             self._plan_sets()
         return self._leading()
 
@@ -193,18 +220,24 @@ class _Search:
 
     def _plan_sets(self) -> None:
         """Plan the best sets by their estimates, then neighbours of the one with the fastest plan."""
-        offered = self._offered()
+        offered = _by_worth(self._captured, self._lossy, self.exact)
+        starts = [frozenset(offered[: math.ceil(share * len(offered))]) for share in _SHARES if offered]
+        if not any(math.isfinite(self._estimate(chosen)[1]) for chosen in (*starts, _NOTHING)):
+            self._plan_nearest([*starts, _NOTHING])
+            return
         if not offered:
             return
-        self._improve(offered)
+        self._improve(offered, starts)
         effort = Effort("choice of what to encode", _PLANNING_OPS, self._guard)
         for chosen in self._by_estimate(self._estimates)[:_PLANNED]:
             if self._may_be_faster(chosen):
                 self._try(chosen)
                 effort.spend(len(self._graph(chosen).ops))
         in_vain = 0  # tries since one was better
-        while self._plans and not effort.is_spent and in_vain < _PLANNED:
+        while self._plans and not effort.is_spent and in_vain < (_PLANNED if math.isinf(self._below_seconds) else 1):
             leading = self._leading()
+            if math.isfinite(self._below_seconds) and not isinstance(self._plans[leading], Plan):
+                break
             near = (leading ^ {storage} for storage in offered)
             estimated = [one for one in near if one and one not in self._plans and self._has_estimate(one)]
             chosen = next(iter(self._by_estimate(estimated)), _NOTHING)
@@ -213,6 +246,23 @@ class _Search:
             self._try(chosen)
             effort.spend(len(self._graph(chosen).ops))
             in_vain = in_vain + 1 if self._leading() == leading else 0
+
+    def _plan_nearest(self, sets: Iterable[_Set]) -> None:
+        """Where nothing fits by the relaxed program, plan what needs least until that fits: at least one set."""
+        if any(isinstance(made, Plan) for made in self._plans.values()) or math.isfinite(self._below_seconds):
+            return
+        about_bytes = {chosen: about_least_bytes(self._graph(chosen)) for chosen in sets}
+        for chosen in sorted(about_bytes, key=about_bytes.__getitem__)[:_PLANNED]:
+            if self._plans and not self._is_expected_to_fit(chosen):
+                return
+            if isinstance(self._try(chosen), Plan):
+                return
+
+    def _is_expected_to_fit(self, chosen: _Set) -> bool:
+        """Whether a set fits by its relaxed program, or may fit where storages are recomputed again and again."""
+        if math.isfinite(self._estimate(chosen)[1]):
+            return True
+        return quick_least(self._graph(chosen), self._budget_bytes).expected_bytes <= self._budget_bytes
 
     def _may_be_faster(self, chosen: _Set) -> bool:
         """Whether a set is faster if planned twice as near to its bound as the exact step; where nothing fits all may.
@@ -242,19 +292,8 @@ class _Search:
     def _by_estimate(self, sets: Iterable[_Set]) -> list[_Set]:
         return sorted((s for s in sets if s), key=lambda s: (self._estimate(s), len(s), sorted(s)))
 
-    def _offered(self) -> list[str]:
-        """What may be encoded, first what would take the most time for its bytes to recompute."""
-        choice = recompute_choice(self.exact)
-
-        def worth(offer: Offer) -> float:
-            reruns = choice.reruns.get(choice.graph.storage_called[offer.storage].id, ())
-            return sum(choice.graph.ops[op].second.longer_seconds for op in reruns) / offer.nbytes
-
-        return [offer.storage for offer in sorted(offers(self._captured, self._lossy), key=worth, reverse=True)]
-
-    def _improve(self, offered: Sequence[str]) -> None:
-        """Estimate shares of what is offered and nothing, then whatever differs from the best so far in one storage."""
-        starts = [frozenset(offered[: math.ceil(share * len(offered))]) for share in _SHARES]
+    def _improve(self, offered: Sequence[str], starts: Sequence[_Set]) -> None:
+        """Beginning with these sets and nothing, estimate whatever differs from the best so far in one storage."""
         best = min([*starts, _NOTHING], key=self._estimate)
         improved = True
         while improved:

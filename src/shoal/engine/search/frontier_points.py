@@ -21,6 +21,7 @@ from shoal.core.plan import Plan
 from shoal.core.simulate import simulate
 from shoal.core.sizes import format_bytes
 from shoal.core.variant import WHOLE, Variant
+from shoal.engine.search.encoding import IF_FASTER
 from shoal.engine.search.priced import Priced, captured_form, why_too_many
 from shoal.engine.search.variants import Variants
 from shoal.errors import BudgetError
@@ -55,7 +56,7 @@ class _Form:
             BudgetError: none fits.
         """
         if self.priced.encoded is not None:
-            return self.priced.encoded(budget_bytes, math.inf)[1]
+            return self.priced.encoded.plan(budget_bytes, IF_FASTER)[1]
         return self.priced.plan(budget_bytes)[1]
 
     def least_seconds(self, budget_bytes: int) -> float:

@@ -14,6 +14,7 @@ from shoal.core.plan import Plan
 from shoal.core.progress import doing
 from shoal.core.step import StepGraph
 from shoal.core.variant import WHOLE, Pieces, Variant
+from shoal.engine.search.encoding import EncodeBelow, EncodeIfFaster
 from shoal.engine.search.scaled_step import NotLinear
 from shoal.engine.search.variants import Forms, Graph, PatchWork
 from shoal.planners.joint import least_seconds
@@ -28,21 +29,34 @@ _OPS_A_CALL = 5  # of a layer on a patch: it is cut out, and both passes compute
 
 
 @dataclass(frozen=True)
+class Encodable(Generic[Made]):
+    """What a form costs with storages encoded.
+
+    Attributes:
+        graph: makes the step with a share of what may be encoded, by codecs that take no time, and no bytes beside
+            exact values.
+        plan: plans the form inside a budget, or raises BudgetError; NotFaster where no plan is what is asked for.
+    """
+
+    graph: Callable[[float], StepGraph]
+    plan: Callable[[int, EncodeIfFaster | EncodeBelow], tuple[Made, Plan]]
+
+
+@dataclass(frozen=True)
 class Priced(Generic[Made]):
     """A form of the step with what it costs.
 
     Attributes:
         graph: with seconds, workspaces and all that the training loop holds.
         plan: plans it inside a budget, or raises BudgetError; what the caller wants of it, and the plan.
-        encoded: likewise with storages encoded, in fewer seconds than those given, or raises NotFaster; None where
-            nothing may be.
+        encoded: the same with storages encoded; None where nothing may be.
         cut: the same form with convolutions in pieces, and which those are; None where there are none.
         faster: likewise with those alone that direct kernels compute, which may be faster.
     """
 
     graph: StepGraph
     plan: Callable[[int], tuple[Made, Plan]]
-    encoded: Callable[[int, float], tuple[Made, Plan]] | None = None
+    encoded: Encodable[Made] | None = None
     cut: Callable[[], tuple[tuple[Pieces, ...], Priced[Made]] | None] = lambda: None
     faster: Callable[[], tuple[tuple[Pieces, ...], Priced[Made]] | None] = lambda: None
 
