@@ -15,7 +15,7 @@ from hypothesis.internal.conjecture import providers
 
 from shoal.core.files import cache_dir
 from shoal.engine import metering
-from tests import compile_records, made_up_machine
+from tests import beside_compiling, made_up_machine
 from tests.made_up_machine import real_machine
 
 __all__ = ["real_machine"]
@@ -43,7 +43,7 @@ for _logger in logging.root.manager.loggerDict.values():
         _logger.handlers.clear()
         if 0 < _logger.level < logging.WARNING:
             _logger.setLevel(logging.WARNING)
-compile_records.leave_out()
+beside_compiling.leave_out()
 # Each capture makes and drops a hundred thousand objects: collecting them at every 700 was a tenth of its time.
 gc.set_threshold(10_000, 20, 20)
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests import compile_records, made_up_machine
+from tests import beside_compiling, made_up_machine
 
 _PRELOADED = [
     "pytest",
@@ -124,7 +124,7 @@ def _run(
     torch.set_num_threads(1)
     torch.manual_seed(0)
     made_up_machine.put_in_place()
-    compile_records.leave_out()
+    beside_compiling.leave_out()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
         store = dist.FileStore(str(Path(folder) / "store"), ranks)

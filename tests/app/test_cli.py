@@ -27,6 +27,7 @@ from shoal.core import presets
 from shoal.core.hardware import MeasuredLink
 from shoal.core.plan import Plan
 from tests.app.training.tiny import put_in_place
+from tests.ranks import run_on_ranks
 
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="a memory limit on the CPU needs a C++ compiler"
@@ -152,16 +153,23 @@ def test_a_run_of_shoal_tells_its_plan_and_writes_everything(here: Path) -> None
 
 
 @needs_compiler
-def test_a_run_that_offloads_to_a_file_trains_within_its_limit(here: Path) -> None:
-    told = ["--offload-to", ".", "--out", "run", "--json", "result.json"]
-    command, where = process("main()", "train", *SMALL, "--planner", "hmms", "--budget", "1200KiB", "--enforce", *told)
+def test_a_run_that_offloads_to_a_file_trains_within_its_limit(tmp_path: Path) -> None:
     # In a process of its own: a memory limit counts what earlier tests have left in this one.
-    done = subprocess.run(command, capture_output=True, text=True, env=where)
-    assert done.returncode == 0, done.stderr
-    assert "offloaded" in done.stdout
-    assert json.loads((here / "result.json").read_text())["measured_peak_bytes"] <= 1200 * 2**10
-    assert Plan.load(here / "run" / "plan.json").offloaded
-    assert {path.name for path in here.iterdir()} == {"run", "result.json"}
+    ((code, stdout, stderr),) = run_on_ranks(train_within_a_limit, 1, tmp_path)
+    assert code == 0, stderr
+    assert "offloaded" in stdout
+    assert json.loads((tmp_path / "result.json").read_text())["measured_peak_bytes"] <= 1200 * 2**10
+    assert Plan.load(tmp_path / "run" / "plan.json").offloaded
+    assert {path.name for path in tmp_path.iterdir()} == {"run", "result.json"}
+
+
+def train_within_a_limit(folder: Path) -> tuple[int, str, str]:
+    os.chdir(folder)
+    told = ["--offload-to", ".", "--out", "run", "--json", "result.json"]
+    with pytest.MonkeyPatch.context() as patch:
+        put_in_place(patch, folder)
+        done = invoke("train", *SMALL, "--planner", "hmms", "--budget", "1200KiB", "--enforce", *told)
+    return done.exit_code, done.stdout, done.stderr
 
 
 @needs_compiler
@@ -358,13 +366,10 @@ ALEXNET = ["plan", "--model", "alexnet", "--batch", "256", "--image", "32", "--h
 @pytest.mark.usefixtures("tiny")
 def test_the_largest_batch_is_that_of_fit(here: Path) -> None:
     arguments = [*ALEXNET, "--planner", "sqrt", "--allow", "bitwise", "--budget", "1GiB"]
-    done = invoke(*arguments, "--max-batch")
+    done = invoke(*arguments, "--max-batch", "--json")
     assert done.exit_code == 0, done.output
     assert done.stderr == ""  # where nobody watches
-    (line,) = (line for line in done.stdout.splitlines() if line.startswith("largest batch "))
-
-    answer = json.loads(invoke(*arguments, "--max-batch", "--json").stdout)["max_batch"]
-    assert f"{answer['batch']} images ({answer['too_many']} does not fit)" in line
+    answer = json.loads(done.stdout)["max_batch"]
     assert answer["batch"] < answer["too_many"] <= 1.01 * answer["batch"]
     assert answer["predicted_peak_bytes"] <= 2**30
     assert answer["images_per_second"] == pytest.approx(answer["batch"] / answer["predicted_seconds"])
@@ -381,10 +386,12 @@ def test_a_plan_that_does_not_fit_still_has_its_largest_batch(here: Path) -> Non
     done = invoke(*arguments)
     assert done.exit_code == 2
     assert "no plan of alexnet fits in 1.000 GiB" in done.stderr and done.stderr.count("\n") == 1
-    assert "largest batch " in done.stdout
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("largest batch "))
     figures = json.loads(invoke(*arguments, "--json").stdout)
     assert figures["reason"].startswith("no plan of alexnet fits")
-    assert 0 < figures["max_batch"]["batch"] < 65536
+    answer = figures["max_batch"]
+    assert f"{answer['batch']} images ({answer['too_many']} does not fit)" in line
+    assert 0 < answer["batch"] < 65536
 
 
 def test_the_largest_patch_fits_and_the_next_one_does_not(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -197,7 +197,7 @@ def test_the_budget_holds_at_the_corners_of_all_draws(
 
 
 def test_where_nothing_varies_the_prediction_is_exact() -> None:
-    still = split(classifier(3, 16, 16, 16), 0.6, stochastic=0.0)
+    still = split(classifier(3, 16, 16), 0.6, stochastic=0.0)
     even = split(copy.deepcopy(still.unsplit), 0.6)
     (x,) = images(1, 8, 3, 40, 40)
     assert shoal.plan(still, x).predicted_peak_bytes == shoal.plan(even, x).predicted_peak_bytes
