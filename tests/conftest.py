@@ -29,8 +29,10 @@ settings.register_profile(
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "usual"))
 
-# Hypothesis also draws constants that it finds in the modules imported so far, which depend on the tests run before.
-providers.HypothesisProvider._local_constants = providers.Constants()  # type: ignore[assignment]
+# Hypothesis also draws constants that it finds in the modules imported so far, which depend on the tests run before. It
+# looks for them, too, whenever tests are collected: a second of each worker.
+_NO_CONSTANTS = providers.Constants()
+providers._get_local_constants = lambda: _NO_CONSTANTS
 
 made_up_machine.put_in_place()
 os.environ["SHOAL_ALLOW"] = "bitwise"  # laws hold bits against plain PyTorch; who tries other means names them

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -12,11 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.capture.layered import Refused
+from shoal.core.plan import Plan
 from shoal.core.simulate import simulate
 from shoal.core.step import StepGraph
 from shoal.core.variant import WHOLE, Variant
+from shoal.engine.search.encoding import EncodeBelow, EncodeIfFaster, NotFaster
 from shoal.engine.search.frontier_points import Found, frontier_points
-from shoal.engine.search.priced import Priced
+from shoal.engine.search.priced import Encodable, Priced
 from shoal.engine.search.variants import PatchWork
 from shoal.errors import BudgetError
 from shoal.planners.joint import joint
@@ -144,3 +147,35 @@ def test_what_cannot_be_captured_is_left_out_and_says_why() -> None:
     (fused, why), (patches, too_many) = frontier.left_out
     assert (fused, why, patches) == (str(FUSED), "no batch norm can be fused", str(PATCHES))
     assert "too many to plan" in too_many
+
+
+def test_storages_are_encoded_in_at_most_two_forms_inside_a_budget_and_only_below_what_is_known() -> None:
+    """Three forms that encode at no cost: a plan of theirs takes what keeping everything does."""
+    names = (WHOLE, FUSED, FUSED_BUT_FOR_LARGE)
+    forms = Forms({variant: conv_bn_relu_chain(4 + place, 1000) for place, variant in enumerate(names)})
+    asked: list[tuple[Variant, int, float]] = []
+
+    def price(variant: Any) -> Priced[None]:
+        step = forms.steps[variant]
+        free = replace(step, storages=tuple(replace(s, nbytes=min(s.nbytes, 400)) for s in step.storages))
+
+        def encoded(budget_bytes: int, encoding: EncodeIfFaster | EncodeBelow) -> tuple[None, Plan]:
+            below_seconds = encoding.seconds if isinstance(encoding, EncodeBelow) else math.inf
+            asked.append((variant, budget_bytes, below_seconds))
+            plan = joint(free, HARDWARE, budget_bytes)
+            if plan.predicted_seconds >= below_seconds:
+                raise NotFaster
+            return None, plan
+
+        return replace(forms.price(variant), encoded=Encodable(lambda share: free, encoded))
+
+    exact = found(forms)
+    lossy = frontier_points(forms, price, 5)  # type: ignore[arg-type]
+    for budget_bytes in {budget for _, budget, _ in asked if budget > 1}:
+        below = [seconds for _, budget, seconds in asked if budget == budget_bytes]
+        assert len(below) <= 2 and below == sorted(below, reverse=True)
+    assert lossy.points[0].budget_bytes < exact.points[0].budget_bytes
+    for point in lossy.points:
+        assert point.bound_seconds <= point.seconds * (1 + 1e-6)
+        inside = [other.seconds for other in exact.points if other.budget_bytes <= point.budget_bytes]
+        assert not inside or point.seconds <= min(inside)

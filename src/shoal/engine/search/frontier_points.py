@@ -1,8 +1,8 @@
 """Plans inside many budgets, of all forms of a step that are allowed.
 
 Each form is captured and priced once. Inside each budget, from the largest to the smallest, a form is planned if its
-lower bound there is below the fastest plan that is known to fit. Every plan stays a candidate wherever its peak fits,
-so that more bytes are never slower.
+lower bound there is below the fastest plan that is known to fit. Storages are encoded last, in at most two forms, as in
+`best_variant`. Every plan stays a candidate wherever its peak fits, so that more bytes are never slower.
 """
 
 from __future__ import annotations
@@ -21,49 +21,65 @@ from shoal.core.plan import Plan
 from shoal.core.simulate import simulate
 from shoal.core.sizes import format_bytes
 from shoal.core.variant import WHOLE, Variant
-from shoal.engine.search.encoding import IF_FASTER
+from shoal.engine.search.choose_encoded import BOUNDING_SHARES
+from shoal.engine.search.encoding import IF_FASTER, EncodeBelow, NotFaster
 from shoal.engine.search.priced import Priced, captured_form, why_too_many
 from shoal.engine.search.variants import Variants
 from shoal.errors import BudgetError
-from shoal.planners.joint import least_peak_bytes
+from shoal.planners.joint import least_peak_bytes, least_seconds, quick_least
 
 _LITTLE_MORE = (0.02, 0.1, 0.3)  # of the smallest budget, tried where that is not usable
+_MAX_ENCODED = 2  # forms in which storages are encoded inside one budget, once something fits
 _LOWERED = 0.9  # a form whose smallest peak is estimated above the least over this is not asked for it exactly
 
 
 @dataclass
 class _Form:
-    """A form of the step. `too_small_bytes`: it is known not to fit in less."""
+    """A form of the step. It is known not to fit in less than `too_small_bytes`, and `too_small_encoded_bytes`."""
 
     variant: Variant
     priced: Priced[Any]
     too_small_bytes: int = 0
+    too_small_encoded_bytes: int = 0
 
     def plan(self, budget_bytes: int) -> Plan | None:
-        """The form's plan; None where none fits."""
+        """The form's plan with exact values alone; None where none fits."""
         if budget_bytes < self.too_small_bytes:
             return None
         try:
-            return replace(self.try_to_plan(budget_bytes), variant=self.variant)
+            return replace(self.priced.plan(budget_bytes)[1], variant=self.variant)
         except BudgetError as error:
             self.too_small_bytes = max(budget_bytes + 1, error.least_feasible_bytes or 0)
             return None
 
-    def try_to_plan(self, budget_bytes: int) -> Plan:
-        """The form's plan, by all means.
+    def plan_encoded(self, budget_bytes: int, below_seconds: float) -> Plan | None:
+        """The form's plan with storages encoded that takes less; None where there is none."""
+        if self.priced.encoded is None or budget_bytes < self.too_small_encoded_bytes:
+            return None
+        encoding = EncodeBelow(below_seconds) if math.isfinite(below_seconds) else IF_FASTER
+        try:
+            return replace(self.priced.encoded.plan(budget_bytes, encoding)[1], variant=self.variant)
+        except NotFaster:
+            return None
+        except BudgetError as error:
+            if math.isinf(below_seconds):
+                self.too_small_encoded_bytes = max(budget_bytes + 1, error.least_feasible_bytes or 0)
+            return None
 
-        Raises:
-            BudgetError: none fits.
-        """
-        if self.priced.encoded is not None:
-            return self.priced.encoded.plan(budget_bytes, IF_FASTER)[1]
-        return self.priced.plan(budget_bytes)[1]
-
-    def least_seconds(self, budget_bytes: int) -> float:
-        """A lower bound of the plan's step: where storages may be encoded, with everything kept."""
-        if self.priced.encoded is not None:
-            return self.priced.graph.plain_seconds
-        return self.priced.least_seconds(budget_bytes)
+    def note_the_least(self) -> int | None:
+        """Search the smallest budget in which the form fits, by all means, and remember it."""
+        try:
+            if self.priced.encoded is not None:
+                self.priced.encoded.plan(1, IF_FASTER)
+            else:
+                self.priced.plan(1)
+        except BudgetError as error:
+            least_bytes = error.least_feasible_bytes
+            if self.priced.encoded is None:
+                self.too_small_bytes = least_bytes or 0
+            self.too_small_encoded_bytes = least_bytes or 0
+            return least_bytes
+        return 1
 
 
 @dataclass(frozen=True)
@@ -130,14 +146,44 @@ def frontier_points(
 
 
 def _plan_inside(budget_bytes: int, forms: list[_Form], plans: list[Plan]) -> float:
-    """Add the plans that may be the fastest; the lower bound of all forms."""
-    bounds = [(form.least_seconds(budget_bytes), place) for place, form in enumerate(forms)]
+    """Add the plans that may be the fastest, those that encode last; the lower bound of all forms."""
+    bounds = [(form.priced.least_seconds(budget_bytes), place) for place, form in enumerate(forms)]
     for bound_seconds, place in sorted(bounds):
-        best = _fastest(plans, budget_bytes)
-        if math.isfinite(bound_seconds) and (best is None or bound_seconds < best.predicted_seconds):
+        if math.isfinite(bound_seconds) and bound_seconds < _seconds_inside(budget_bytes, plans):
             made = forms[place].plan(budget_bytes)
             plans += [made] if made is not None else []
-    return min(bounds)[0]
+    exact_bounds = {place: bound_seconds for bound_seconds, place in bounds}
+    encodable = [place for place, form in enumerate(forms) if form.priced.encoded is not None]
+    n_encoded = 0
+    for place in sorted(encodable, key=lambda place: forms[place].priced.graph.plain_seconds):
+        form, below_seconds = forms[place], _seconds_inside(budget_bytes, plans)
+        if n_encoded == _MAX_ENCODED or form.priced.graph.plain_seconds >= below_seconds:
+            break
+        if _may_be_faster_encoded(form, budget_bytes, exact_bounds[place], below_seconds):
+            made = form.plan_encoded(budget_bytes, below_seconds)
+            plans += [made] if made is not None else []
+            n_encoded += math.isfinite(_seconds_inside(budget_bytes, plans))
+    return min([*exact_bounds.values(), *(forms[place].priced.graph.plain_seconds for place in encodable)])
+
+
+def _may_be_faster_encoded(form: _Form, budget_bytes: int, exact_seconds: float, below_seconds: float) -> bool:
+    """Whether a form, exact or encoded, may be faster by its bound, or where nothing fits, may fit after all."""
+    assert form.priced.encoded is not None
+    if exact_seconds < below_seconds:
+        return True
+    steps = [form.priced.encoded.graph(share) for share in BOUNDING_SHARES]
+    if any(least_seconds(step, budget_bytes) < below_seconds for step in steps):
+        return True
+    is_unknown = math.isinf(below_seconds)
+    return is_unknown and any(
+        quick_least(step, budget_bytes).expected_bytes <= budget_bytes for step in (form.priced.graph, *steps)
+    )
+
+
+def _seconds_inside(budget_bytes: int, plans: list[Plan]) -> float:
+    """Of the fastest plan that is known to fit; infinity where none is."""
+    best = _fastest(plans, budget_bytes)
+    return math.inf if best is None else best.predicted_seconds
 
 
 def _fastest(plans: list[Plan], budget_bytes: int) -> Plan | None:
@@ -183,11 +229,7 @@ def _least_bytes(forms: list[_Form]) -> int:
     least_bytes: int | None = None
     for estimated_bytes, place in estimated:
         if least_bytes is None or _LOWERED * estimated_bytes < least_bytes:
-            try:
-                forms[place].try_to_plan(1)
-            except BudgetError as error:
-                needed_bytes = error.least_feasible_bytes or estimated_bytes
-                forms[place].too_small_bytes = error.least_feasible_bytes or 0
-                least_bytes = min(needed_bytes, least_bytes or needed_bytes)
+            needed_bytes = forms[place].note_the_least() or estimated_bytes
+            least_bytes = min(needed_bytes, least_bytes or needed_bytes)
     assert least_bytes is not None
     return least_bytes
