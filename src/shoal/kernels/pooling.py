@@ -81,9 +81,13 @@ def backward(
     for some in _pieces(codes.shape, codes.device):
         indices = windows.decode(codes[some])
         given = grad[some]
-        if after_relu:  # in the layout of the codes: from the kernel's own copies the result would be copied back
-            given = torch.empty_like(codes[some], dtype=grad.dtype).copy_(given)
-            given.masked_fill_(codes[some] == pool_index.NO_PLACE, 0)
+        if after_relu:
+            none = codes[some] == pool_index.NO_PLACE
+            if given.is_cpu:  # contiguous, as `masked_fill` returns it, the kernel would copy the result there and back
+                given = torch.empty_like(codes[some], dtype=grad.dtype).copy_(given).masked_fill_(none, 0)
+            else:
+                given = given.masked_fill(none, 0)
+            del none
         # The kernel reads only the sizes of the pool's input, so the result stands in for it.
         part = result[some]
         packet.grad_input(given, part, kernel, stride, padding, dilation, ceil_mode, indices, grad_input=part)
