@@ -113,7 +113,7 @@ class Calls:
 
 
 def _largest(values: Iterable[object], given: Set[int]) -> WeakStorage | None:
-    """The largest storage of the tensors among values that is not given; a step has hundreds, so few are looked at."""
+    """The largest storage of the tensors among values that is not given: one weak reference, not hundreds."""
     largest, most_bytes = None, 0
     for value in values:
         if isinstance(value, torch.Tensor):
