@@ -24,9 +24,18 @@ _aten = torch.ops.aten
 Strides = tuple[int, ...]
 _UNWRITTEN = "_shoal_unwritten"  # an attribute of fake tensors
 _NOT_BY_LAYOUT = (_aten.empty_like.default, _aten.bernoulli.p)  # what they return depends on that attribute
-# What ops return inside the block, by op and operands' shapes, strides and dtypes; outside, PyTorch keeps its own.
-_results: dict[Any, Any] = {}
 Rule = Callable[[Sequence[Any], torch.Tensor], Strides | None]
+
+
+class _Results(dict[Any, Any]):
+    """What ops return inside the block, by op and operands' shapes, strides and dtypes, where that says it all."""
+
+    def __setitem__(self, key: Any, entry: Any) -> None:
+        if key.key[0] not in _NOT_BY_LAYOUT:
+            super().__setitem__(key, entry)
+
+
+_results = _Results()  # outside, PyTorch keeps its own
 
 
 @contextmanager
@@ -45,8 +54,6 @@ def eager_strides() -> Iterator[None]:
     finally:
         FakeTensorMode._dispatch_impl = traced  # type: ignore[method-assign]
         FakeTensorMode.cache = outside
-        for key in [key for key in _results if key.key[0] in _NOT_BY_LAYOUT]:
-            del _results[key]
 
 
 def _corrected(mode: FakeTensorMode, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Any:
