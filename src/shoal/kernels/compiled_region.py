@@ -62,7 +62,6 @@ class CompiledRegion:
         self._as_bytes = inputs[0].device.type in _MASKS_AS_BYTES_ON
         self._has_masks = self._as_bytes and any(x.dtype is torch.bool for x in inputs)
         self._masks: tuple[bool, ...] = ()  # which results behind the first are masks that are made as bytes
-        self._makes_masks = False
 
     @property
     def is_compiled(self) -> bool:
@@ -84,7 +83,6 @@ class CompiledRegion:
             ]
             result, *others = function(*given)
             self._masks = tuple(map(is_mask, others))
-            self._makes_masks = any(self._masks)
             first.copy_(_bytes_of_mask(result) if is_mask(result) else result)
             return [_bytes_of_mask(one) if mask else one for one, mask in zip(others, self._masks, strict=True)]
 
@@ -110,7 +108,7 @@ class CompiledRegion:
             over = torch.empty_strided(shape, strides, dtype=dtype, device=device)
         passed = [over, *tensors]
         others = run([self._passed(one) for one in passed] if self._has_masks else passed)
-        if self._makes_masks:
+        if True in self._masks:
             others = [o.view(torch.bool) if mask else o for o, mask in zip(others, self._masks, strict=True)]
         return (over, *others)
 

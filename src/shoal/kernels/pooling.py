@@ -13,6 +13,7 @@ import torch
 
 from shoal.codecs import pool_index
 from shoal.kernels.memory_format import channels_last_format, suggested_memory_format
+from shoal.kernels.relu import zeroed
 
 _aten = torch.ops.aten
 _PIECE_ELEMS = 1 << 16  # outputs in a piece: each int64 scratch is 512 KiB
@@ -83,8 +84,8 @@ def backward(
         given = grad[some]
         if after_relu:
             none = codes[some] == pool_index.NO_PLACE
-            if given.is_cpu:  # contiguous, as `masked_fill` returns it, the kernel would copy the result there and back
-                given = torch.empty_like(codes[some], dtype=grad.dtype).copy_(given).masked_fill_(none, 0)
+            if given.is_cpu:  # from a contiguous gradient, as of `masked_fill`, the kernel copies its result back
+                given = zeroed(given, none)
             else:
                 given = given.masked_fill(none, 0)
             del none
