@@ -29,7 +29,7 @@ class Contender:
     @property
     def graph_bytes(self) -> int:
         """What CUDA graphs of Shoal's keep, which a replay does not allocate anew."""
-        return 0 if self.model is None else int(self.model.shoal.graph_bytes)
+        return 0 if self.model is None else int(self.model.shoal.graph_bytes or 0)
 
 
 def workload_of(run: Run, name: str, batch: int) -> Workload:
