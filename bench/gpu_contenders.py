@@ -143,11 +143,11 @@ def plan_row(model: Any) -> dict[str, Any]:
 
 
 def gradients_of(workload: Workload, forward: Forward, start: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Of one step that begins with these buffers."""
+    """Of one step that begins with these buffers; on the host, since what is held on the device counts in its peaks."""
     workload.restore(start)
     workload.reset()
     workload.step(forward)
-    return workload.gradients()
+    return {name: gradient.cpu() for name, gradient in workload.gradients().items()}
 
 
 def compared(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> dict[str, Any]:
