@@ -14,7 +14,9 @@ triton       the kernels' numbers against their references
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
 import re
 import statistics
 import subprocess
@@ -278,16 +280,21 @@ def offload(run: Run, rows: Rows) -> None:
 
 
 def triton(run: Run, rows: Rows) -> None:
-    """The numeric tests of Triton's kernels on the device; with --quick they are only collected."""
+    """The numeric tests of Triton's kernels on the device, side by side where pytest-xdist is installed.
+
+    With --quick they are only collected.
+    """
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *_TRITON_TESTS]
-    done = subprocess.run(
-        [*command, "-o", "addopts=--import-mode=importlib", *run.pick([], ["--collect-only"])],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    (run.out / "triton.log").write_text(done.stdout + done.stderr)
-    counted = {what: int(n) for n, what in re.findall(r"(\d+) (passed|failed|error|skipped)", done.stdout)}
+    beside = ["-n", str(min(8, os.cpu_count() or 1))] if importlib.util.find_spec("xdist") else []
+    log = run.out / "triton-tests.txt"
+    with log.open("w") as file:  # what has run is there where the part ends early
+        done = subprocess.run(
+            [*command, "-o", "addopts=--import-mode=importlib", *run.pick(beside, ["--collect-only"])],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            check=False,
+        )
+    counted = {what: int(n) for n, what in re.findall(r"(\d+) (passed|failed|error|skipped)", log.read_text())}
     rows.add(row="tests", exit_code=done.returncode, **counted)
 
 
