@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -33,6 +35,18 @@ class Call:
     step: int = 0
 
 
+class _Own(NamedTuple):
+    """What a step's forward graph returns that is none of its arguments' storages.
+
+    Attributes:
+        results: places of the results that are watched.
+        saved: place of the largest storage that is saved; None where nothing is.
+    """
+
+    results: tuple[int, ...]
+    saved: int | None
+
+
 class Calls:
     """Every call of one model that is not over. A call of a model that is several graphs has several forward passes.
 
@@ -45,51 +59,61 @@ class Calls:
         self._announced = False
         self._under_way: list[Call] = []
         self._last: Call | None = None
+        # A graph returns the same of its arguments in every call: looked up in the first, among hundreds of tensors.
+        self._own: WeakKeyDictionary[object, _Own] = WeakKeyDictionary()
+        self._found_at: dict[int, int] = {}  # where the witness was last among the backward pass's arguments
 
     def begins(self) -> None:
         """The model is called. Where nobody says so, every forward pass is taken for a call."""
         self.number += 1
         self._announced = True
 
+    def keys_needed(self, step: object, arguments: Iterable[object]) -> Set[int]:
+        """The storages of the tensors among a forward pass's arguments, for `started`; none where it knows the step."""
+        return set() if step in self._own else keys_of(arguments)
+
     def started(
-        self,
-        arguments: Iterable[int],
-        outputs: Sequence[object],
-        n_outputs: int,
-        watched: Iterable[int],
-        step: object = None,
+        self, arguments: Set[int], outputs: Sequence[object], n_outputs: int, watched: Iterable[int], step: object
     ) -> None:
         """A forward pass has ended.
 
         Args:
-            arguments: keys of the storages that it was given.
+            arguments: what `keys_needed` returned before it.
             outputs: what its graph returned: results first, then what is saved for the backward pass.
             n_outputs: how many of them are results.
             watched: places of the results whose fate is of interest.
             step: which step it is of: what one saved may be an argument of another one's backward pass.
         """
-        given = set(arguments)
         if not self._announced:
             self.number += 1
-
-        held = {place: WeakStorage(t) for place in watched if isinstance(t := outputs[place], torch.Tensor)}
-        results = {place: one for place, one in held.items() if one.nbytes and one.key not in given}
-        saved = _largest(outputs[n_outputs:], given)
+        own = self._own.get(step)
+        if own is None:
+            own = self._own[step] = _own(arguments, outputs, n_outputs, watched)
+        results = {place: _held(outputs[place]) for place in own.results}
+        saved = None if own.saved is None else _held(outputs[own.saved])
         witness = saved or max(results.values(), key=lambda one: one.nbytes, default=None)
         self._last = Call(witness, saved is None, results, self.number, id(step))
         self._under_way.append(self._last)
 
-    def goes_back(self, arguments: Iterable[int], step: object = None) -> Call | None:
-        """The call of a step whose backward pass begins, found by the keys of the storages that it is given; it is
-        under way no longer. None where it is not known."""
-        given = set(arguments)
+    def goes_back(self, arguments: Sequence[object], step: object) -> Call | None:
+        """The call of a step whose backward pass begins, found by the storages that it is given; it is under way no
+        longer. None where it is not known."""
         own = [call for call in self._under_way if call.step == id(step)]
-        known = [call for call in own if call.witness is not None and call.witness.key in given]
+        known = [call for call in own if call.witness is not None and self._is_among(call.witness, arguments, step)]
         known = known or [call for call in own if call.of_output or call.witness is None]
         if not known:
             return None
         self._under_way.remove(known[-1])
         return known[-1]
+
+    def _is_among(self, held: WeakStorage, arguments: Sequence[object], step: object) -> bool:
+        place = self._found_at.get(id(step), 0)
+        if place < len(arguments) and _key(arguments[place]) == held.key:
+            return True
+        found = next((place for place, one in enumerate(arguments) if _key(one) == held.key), None)
+        if found is not None:
+            self._found_at[id(step)] = found
+        return found is not None
 
     def under_way(self) -> int:
         """How many calls are."""
@@ -112,12 +136,29 @@ class Calls:
         return [held for held in self._last.outputs.values() if held.is_alive]
 
 
-def _largest(values: Iterable[object], given: Set[int]) -> WeakStorage | None:
-    """The largest storage of the tensors among values that is not given: one weak reference, not hundreds."""
-    largest, most_bytes = None, 0
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            storage = value.untyped_storage()
-            if storage.nbytes() > most_bytes and storage._cdata not in given:
-                largest, most_bytes = value, storage.nbytes()
-    return None if largest is None else WeakStorage(largest)
+def keys_of(arguments: Iterable[object]) -> set[int]:
+    """The storages of the tensors among arguments."""
+    return {a.untyped_storage()._cdata for a in arguments if isinstance(a, torch.Tensor)}
+
+
+def _key(value: object) -> int | None:
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+
+
+def _held(value: object) -> WeakStorage:
+    assert isinstance(value, torch.Tensor)
+    return WeakStorage(value)
+
+
+def _own(given: Set[int], outputs: Sequence[object], n_outputs: int, watched: Iterable[int]) -> _Own:
+    """One storage is enough to see whether a call is over: the largest, not hundreds."""
+
+    def own_bytes(place: int) -> int:
+        value = outputs[place]
+        if not isinstance(value, torch.Tensor) or _key(value) in given:
+            return 0
+        return value.untyped_storage().nbytes()
+
+    saved = max(range(n_outputs, len(outputs)), key=own_bytes, default=None)
+    results = tuple(place for place in watched if own_bytes(place))
+    return _Own(results, saved if saved is not None and own_bytes(saved) else None)

@@ -96,7 +96,7 @@ class Metering:
 
     def forward(self, step: Metered, run: Run, arguments: list[Any]) -> Any:
         """Run the forward graph of a step."""
-        given = keys_of([*arguments, *self._static.input_copies])
+        given = self.calls.keys_needed(step, [*arguments, *self._static.input_copies])
         self._begin_forward(step, arguments)
         try:
             outputs = run(arguments)
@@ -160,7 +160,7 @@ class Metering:
             self._end(window, meter)
 
     def _goes_back(self, step: Metered, arguments: Sequence[Any]) -> Call | None:
-        return self.calls.goes_back(keys_of(arguments), step)
+        return self.calls.goes_back(arguments, step)
 
     def _end(self, window: Window, meter: StepMeter) -> None:
         """The last backward pass of a window is over."""
@@ -255,7 +255,3 @@ def abandon() -> None:
         if metering is not None:
             metering._give_up()
 
-
-def keys_of(arguments: Sequence[Any]) -> set[int]:
-    """The storages of the tensors among arguments."""
-    return {a.untyped_storage()._cdata for a in arguments if isinstance(a, torch.Tensor)}

@@ -23,7 +23,7 @@ from shoal.core.sizes import format_bytes
 from shoal.engine.first_run import nodes_in_parts, to_the_end
 from shoal.engine.options import CompileOptions
 from shoal.engine.status import Status
-from shoal.lowlevel import cuda_allocator
+from shoal.lowlevel import cuda_allocator, torch_state
 from shoal.memory.layout.fillers import Filled, Step
 from shoal.memory.layout.steering import Event, Program, carried_out
 
@@ -128,7 +128,7 @@ class Placement:
             elif self._first_run:
                 self._is_open = False
                 self._filled = None
-                held_bytes = torch.accelerator.memory_reserved(self._device)
+                held_bytes = torch_state.reserved_bytes(self._device)
                 self._place(Step(recorded, self._trimmed()))
                 self._status.predicted_reserved_bytes = max(self._expected_bytes, held_bytes)  # as this step begins
                 return
@@ -174,7 +174,7 @@ class Placement:
         budget_bytes = self._status.budget_bytes
         if budget_bytes is None or node.op not in ("call_function", "output"):
             return
-        reserved_bytes = torch.accelerator.memory_reserved(self._device)
+        reserved_bytes = torch_state.reserved_bytes(self._device)
         if self._filled and reserved_bytes <= (1 + _MORE) * self._filled.reserved_bytes:
             return
         if self._filled:
@@ -244,7 +244,7 @@ class Placement:
         if not self._expected_bytes:
             return
         self._status.predicted_reserved_bytes = self._expected_bytes
-        reserved_bytes = torch.accelerator.memory_reserved(self._device)
+        reserved_bytes = torch_state.reserved_bytes(self._device)
         self._status.reserved_peak_bytes = reserved_bytes
         if self._placed and reserved_bytes > (1 + _MORE) * self._expected_bytes:
             self._says_another_course(reserved_bytes, self._expected_bytes)

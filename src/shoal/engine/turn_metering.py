@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from shoal.core.joined_step import Interval
-from shoal.engine.metering import Metering, Run, Window, keys_of
+from shoal.engine.metering import Metering, Run, Window
 from shoal.engine.part_record import MeteredPart, Record
 from shoal.memory.running_meter import RunningMeter
 from shoal.memory.static_memory import StaticMemory
@@ -164,7 +164,7 @@ class TurnMetering(Metering):
 
     def forward(self, step: MeteredPart, run: Run, arguments: list[Any]) -> Any:  # type: ignore[override]
         turn = self.turn
-        given = keys_of(arguments)
+        given = self.calls.keys_needed(step, arguments)
         if turn is None:
             outputs = run(arguments)
             self.calls.started(given, outputs, step.n_outputs, step.results, step)
@@ -188,7 +188,7 @@ class TurnMetering(Metering):
         return outputs
 
     def backward(self, step: MeteredPart, run: Run, arguments: list[Any]) -> Any:  # type: ignore[override]
-        call = self.calls.goes_back(keys_of(arguments), step)
+        call = self.calls.goes_back(arguments, step)
         turn = self.turn
         if turn is None:
             return run(arguments)

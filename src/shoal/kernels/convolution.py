@@ -47,8 +47,10 @@ def input_gradient(
 ) -> torch.Tensor:
     """`aten.convolution_backward(grad, input, weight, ..., [True, False, False])[0]` without `input`."""
     shape = tuple(input_shape)
-    unread = _unread(shape, tuple(input_stride), grad.dtype) if grad.is_cpu else grad.new_empty(1).expand(shape)
-    gradient: torch.Tensor = torch.ops.aten.convolution_backward(
+    unread = (
+        _unread(shape, tuple(input_stride), grad.dtype) if grad.is_cpu else grad.as_strided(shape, (0,) * len(shape))
+    )
+    gradient: torch.Tensor = torch.ops.aten.convolution_backward.default(
         grad, unread, weight, None, stride, padding, dilation, transposed, output_padding, groups, [True, False, False]
     )[0]
     return gradient

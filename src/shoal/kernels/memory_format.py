@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 
@@ -92,9 +93,10 @@ def run_stride(sizes: Sequence[int], strides: Sequence[int]) -> int | None:
 
 def in_traced_layout(x: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
     """`x` with the strides given: `x` itself where it has them, a view where a view can have them, else a copy."""
-    if x.stride() == tuple(strides):
+    strides, own = tuple(strides), x.stride()
+    if own == strides:
         return x
-    return x.as_strided(x.shape, tuple(strides)) if is_same_order(x, strides) else copied(x, strides)
+    return x.as_strided(x.shape, strides) if _are_same_order(x.shape, own, strides) else copied(x, strides)
 
 
 def copied(x: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
@@ -104,8 +106,13 @@ def copied(x: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
 
 def is_same_order(x: torch.Tensor, strides: Sequence[int]) -> bool:
     """Whether the strides lead to the same elements as those of `x`: along an axis of one element any stride does."""
-    axes = zip(x.shape, x.stride(), strides, strict=True)
-    return x.numel() == 0 or all(size == 1 or own == other for size, own, other in axes)
+    return _are_same_order(x.shape, x.stride(), tuple(strides))
+
+
+@lru_cache(4096)  # asked in every step, for each weight of a convolution over single pixels
+def _are_same_order(shape: tuple[int, ...], own: tuple[int, ...], others: tuple[int, ...]) -> bool:
+    axes = zip(shape, own, others, strict=True)
+    return 0 in shape or all(size == 1 or one == other for size, one, other in axes)
 
 
 def is_writable(shape: Sequence[int], strides: Sequence[int]) -> bool:

@@ -121,9 +121,10 @@ def code_of(compiled: Boxed) -> Boxed:
     """The generated code of what `compile_each` returned, without Inductor's object around it.
 
     At each call that object looks for profilers and for caches of autotuning that the first call is to fill, for as
-    long as a small region takes. It stays where there are such caches, or where another version of it may have them.
+    long as a small region takes. It stays where there are such caches; PyTorch 2.11 fills only a remote one, which is
+    not waited for.
     """
-    if getattr(compiled, "_compile_context", compiled) is not None:
+    if getattr(compiled, "_compile_context", None) is not None:
         return compiled
     code: Boxed = getattr(compiled, "current_callable", None) or compiled
     return code

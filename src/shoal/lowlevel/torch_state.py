@@ -169,6 +169,14 @@ def allocated_bytes(nbytes: int, device: torch.device) -> int:
     return -(-nbytes // 512) * 512 if device.type == "cuda" else nbytes
 
 
+def reserved_bytes(device: torch.device) -> int:
+    """`torch.accelerator.memory_reserved`, which makes a flat dictionary of all that the allocator counts."""
+    if not torch._C._accelerator_isAllocatorInitialized():
+        return 0
+    index = torch.accelerator.current_device_index() if device.index is None else device.index
+    return int(torch._C._accelerator_getDeviceStats(index)["reserved_bytes"]["all"]["current"])
+
+
 def on_device(device: torch.device) -> AbstractContextManager[object]:
     """Within it an accelerator's kernels are started on `device`; the CPU has none to choose from.
 

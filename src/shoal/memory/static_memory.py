@@ -137,8 +137,13 @@ class StaticMemory:
     def gradients(self) -> list[torch.Tensor]:
         """The gradients that exist."""
         models, _ = self._alive()
-        own = (p for model in models for p in self._parameters_in(model))
-        return [on_this_rank(p.grad) for p in own if p.grad is not None]
+        found: list[torch.Tensor] = []
+        for model in models:
+            if self._shards.get(weakref.ref(model)):
+                found += [p.grad for p in self._parameters_in(model) if p.grad is not None]
+            else:
+                found += _gradients_in(model)
+        return [on_this_rank(gradient) for gradient in found]
 
     def lasting_tensors(self) -> list[torch.Tensor]:
         """`tensors` without the gradients."""
@@ -298,6 +303,24 @@ class StaticMemory:
     def _alive(self) -> tuple[list[nn.Module], list[torch.optim.Optimizer]]:
         models = [model for reference in self._models if (model := reference()) is not None]
         return models, [known for reference in self._optimizers if (known := reference()) is not None]
+
+
+def _gradients_in(model: nn.Module) -> list[torch.Tensor]:
+    """Those of `model.parameters()`, a shared one as often as it is found: every step asks, and names take most of
+    the time of that walk."""
+    found: list[torch.Tensor] = []
+    modules: set[nn.Module] = set()
+    ahead: list[nn.Module | None] = [model]
+    while ahead:
+        module = ahead.pop()
+        if module is None or module in modules:
+            continue
+        modules.add(module)
+        for parameter in module._parameters.values():
+            if parameter is not None and parameter.grad is not None:
+                found.append(parameter.grad)
+        ahead += module._modules.values()
+    return found
 
 
 def _is_in(parameter: torch.Tensor, tensors: Iterable[torch.Tensor]) -> bool:
