@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from shoal import planners
 from shoal.capture.capture_step import InputPlaces, joint_step
 from shoal.capture.captured import Captured
+from shoal.capture.gathered_casts import with_gathered_casts
 from shoal.capture.pieces import choose_elsewhere, choose_faster, choose_pieces, in_pieces
 from shoal.core import presets
 from shoal.core.hardware import Hardware, Link
@@ -116,7 +117,8 @@ class Pricing:
 
     def _in_regions(self, captured: Captured) -> Captured:
         if self.target is None:
-            return in_compiled_regions(captured) if self.options.compiles(captured.device.type) else captured
+            captured = in_compiled_regions(captured) if self.options.compiles(captured.device.type) else captured
+            return with_gathered_casts(captured)
         return in_unmeasured_regions(captured) if self.options.kernels == "compiled" else captured
 
     @property

@@ -13,6 +13,7 @@ import torch
 
 from shoal.capture.captured import Captured
 from shoal.capture.dynamo import TooManyCaptures
+from shoal.capture.gathered_casts import with_gathered_casts
 from shoal.capture.traced_strides import Departure
 from shoal.capture.varying_sizes import SizesSeen
 from shoal.core.plan import Plan
@@ -355,10 +356,11 @@ class Session:
         return self.options.compiles("cuda" if "cuda" in types else "cpu")
 
     def in_regions(self, captured: Captured) -> Captured:
-        """The step in compiled regions, where the model is compiled so; see `in_compiled_regions`."""
-        if not self.options.compiles(captured.device.type):
-            return captured
-        return in_compiled_regions(captured, self.ready_plan)
+        """The step in compiled regions, where the model is compiled so; see `in_compiled_regions`. What casts are left
+        are gathered."""
+        if self.options.compiles(captured.device.type):
+            captured = in_compiled_regions(captured, self.ready_plan)
+        return with_gathered_casts(captured)
 
     def in_traced_layouts(self, captured: Captured) -> Captured:
         """The step with copies behind the ops whose results were not laid out as traced; see `learn_layouts`."""

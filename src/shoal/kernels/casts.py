@@ -1,0 +1,28 @@
+"""Tensors in another dtype, several by one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from shoal.kernels.memory_format import in_traced_layout
+
+
+def cast_together(
+    tensors: Sequence[torch.Tensor], dtype: torch.dtype, strides: Sequence[Sequence[int]]
+) -> tuple[torch.Tensor, ...]:
+    """`tuple(x.to(dtype, copy=True) for x in tensors)`, laid out as `strides` say: tensors of one dtype by few launches.
+
+    Strides of `strides` lead to the same elements as a tensor's own: PyTorch's kernel wants both to be written alike.
+
+    >>> cast_together([torch.ones(2), torch.zeros(2, 2)], torch.bfloat16, [(1,), (2, 1)])[0]
+    tensor([1., 1.], dtype=torch.bfloat16)
+    """
+    made = [
+        torch.empty_strided(x.shape, tuple(each), dtype=dtype, device=x.device)
+        for x, each in zip(tensors, strides, strict=True)
+    ]
+    read = [in_traced_layout(x, each) for x, each in zip(tensors, strides, strict=True)]
+    torch._foreach_copy_(made, read)
+    return tuple(made)
