@@ -9,7 +9,7 @@ speed        ResNet-50, bfloat16, channels_last: PyTorch, torch.compile, its act
 kernels      the same: the slowest kernels of a step, and how long the host takes to ask for it
 wall         the device limited to what Shoal is given: who trains
 offload      the link to the host, and what a step waits for it
-triton       the kernels' numbers against their references
+triton       the tests that want a device: the kernels' numbers against their references, links, meters
 """
 
 from __future__ import annotations
@@ -54,11 +54,7 @@ from shoal.offload.links.cuda_link import StreamCopy
 
 MEASURED = ("environment", "contract", "speed", "kernels", "wall", "offload", "triton")
 PARTS = (*MEASURED, "verdict")
-_TRITON_TESTS = (
-    "tests/codecs/test_kernels_triton.py",
-    "tests/kernels/norm/test_norm_sweeps_triton.py",
-    "tests/kernels/invertible_norm/test_inverted_batch_norm_sweeps_triton.py",
-)
+_GPU_TESTS = tuple(f"tests/{part}" for part in ("codecs", "core", "cost", "kernels", "memory", "offload"))
 _KERNELS = 40  # rows for each contender
 _TO_PREPARE = 0.75  # of the time of `speed`; the rest is for all in turns
 
@@ -280,11 +276,11 @@ def offload(run: Run, rows: Rows) -> None:
 
 
 def triton(run: Run, rows: Rows) -> None:
-    """The numeric tests of Triton's kernels on the device, side by side where pytest-xdist is installed.
+    """The tests that want a device, of Triton's kernels first of all, side by side where pytest-xdist is installed.
 
     With --quick they are only collected.
     """
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *_TRITON_TESTS]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *_GPU_TESTS]
     beside = ["-n", str(min(8, os.cpu_count() or 1))] if importlib.util.find_spec("xdist") else []
     log = run.out / "triton-tests.txt"
     with log.open("w") as file:  # what has run is there where the part ends early

@@ -22,7 +22,11 @@ def network() -> nn.Module:
     torch.manual_seed(0)
     layers: list[nn.Module] = []
     for place in range(4):
-        layers += [nn.Conv2d(8 if place else 3, 8, 1 + 2 * (place % 2), padding=place % 2), nn.BatchNorm2d(8), nn.ReLU()]
+        layers += [
+            nn.Conv2d(8 if place else 3, 8, 1 + 2 * (place % 2), padding=place % 2),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+        ]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5))
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import shoal
+from shoal.cost.profile import Costs
 from shoal.engine import compiled_regions
 from shoal.kernels import compiled_region
 from tests.engine.compile.compiled import Residual, compiled
@@ -25,6 +26,7 @@ from tests.engine.training_laws import (
     same_bits,
     train,
 )
+from tests.joint_graphs import captured_step
 from tests.uncompiled import interpreted
 
 
@@ -258,3 +260,12 @@ def test_a_region_that_takes_longer_than_its_ops_is_taken_apart(monkeypatch: pyt
     plain = shoal.compile(copy.deepcopy(net), kernels="eager")
     plain(batch).sum().backward()
     assert planned.shoal.plan.graph.fingerprint == plain.shoal.plan.graph.fingerprint
+
+
+@pytest.mark.parametrize(("microseconds", "busy"), [(50, True), (10, False)])
+def test_launches_count_where_the_device_waits_for_them(microseconds: int, busy: bool) -> None:
+    torch.manual_seed(0)
+    captured = captured_step(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.ones(2, 4))
+    keys = {op.signature for op in captured.graph.ops}
+    costs = Costs(dict.fromkeys(keys, 1e-6 * microseconds), dict.fromkeys(keys, 0), dict.fromkeys(keys, 10e-6))
+    assert compiled_regions._keeps_device_busy(captured, costs) == busy

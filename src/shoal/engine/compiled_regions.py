@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -24,7 +24,9 @@ from shoal.lowlevel.inductor_region import missing_compiler
 from shoal.memory.limit import no_memory_limit
 
 log = logging.getLogger("shoal")
+SecondsOf = Callable[[Costs], Mapping[str, float]]
 _OPERANDS = "regions"  # the cache of what may be written over
+_BUSY = 2.0
 _SLOWER = 1.0  # a region stays where it takes at most as long as its ops
 _HOPELESS = 1.25  # regions of one sort are not compiled where the largest takes so much longer than its ops
 
@@ -55,9 +57,10 @@ def _fastest(captured: Captured, device: torch.device) -> Captured:
     left_out: set[str] = set()
     failures: dict[str, str] = {}
     alone = profile(captured.distinct_nodes(), device=device)
+    seconds_of = _device_seconds if _keeps_device_busy(captured, alone) else _longer_seconds
     while True:  # what loses is taken apart, which may change its neighbours
         draft = drafted(captured, left_out)
-        lost = _losing(draft, alone, device)
+        lost = _losing(draft, alone, device, seconds_of)
         if not lost:  # times may be of an earlier process
             compile_regions(draft.regions.values())
             lost = {op for name, region in draft.regions.items() if region.failure for op in draft.members[name]}
@@ -68,6 +71,24 @@ def _fastest(captured: Captured, device: torch.device) -> Captured:
     regional = draft.compiled()
     _remember_operands(regional.regions.values(), device)
     return _described(regional, failures)
+
+
+def _device_seconds(costs: Costs) -> Mapping[str, float]:
+    return costs.seconds
+
+
+def _longer_seconds(costs: Costs) -> Mapping[str, float]:
+    return costs.longer_seconds
+
+
+def _keeps_device_busy(captured: Captured, alone: Costs) -> bool:
+    """Whether the host runs ahead of the device all step: then it costs nothing that a region takes longer to launch.
+
+    In a step a launch takes about twice as long as by itself, with what is between the ops.
+    """
+    keys = [op.signature for op in captured.graph.ops]
+    launch_seconds = sum(alone.launch_seconds.get(key, 0.0) for key in keys)
+    return sum(alone.seconds.get(key, 0.0) for key in keys) > _BUSY * launch_seconds
 
 
 @dataclass(frozen=True)
@@ -99,10 +120,10 @@ def _region(node: fx.Node) -> CompiledRegion:
     return region
 
 
-def _losing(draft: Draft, alone: Costs, device: torch.device) -> set[str]:
+def _losing(draft: Draft, alone: Costs, device: torch.device, seconds_of: SecondsOf) -> set[str]:
     """Ops of the regions that take longer than these; of many regions of one sort the largest may speak for all."""
     _recall_operands(draft.regions.values(), device)
-    each = alone.longer_seconds
+    each = seconds_of(alone)
     sorts: dict[tuple[str, ...], list[_Unit]] = {}
     for names in _together(draft.members):
         members = frozenset(op for name in names for op in draft.members[name])
@@ -110,9 +131,11 @@ def _losing(draft: Draft, alone: Costs, device: torch.device) -> set[str]:
         unit = _Unit(tuple(draft.nodes[name] for name in sorted(names)), members, seconds)
         sorts.setdefault(unit.sort, []).append(unit)
     largest = {sort: max(units, key=lambda unit: unit.seconds) for sort, units in sorts.items()}
-    joined = _seconds(largest.values(), device)
+    joined = seconds_of(_costs(largest.values(), device))
     hopeless = {sort for sort, unit in largest.items() if unit.slower(joined) > _HOPELESS * _SLOWER}
-    joined = _seconds([unit for sort, units in sorts.items() if sort not in hopeless for unit in units], device)
+    joined = seconds_of(
+        _costs([unit for sort, units in sorts.items() if sort not in hopeless for unit in units], device)
+    )
     lost: set[str] = set()
     for sort, units in sorts.items():
         for unit in units:
@@ -121,15 +144,15 @@ def _losing(draft: Draft, alone: Costs, device: torch.device) -> set[str]:
     return lost
 
 
-def _seconds(units: Iterable[_Unit], device: torch.device) -> Mapping[str, float]:
+def _costs(units: Iterable[_Unit], device: torch.device) -> Costs:
     """What the regions take, by signature; those that were never timed are compiled, and timed."""
     nodes = {signature(node): node for unit in units for node in unit.nodes}
-    known = recalled(nodes, device=device).longer_seconds
+    known = recalled(nodes, device=device).seconds
     unknown = [_region(node) for key, node in nodes.items() if key not in known or _region(node).overwritable is None]
     compile_regions(unknown)
     _remember_operands(unknown, device)
     working = {key: node for key, node in nodes.items() if not _region(node).failure}
-    return profile(working, device=device).longer_seconds
+    return profile(working, device=device)
 
 
 def _recall_operands(regions: Iterable[CompiledRegion], device: torch.device) -> None:

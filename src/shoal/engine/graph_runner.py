@@ -32,9 +32,10 @@ def run_kernels(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callab
 
 
 # Ops that are called so often, and have so many arguments, that PyTorch's own bindings are worth their 4 us.
-_BOUND = {
-    torch.ops.aten.convolution.default: torch.convolution,
-    torch.ops.aten._native_batch_norm_legit.default: torch._native_batch_norm_legit,
+_torch: Any = torch  # its stubs lack these two
+_BOUND: dict[object, Callable[..., Any]] = {
+    torch.ops.aten.convolution.default: _torch.convolution,
+    torch.ops.aten._native_batch_norm_legit.default: _torch._native_batch_norm_legit,
 }
 
 
@@ -50,7 +51,9 @@ class _CallsKernels(fx.graph._BoxedCodeGen):
         by_name = {f"torch.ops.{op}": op for op in overloads}
         self._short = {name: f"_{name.removeprefix('torch.ops.').replace('.', '_')}" for name in sorted(by_name)}
         # torch.fx would write the full names of torch's functions again; `partial` makes them somebody else's.
-        self._kernels = [(short, partial(_BOUND.get(by_name[name], by_name[name]._op))) for name, short in self._short.items()]
+        self._kernels = [
+            (short, partial(_BOUND.get(by_name[name], by_name[name]._op))) for name, short in self._short.items()
+        ]
 
     def additional_globals(self) -> list[tuple[str, Any]]:
         return [*super().additional_globals(), *self._kernels]

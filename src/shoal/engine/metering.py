@@ -254,4 +254,3 @@ def abandon() -> None:
         metering = reference()
         if metering is not None:
             metering._give_up()
-

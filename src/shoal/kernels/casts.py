@@ -12,9 +12,13 @@ from shoal.kernels.memory_format import in_traced_layout
 def cast_together(
     tensors: Sequence[torch.Tensor], dtype: torch.dtype, strides: Sequence[Sequence[int]]
 ) -> tuple[torch.Tensor, ...]:
-    """`tuple(x.to(dtype, copy=True) for x in tensors)`, laid out as `strides` say: tensors of one dtype by few launches.
+    """`tuple(x.to(dtype, copy=True) for x in tensors)`, of tensors of one dtype, by few launches.
 
-    Strides of `strides` lead to the same elements as a tensor's own: PyTorch's kernel wants both to be written alike.
+    Args:
+        tensors: of one dtype and device.
+        dtype: another one.
+        strides: of each result; they lead to the same elements as the tensor's own do, which may differ along an axis
+            of one element: PyTorch's kernel wants both to be written alike.
 
     >>> cast_together([torch.ones(2), torch.zeros(2, 2)], torch.bfloat16, [(1,), (2, 1)])[0]
     tensor([1., 1.], dtype=torch.bfloat16)
