@@ -1,23 +1,33 @@
-"""Max pooling that saves one byte per output, a few images at a time: no int64 index of the whole batch exists.
+"""Max pooling that saves one byte per output.
 
 Where its input comes from a ReLU, the byte also holds the ReLU's mask: its gradient passes where the maximum is
 not zero.
+
+Native for float32 and bfloat16 on the CPU (`csrc/max_pool.cpp`): one sweep that writes the result and the bytes, one
+that reads these and the gradient. The references are PyTorch's own kernels, a few images at a time, so that no int64
+index of the whole batch exists; the same bits.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from math import prod
 
 import torch
 
 from shoal.codecs import pool_index
+from shoal.codecs.launch import threads_for
 from shoal.kernels.memory_format import channels_last_format, suggested_memory_format
 from shoal.kernels.relu import zeroed
+from shoal.lowlevel.dispatch import Implementation, choose, level_number, register
+from shoal.lowlevel.native import has, run_native
 
 _aten = torch.ops.aten
 _PIECE_ELEMS = 1 << 16  # outputs in a piece: each int64 scratch is 512 KiB
 _DEVICE_PIECE_ELEMS = 1 << 22  # where every piece costs launches of kernels: 32 MiB
+_NATIVE_DTYPES = (torch.float32, torch.bfloat16)
+_MIN_ELEMS = 1 << 14  # of a thread that is worth waking
 
 
 def forward(
@@ -33,32 +43,13 @@ def forward(
 
     With `after_relu`, a window whose maximum is zero has none.
     """
-    pool = _aten.max_pool2d_with_indices if len(kernel) == 2 else _aten.max_pool3d_with_indices
     axes = zip(x.shape[2:], kernel, stride, padding, dilation, strict=True)
     sizes = [_outputs(*axis, ceil_mode) for axis in axes]
-    windows = pool_index.Windows(x.shape, sizes, kernel, stride, padding, dilation, x.device)
-
-    def of(some: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        # The library's form that writes into given tensors takes five times as long.
-        pooled, indices = pool(some, kernel, stride, padding, dilation, ceil_mode)
-        codes = windows.encode(indices)
-        if after_relu:
-            none = pooled == 0
-            if none.is_cpu:  # where filling by a mask takes ten times as long; NO_PLACE has all bits
-                codes.bitwise_or_(none.view(torch.uint8).neg_())
-            else:
-                codes.masked_fill_(none, pool_index.NO_PLACE)
-        return pooled, codes
-
-    shape = (*x.shape[:2], *sizes)
-    pieces = _pieces(shape, x.device)
-    if len(pieces) == 1:
-        return of(x)
-    pooled = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=suggested_memory_format(x))
-    codes = torch.empty_like(pooled, dtype=torch.uint8)
-    for some in pieces:
-        pooled[some], codes[some] = of(x[some])
-    return pooled, codes
+    layout = suggested_memory_format(x)
+    result: tuple[torch.Tensor, torch.Tensor] = choose(_OP, layout, dilation, x).forward(
+        x, sizes, layout, (kernel, stride, padding, dilation, ceil_mode), after_relu
+    )
+    return result
 
 
 def backward(
@@ -76,23 +67,133 @@ def backward(
     """Max pooling's backward from one-byte codes and the shape of its input; `after_relu`: and the ReLU's before it."""
     layout = channels_last_format(len(input_shape)) if channels_last else torch.contiguous_format
     result = torch.empty(tuple(input_shape), dtype=grad.dtype, device=grad.device, memory_format=layout)
-    packet = _aten.max_pool2d_with_indices_backward if len(kernel) == 2 else _aten.max_pool3d_with_indices_backward
-    geometry = (input_shape, codes.shape[2:], kernel, stride, padding, dilation)
-    windows = pool_index.Windows(*geometry, codes.device)
-    for some in _pieces(codes.shape, codes.device):
-        indices = windows.decode(codes[some])
-        given = grad[some]
-        if after_relu:
-            none = codes[some] == pool_index.NO_PLACE
-            if given.is_cpu:  # from a contiguous gradient, as of `masked_fill`, the kernel copies its result back
-                given = zeroed(given, none)
-            else:
-                given = given.masked_fill(none, 0)
-            del none
-        # The kernel reads only the sizes of the pool's input, so the result stands in for it.
-        part = result[some]
-        packet.grad_input(given, part, kernel, stride, padding, dilation, ceil_mode, indices, grad_input=part)
+    if result.numel():
+        options = kernel, stride, padding, dilation, ceil_mode
+        choose(_OP, layout, dilation, grad, codes).backward(grad, codes, result, options, after_relu)
     return result
+
+
+_Options = tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int], bool]
+
+
+class _ByPyTorch:
+    """PyTorch's kernels, whose int64 indices exist for a piece at a time."""
+
+    @staticmethod
+    def forward(
+        x: torch.Tensor, sizes: Sequence[int], layout: torch.memory_format, options: _Options, after_relu: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        pool = _aten.max_pool2d_with_indices if len(sizes) == 2 else _aten.max_pool3d_with_indices
+        windows = pool_index.Windows(x.shape, sizes, *options[:4], x.device)
+
+        def of(some: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            # The library's form that writes into given tensors takes five times as long.
+            pooled, indices = pool(some, *options)
+            codes = windows.encode(indices)
+            if after_relu:
+                none = pooled == 0
+                if none.is_cpu:  # where filling by a mask takes ten times as long; NO_PLACE has all bits
+                    codes.bitwise_or_(none.view(torch.uint8).neg_())
+                else:
+                    codes.masked_fill_(none, pool_index.NO_PLACE)
+            return pooled, codes
+
+        shape = (*x.shape[:2], *sizes)
+        pieces = _pieces(shape, x.device)
+        if len(pieces) == 1:
+            return of(x)
+        pooled = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=layout)
+        codes = torch.empty_like(pooled, dtype=torch.uint8)
+        for some in pieces:
+            pooled[some], codes[some] = of(x[some])
+        return pooled, codes
+
+    @staticmethod
+    def backward(
+        grad: torch.Tensor, codes: torch.Tensor, result: torch.Tensor, options: _Options, after_relu: bool
+    ) -> None:
+        two = result.dim() == 4
+        packet = _aten.max_pool2d_with_indices_backward if two else _aten.max_pool3d_with_indices_backward
+        windows = pool_index.Windows(result.shape, codes.shape[2:], *options[:4], codes.device)
+        for some in _pieces(codes.shape, codes.device):
+            indices = windows.decode(codes[some])
+            given = grad[some]
+            if after_relu:
+                none = codes[some] == pool_index.NO_PLACE
+                if given.is_cpu:  # from a contiguous gradient, as of `masked_fill`, the kernel copies its result back
+                    given = zeroed(given, none)
+                else:
+                    given = given.masked_fill(none, 0)
+                del none
+            # The kernel reads only the sizes of the pool's input, so the result stands in for it.
+            part = result[some]
+            packet.grad_input(given, part, *options, indices, grad_input=part)
+
+
+class _Call(ctypes.Structure):
+    """ShoalMaxPool of csrc/shoal_native.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("planes", "pixel")),
+        *((name, ctypes.c_int64 * 3) for name in ("in_size", "out_size", "kernel", "stride", "padding", "place_step")),
+        *((name, ctypes.c_int32) for name in ("bfloat16", "after_relu", "threads", "level")),
+        *((name, ctypes.c_void_p) for name in ("x", "pooled", "places", "grad", "grad_x")),
+    )
+
+
+class _Native:
+    """`csrc/max_pool.cpp`."""
+
+    @staticmethod
+    def applies(layout: torch.memory_format, dilation: Sequence[int], values: torch.Tensor, *codes: torch.Tensor) -> bool:
+        """Whether it reads values and codes that lie so."""
+        return (
+            values.dtype in _NATIVE_DTYPES
+            and all(one.is_cpu and one.is_contiguous(memory_format=layout) for one in (values, *codes))
+            and all(step == 1 for step in dilation)  # dilated, a window may lie in the padding altogether
+            and has("shoal_max_pool")
+        )
+
+    @staticmethod
+    def forward(
+        x: torch.Tensor, sizes: Sequence[int], layout: torch.memory_format, options: _Options, after_relu: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        pooled = torch.empty((*x.shape[:2], *sizes), dtype=x.dtype, memory_format=layout)
+        codes = torch.empty_like(pooled, dtype=torch.uint8)
+        call = _call(x, codes, layout, options, after_relu)
+        call.x, call.pooled = x.data_ptr(), pooled.data_ptr()
+        run_native("shoal_max_pool", call)
+        return pooled, codes
+
+    @staticmethod
+    def backward(
+        grad: torch.Tensor, codes: torch.Tensor, result: torch.Tensor, options: _Options, after_relu: bool
+    ) -> None:
+        call = _call(result, codes, suggested_memory_format(result), options, after_relu)
+        call.grad, call.grad_x = grad.data_ptr(), result.data_ptr()
+        run_native("shoal_max_pool_backward", call)
+
+
+def _call(
+    x: torch.Tensor, codes: torch.Tensor, layout: torch.memory_format, options: _Options, after_relu: bool
+) -> _Call:
+    """What both have in common; `x` is what is pooled, or its gradient."""
+    kernel, stride, padding, dilation, _ = options
+    channels_last = layout is not torch.contiguous_format
+    call = _Call(
+        planes=x.shape[0] if channels_last else x.shape[0] * x.shape[1],
+        pixel=x.shape[1] if channels_last else 1,
+        bfloat16=x.dtype == torch.bfloat16,
+        after_relu=after_relu,
+        threads=threads_for(x.numel(), _MIN_ELEMS),
+        level=level_number(),
+        places=codes.data_ptr(),
+    )
+    one, none = [1] * (3 - len(kernel)), [0] * (3 - len(kernel))
+    call.in_size[:], call.out_size[:] = [*one, *x.shape[2:]], [*one, *codes.shape[2:]]
+    call.kernel[:], call.stride[:], call.padding[:] = [*one, *kernel], [*one, *stride], [*none, *padding]
+    call.place_step[:] = [*none, *pool_index.steps(x.shape, kernel, dilation)]
+    return call
 
 
 def _outputs(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> int:
@@ -107,3 +208,6 @@ def _pieces(outputs: Sequence[int], device: torch.device) -> list[slice]:
     piece_elems = _PIECE_ELEMS if device.type == "cpu" else _DEVICE_PIECE_ELEMS
     images = max(1, piece_elems * outputs[0] // max(1, prod(outputs)))
     return [slice(start, start + images) for start in range(0, max(1, outputs[0]), images)]
+
+
+_OP = register("max_pool", _ByPyTorch, Implementation("native", _Native, _Native.applies))
