@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from functools import lru_cache
 from math import prod
 
 import torch
@@ -178,21 +179,33 @@ def _call(
     x: torch.Tensor, codes: torch.Tensor, layout: torch.memory_format, options: _Options, after_relu: bool
 ) -> _Call:
     """What both have in common; `x` is what is pooled, or its gradient."""
-    kernel, stride, padding, dilation, _ = options
-    channels_last = layout is not torch.contiguous_format
+    windows = tuple(map(tuple, options[:3]))
+    call = _Call.from_buffer_copy(_geometry(x.shape, codes.shape, layout is not torch.contiguous_format, *windows))
+    call.bfloat16, call.after_relu = x.dtype == torch.bfloat16, after_relu
+    call.threads, call.level = threads_for(x.numel(), _MIN_ELEMS), level_number()
+    call.places = codes.data_ptr()
+    return call
+
+
+@lru_cache(maxsize=256)
+def _geometry(
+    shape: torch.Size,
+    outputs: torch.Size,
+    channels_last: bool,
+    kernel: tuple[int, ...],
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+) -> _Call:
+    """A call of these sizes; looked up, as filling in arrays takes longer than a small pooling."""
     call = _Call(
-        planes=x.shape[0] if channels_last else x.shape[0] * x.shape[1],
-        pixel=x.shape[1] if channels_last else 1,
-        bfloat16=x.dtype == torch.bfloat16,
-        after_relu=after_relu,
-        threads=threads_for(x.numel(), _MIN_ELEMS),
-        level=level_number(),
-        places=codes.data_ptr(),
+        planes=shape[0] if channels_last else shape[0] * shape[1],
+        pixel=shape[1] if channels_last else 1,
     )
-    one, none = [1] * (3 - len(kernel)), [0] * (3 - len(kernel))
-    call.in_size[:], call.out_size[:] = [*one, *x.shape[2:]], [*one, *codes.shape[2:]]
-    call.kernel[:], call.stride[:], call.padding[:] = [*one, *kernel], [*one, *stride], [*none, *padding]
-    call.place_step[:] = [*none, *pool_index.steps(x.shape, kernel, dilation)]
+    missing = 3 - len(kernel)
+    ones, zeros = [1] * missing, [0] * missing
+    call.in_size[:], call.out_size[:] = [*ones, *shape[2:]], [*ones, *outputs[2:]]
+    call.kernel[:], call.stride[:], call.padding[:] = [*ones, *kernel], [*ones, *stride], [*zeros, *padding]
+    call.place_step[:] = [*zeros, *pool_index.steps(shape, kernel, [1] * len(kernel))]
     return call
 
 
