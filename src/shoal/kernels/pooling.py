@@ -146,7 +146,9 @@ class _Native:
     """`csrc/max_pool.cpp`."""
 
     @staticmethod
-    def applies(layout: torch.memory_format, dilation: Sequence[int], values: torch.Tensor, *codes: torch.Tensor) -> bool:
+    def applies(
+        layout: torch.memory_format, dilation: Sequence[int], values: torch.Tensor, *codes: torch.Tensor
+    ) -> bool:
         """Whether it reads values and codes that lie so."""
         return (
             values.dtype in _NATIVE_DTYPES
