@@ -3,32 +3,27 @@
 Where its input comes from a ReLU, the byte also holds the ReLU's mask: its gradient passes where the maximum is
 not zero.
 
-Native for float32 and bfloat16 on the CPU (`csrc/max_pool.cpp`): one sweep that writes the result and the bytes, one
-that reads these and the gradient. The references are PyTorch's own kernels, a few images at a time, so that no int64
-index of the whole batch exists; the same bits.
+One sweep each way where `pooling_sweeps` applies. The reference is PyTorch's own kernels, a few images at a time, so
+that no int64 index of the whole batch exists; the same bits.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
-from functools import lru_cache
 from math import prod
+from typing import Any
 
 import torch
 
 from shoal.codecs import pool_index
-from shoal.codecs.launch import threads_for
 from shoal.kernels.memory_format import channels_last_format, suggested_memory_format
+from shoal.kernels.pooling_sweeps import NATIVE, TRITON, Options
 from shoal.kernels.relu import zeroed
-from shoal.lowlevel.dispatch import Implementation, choose, level_number, register
-from shoal.lowlevel.native import has, run_native
+from shoal.lowlevel.dispatch import Implementation, Op, choose, register
 
 _aten = torch.ops.aten
 _PIECE_ELEMS = 1 << 16  # outputs in a piece: each int64 scratch is 512 KiB
 _DEVICE_PIECE_ELEMS = 1 << 22  # where every piece costs launches of kernels: 32 MiB
-_NATIVE_DTYPES = (torch.float32, torch.bfloat16)
-_MIN_ELEMS = 1 << 14  # of a thread that is worth waking
 
 
 def forward(
@@ -74,15 +69,12 @@ def backward(
     return result
 
 
-_Options = tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int], bool]
-
-
 class _ByPyTorch:
     """PyTorch's kernels, whose int64 indices exist for a piece at a time."""
 
     @staticmethod
     def forward(
-        x: torch.Tensor, sizes: Sequence[int], layout: torch.memory_format, options: _Options, after_relu: bool
+        x: torch.Tensor, sizes: Sequence[int], layout: torch.memory_format, options: Options, after_relu: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         pool = _aten.max_pool2d_with_indices if len(sizes) == 2 else _aten.max_pool3d_with_indices
         windows = pool_index.Windows(x.shape, sizes, *options[:4], x.device)
@@ -111,7 +103,7 @@ class _ByPyTorch:
 
     @staticmethod
     def backward(
-        grad: torch.Tensor, codes: torch.Tensor, result: torch.Tensor, options: _Options, after_relu: bool
+        grad: torch.Tensor, codes: torch.Tensor, result: torch.Tensor, options: Options, after_relu: bool
     ) -> None:
         two = result.dim() == 4
         packet = _aten.max_pool2d_with_indices_backward if two else _aten.max_pool3d_with_indices_backward
@@ -131,86 +123,6 @@ class _ByPyTorch:
             packet.grad_input(given, part, *options, indices, grad_input=part)
 
 
-class _Call(ctypes.Structure):
-    """ShoalMaxPool of csrc/shoal_native.h."""
-
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("planes", "pixel")),
-        *((name, ctypes.c_int64 * 3) for name in ("in_size", "out_size", "kernel", "stride", "padding", "place_step")),
-        *((name, ctypes.c_int32) for name in ("bfloat16", "after_relu", "threads", "level")),
-        *((name, ctypes.c_void_p) for name in ("x", "pooled", "places", "grad", "grad_x")),
-    )
-
-
-class _Native:
-    """`csrc/max_pool.cpp`."""
-
-    @staticmethod
-    def applies(
-        layout: torch.memory_format, dilation: Sequence[int], values: torch.Tensor, *codes: torch.Tensor
-    ) -> bool:
-        """Whether it reads values and codes that lie so."""
-        return (
-            values.dtype in _NATIVE_DTYPES
-            and all(one.is_cpu and one.is_contiguous(memory_format=layout) for one in (values, *codes))
-            and all(step == 1 for step in dilation)  # dilated, a window may lie in the padding altogether
-            and has("shoal_max_pool")
-        )
-
-    @staticmethod
-    def forward(
-        x: torch.Tensor, sizes: Sequence[int], layout: torch.memory_format, options: _Options, after_relu: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        pooled = torch.empty((*x.shape[:2], *sizes), dtype=x.dtype, memory_format=layout)
-        codes = torch.empty_like(pooled, dtype=torch.uint8)
-        call = _call(x, codes, layout, options, after_relu)
-        call.x, call.pooled = x.data_ptr(), pooled.data_ptr()
-        run_native("shoal_max_pool", call)
-        return pooled, codes
-
-    @staticmethod
-    def backward(
-        grad: torch.Tensor, codes: torch.Tensor, result: torch.Tensor, options: _Options, after_relu: bool
-    ) -> None:
-        call = _call(result, codes, suggested_memory_format(result), options, after_relu)
-        call.grad, call.grad_x = grad.data_ptr(), result.data_ptr()
-        run_native("shoal_max_pool_backward", call)
-
-
-def _call(
-    x: torch.Tensor, codes: torch.Tensor, layout: torch.memory_format, options: _Options, after_relu: bool
-) -> _Call:
-    """What both have in common; `x` is what is pooled, or its gradient."""
-    windows = tuple(map(tuple, options[:3]))
-    call = _Call.from_buffer_copy(_geometry(x.shape, codes.shape, layout is not torch.contiguous_format, *windows))
-    call.bfloat16, call.after_relu = x.dtype == torch.bfloat16, after_relu
-    call.threads, call.level = threads_for(x.numel(), _MIN_ELEMS), level_number()
-    call.places = codes.data_ptr()
-    return call
-
-
-@lru_cache(maxsize=256)
-def _geometry(
-    shape: torch.Size,
-    outputs: torch.Size,
-    channels_last: bool,
-    kernel: tuple[int, ...],
-    stride: tuple[int, ...],
-    padding: tuple[int, ...],
-) -> _Call:
-    """A call of these sizes; looked up, as filling in arrays takes longer than a small pooling."""
-    call = _Call(
-        planes=shape[0] if channels_last else shape[0] * shape[1],
-        pixel=shape[1] if channels_last else 1,
-    )
-    missing = 3 - len(kernel)
-    ones, zeros = [1] * missing, [0] * missing
-    call.in_size[:], call.out_size[:] = [*ones, *shape[2:]], [*ones, *outputs[2:]]
-    call.kernel[:], call.stride[:], call.padding[:] = [*ones, *kernel], [*ones, *stride], [*zeros, *padding]
-    call.place_step[:] = [*zeros, *pool_index.steps(shape, kernel, [1] * len(kernel))]
-    return call
-
-
 def _outputs(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> int:
     """How many windows there are along an axis; rounding up makes none that begins in the padding behind the input."""
     room = size + 2 * padding - dilation * (kernel - 1) - 1
@@ -225,4 +137,9 @@ def _pieces(outputs: Sequence[int], device: torch.device) -> list[slice]:
     return [slice(start, start + images) for start in range(0, max(1, outputs[0]), images)]
 
 
-_OP = register("max_pool", _ByPyTorch, Implementation("native", _Native, _Native.applies))
+_OP: Op[Any] = register(
+    "max_pool",
+    _ByPyTorch,
+    Implementation("triton", TRITON, TRITON.applies),
+    Implementation("native", NATIVE, NATIVE.applies),
+)
