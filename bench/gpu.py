@@ -53,6 +53,7 @@ _TRITON_TESTS = (
     "tests/codecs/test_kernels_triton.py",
     "tests/kernels/norm/test_norm_sweeps_triton.py",
     "tests/kernels/invertible_norm/test_inverted_batch_norm_sweeps_triton.py",
+    "tests/kernels/test_pooling_triton.py",
 )
 _TO_PREPARE = 0.75  # of the time of `speed`; the rest is for all in turns
 
