@@ -6,6 +6,7 @@
 environment  versions, the allocator, rates of the device and of its link, whether Triton runs
 contract     ResNet-18 in half of its memory, float32: predicted, allocated, requested, reserved bytes; bits
 speed        ResNet-50, bfloat16, channels_last: PyTorch, torch.compile, its activation_memory_budget, Shoal
+kernels      the same: the slowest kernels of a step, and how long the host takes to ask for it
 wall         the device limited to what Shoal is given: who trains
 offload      the link to the host, and what a step waits for it
 triton       the kernels' numbers against their references
@@ -13,7 +14,9 @@ triton       the kernels' numbers against their references
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
 import re
 import statistics
 import subprocess
@@ -32,7 +35,9 @@ from bench.gpu_contenders import (
     compared,
     contenders,
     gradients_of,
+    host_seconds,
     in_bfloat16,
+    kernels_of,
     plan_row,
     planned_copy,
     warm_up,
@@ -47,7 +52,7 @@ from shoal.cost.measure_links import measure_links
 from shoal.kernels.norm.norm_sweeps import TRITON_KERNELS
 from shoal.offload.links.cuda_link import StreamCopy
 
-MEASURED = ("environment", "contract", "speed", "wall", "offload", "triton")
+MEASURED = ("environment", "contract", "speed", "kernels", "wall", "offload", "triton")
 PARTS = (*MEASURED, "verdict")
 _TRITON_TESTS = (
     "tests/codecs/test_kernels_triton.py",
@@ -55,6 +60,7 @@ _TRITON_TESTS = (
     "tests/kernels/invertible_norm/test_inverted_batch_norm_sweeps_triton.py",
     "tests/kernels/test_pooling_triton.py",
 )
+_KERNELS = 40  # rows for each contender
 _TO_PREPARE = 0.75  # of the time of `speed`; the rest is for all in turns
 
 
@@ -172,7 +178,7 @@ def speed(run: Run, rows: Rows) -> None:
             row=name,
             alone_ms=1e3 * statistics.median(seconds),
             images_per_second=len(workload.images) / statistics.median(seconds),
-            peak_bytes=workload.peak_bytes(contender.forward),
+            peak_bytes=workload.peak_bytes(contender.forward) + contender.graph_bytes,
             reserved_bytes=torch.cuda.max_memory_reserved(),
             preparing_seconds=preparing_seconds,
             **plan_row(contender.model),
@@ -186,6 +192,29 @@ def speed(run: Run, rows: Rows) -> None:
                 ms=1e3 * statistics.median(each),
                 of_plain=median_ratio(each, found[ready[0].name]),
             )
+
+
+def kernels(run: Run, rows: Rows) -> None:
+    """What the device runs in a step, and whether it waits for the host."""
+    workload = workload_of(run, "resnet50", 128)
+    plain_bytes = max(workload.peak_bytes(in_bfloat16(workload.model)) for _ in range(2))
+    made = contenders(run, workload, plain_bytes)
+    first_of_ours = next(name for name in made if name.startswith("Shoal"))
+    for name in ("plain PyTorch", "torch.compile", first_of_ours):
+        if not rows.there_is_time(name):
+            continue
+        contender = made[name]()
+        warm_up(workload, contender, 5)
+        host_ms = [1e3 * host_seconds(workload, contender.forward) for _ in range(run.pick(5, 2))]
+        found = kernels_of(workload, contender.forward)
+        rows.add(
+            row=name,
+            host_ms=statistics.median(host_ms),
+            device_ms=sum(milliseconds for _, milliseconds in found.values()),
+            launches=sum(launches for launches, _ in found.values()),
+        )
+        for kernel, (launches, milliseconds) in list(found.items())[:_KERNELS]:
+            rows.add(row="kernel", contender=name, kernel=kernel[:90], launches=launches, ms=milliseconds)
 
 
 def wall(run: Run, rows: Rows) -> None:
@@ -252,16 +281,21 @@ def offload(run: Run, rows: Rows) -> None:
 
 
 def triton(run: Run, rows: Rows) -> None:
-    """The numeric tests of Triton's kernels on the device; with --quick they are only collected."""
+    """The numeric tests of Triton's kernels on the device, side by side where pytest-xdist is installed.
+
+    With --quick they are only collected.
+    """
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *_TRITON_TESTS]
-    done = subprocess.run(
-        [*command, "-o", "addopts=--import-mode=importlib", *run.pick([], ["--collect-only"])],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    (run.out / "triton.log").write_text(done.stdout + done.stderr)
-    counted = {what: int(n) for n, what in re.findall(r"(\d+) (passed|failed|error|skipped)", done.stdout)}
+    beside = ["-n", str(min(8, os.cpu_count() or 1))] if importlib.util.find_spec("xdist") else []
+    log = run.out / "triton-tests.txt"
+    with log.open("w") as file:  # what has run is there where the part ends early
+        done = subprocess.run(
+            [*command, "-o", "addopts=--import-mode=importlib", *run.pick(beside, ["--collect-only"])],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            check=False,
+        )
+    counted = {what: int(n) for n, what in re.findall(r"(\d+) (passed|failed|error|skipped)", log.read_text())}
     rows.add(row="tests", exit_code=done.returncode, **counted)
 
 

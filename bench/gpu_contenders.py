@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import FunctionType
@@ -24,6 +25,11 @@ class Contender:
     forward: Forward
     model: nn.Module | None = None  # Shoal's
     activation_memory_budget: float | None = None
+
+    @property
+    def graph_bytes(self) -> int:
+        """What CUDA graphs of Shoal's keep, which a replay does not allocate anew."""
+        return 0 if self.model is None else int(self.model.shoal.graph_bytes or 0)
 
 
 def workload_of(run: Run, name: str, batch: int) -> Workload:
@@ -53,12 +59,12 @@ def planned_copy(workload: Workload, plain_bytes: int, share: float, **chosen: A
 
 
 def contenders(run: Run, workload: Workload, plain_bytes: int) -> dict[str, Callable[[], Contender]]:
-    """Quickest to prepare first."""
+    """First what the others are held against."""
 
-    def shoal_at(share: float) -> Callable[[], Contender]:
+    def shoal_at(share: float, name: str, **chosen: Any) -> Callable[[], Contender]:
         def make() -> Contender:
-            model = planned_copy(workload, plain_bytes, share)
-            return Contender(f"Shoal at {share:.0%}", in_bfloat16(model), model)
+            model = planned_copy(workload, plain_bytes, share, **chosen)
+            return Contender(name, in_bfloat16(model), model)
 
         return make
 
@@ -75,11 +81,13 @@ def contenders(run: Run, workload: Workload, plain_bytes: int) -> dict[str, Call
 
         return make
 
-    shares, values = run.pick(((0.6, 0.4, 0.3), (0.7, 0.5, 0.3)), ((0.75,), (0.5,)))
+    shares, values = run.pick(((1.0, 0.6, 0.4, 0.3), (0.7, 0.5, 0.3)), ((0.75,), (0.5,)))
+    graphs = f"Shoal at {shares[0]:.0%}, CUDA graphs"
     return {
         "plain PyTorch": lambda: Contender("plain PyTorch", in_bfloat16(workload.model)),
-        **{f"Shoal at {share:.0%}": shoal_at(share) for share in shares},
         "torch.compile": compiled("torch.compile", None),
+        **{(name := f"Shoal at {share:.0%}"): shoal_at(share, name) for share in shares},
+        graphs: shoal_at(shares[0], graphs, cuda_graphs=True),
         **{(name := f"activation_memory_budget={value:g}"): compiled(name, value) for value in values},
     }
 
@@ -92,6 +100,32 @@ def warm_up(workload: Workload, contender: Contender, steps: int) -> None:
             workload.reset()
             workload.step(contender.forward)
     torch.cuda.synchronize()
+
+
+def kernels_of(workload: Workload, forward: Forward) -> dict[str, tuple[int, float]]:
+    """Launches and milliseconds of each kernel of one step, by name, the slowest first."""
+    workload.reset()
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        workload.step(forward)
+        torch.cuda.synchronize()
+    found: dict[str, tuple[int, float]] = {}
+    for event in profile.events():
+        if event.device_type is torch.autograd.DeviceType.CUDA:
+            launches, milliseconds = found.get(event.name, (0, 0.0))
+            found[event.name] = launches + 1, milliseconds + 1e-3 * event.time_range.elapsed_us()
+    return dict(sorted(found.items(), key=lambda item: -item[1][1]))
+
+
+def host_seconds(workload: Workload, forward: Forward) -> float:
+    """Until the host has asked for one step, the device being idle at its start."""
+    workload.reset()
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    workload.step(forward)
+    asked_seconds = time.perf_counter() - began
+    torch.cuda.synchronize()
+    return asked_seconds
 
 
 def plan_row(model: Any) -> dict[str, Any]:
@@ -109,11 +143,11 @@ def plan_row(model: Any) -> dict[str, Any]:
 
 
 def gradients_of(workload: Workload, forward: Forward, start: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Of one step that begins with these buffers."""
+    """Of one step that begins with these buffers; on the host, since what is held on the device counts in its peaks."""
     workload.restore(start)
     workload.reset()
     workload.step(forward)
-    return workload.gradients()
+    return {name: gradient.cpu() for name, gradient in workload.gradients().items()}
 
 
 def compared(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> dict[str, Any]:
