@@ -1,8 +1,9 @@
 // Max pooling that notes in one byte where each window's maximum is, and its gradient, in one sweep each.
 //
-// Both gather: a result reads its window, a gradient reads the windows that its pixel is in, in the order in which
-// PyTorch's kernels add them up. So each element is written once, by one thread, and those that lie side by side and read
-// alike are computed together: the channels of a pixel in NHWC order, columns of a plane in NCHW order.
+// A result reads its window. Results that lie side by side and read alike are computed together: the channels of a pixel
+// in NHWC order, columns of a plane in NCHW order. In NHWC order a gradient reads the windows that its pixel is in; in
+// NCHW order, where pixels side by side read differently, the gradient of each window is added where it belongs. Either
+// way each element is one thread's, and its sum in the order of PyTorch's kernels.
 #include <algorithm>
 #include <cstdint>
 #include <type_traits>
