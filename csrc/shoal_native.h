@@ -236,6 +236,25 @@ SHOAL_API void shoal_note_closed(const float* x, std::int64_t elements, float ab
 SHOAL_API void shoal_gate(const float* grad, const std::uint8_t* gates, std::int32_t above, std::int64_t elements,
                           std::int32_t threads, std::int32_t level, float* result);
 
+// Max pooling, float32 or bfloat16: the first of each window's greatest values, or its last NaN, and in a byte where it is: the
+// sum of its number along each axis times that axis' place_step. A window of at most 255 places has one in the input at
+// least. After a ReLU, the byte is 255 where the maximum is 0. A tensor is `planes` of pixels of `pixel` values: those
+// in NHWC order have an image a plane and its channels in a pixel, those in NCHW order a channel a plane. Backward writes
+// the gradient of x from that of the result and the bytes, of windows in the order that they lie in, rounded after each.
+struct ShoalMaxPool {
+    std::int64_t planes, pixel;
+    std::int64_t in_size[3], out_size[3], kernel[3], stride[3], padding[3], place_step[3];
+    std::int32_t bfloat16, after_relu, threads, level;
+    const void* x;
+    void* pooled;
+    std::uint8_t* places;  // read by backward
+    const void* grad;
+    void* grad_x;
+};
+
+SHOAL_API std::int32_t shoal_max_pool(const ShoalMaxPool* call);
+SHOAL_API std::int32_t shoal_max_pool_backward(const ShoalMaxPool* call);
+
 // Batch norm's gradient of its input in training mode, pixels in NHWC order:
 // (grad - mean_grad - (x - mean) * projection) * invstd * weight, in this order; `fused` does not round the product that
 // is taken off. `result` may be `grad`.

@@ -34,11 +34,11 @@ class Pool:
 
 
 @st.composite
-def pools(draw: st.DrawFn) -> Pool:
+def pools(draw: st.DrawFn, most_dilation: int = 2) -> Pool:
     """A pooling of few different values, so that windows have several winners, NaN and infinities among them."""
     dims = draw(st.sampled_from([2, 2, 3]))
     per_axis = lambda least, most: draw(st.lists(st.integers(least, most), min_size=dims, max_size=dims))  # noqa: E731
-    kernel, stride, dilation = per_axis(1, 4), per_axis(1, 3), per_axis(1, 2)
+    kernel, stride, dilation = per_axis(1, 4), per_axis(1, 3), per_axis(1, most_dilation)
     padding = [draw(st.integers(0, size // 2)) for size in kernel]
     generator = torch.Generator().manual_seed(draw(st.integers(0, 9999)))
     shape = (draw(st.integers(1, 5)), draw(st.integers(1, 3)), *per_axis(1, 8))

@@ -53,6 +53,12 @@ def test_with_everything_kept_a_step_launches_less_than_torch_compile_has_it(cas
     assert kept.steps[-1].launches <= 0.8 * torch_compiled(case).steps[-1].launches
 
 
+@pytest.mark.parametrize("kernels", ["eager", "compiled"])
+def test_a_pooling_launches_one_kernel_each_way(kernels: str) -> None:
+    case = replace(next(row for row in OP_BY_OP if row.net == "vgg16_bn"), kernels=kernels)
+    assert trained(case).steps[-1].launches <= 1.05 * plain(case).steps[-1].launches
+
+
 def test_a_planned_resnet50_launches_what_it_recomputes_besides() -> None:
     planned, kept = trained(RESNET50), trained(replace(RESNET50, share=1.2))
     assert planned.steps[-1].launches <= kept.steps[-1].launches + planned.n_recomputed

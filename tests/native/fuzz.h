@@ -12,6 +12,7 @@ void inverted_batch_norm(Draw& draw);
 void layout(Draw& draw);
 void codec(Draw& draw);
 void gradient_sweeps(Draw& draw);
+void max_pool(Draw& draw);
 void features(Draw& draw);
 
 }  // namespace fuzz

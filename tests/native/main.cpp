@@ -28,13 +28,14 @@ struct Kernel {
 };
 
 Kernel kernels[] = {
-    {"norm_conv", &norm_conv, 24, 0},
+    {"norm_conv", &norm_conv, 20, 0},
     {"direct_conv", &direct_conv, 12, 0},
-    {"norm_pass", &norm_pass, 15, 0},
+    {"norm_pass", &norm_pass, 13, 0},
     {"inverted_batch_norm", &inverted_batch_norm, 12, 0},
     {"codec", &codec, 14, 0},
     {"gradient_sweeps", &gradient_sweeps, 10, 0},
-    {"layout", &layout, 12, 0},
+    {"max_pool", &max_pool, 8, 0},
+    {"layout", &layout, 10, 0},
     {"features", &features, 1, 0},
 };
 
@@ -127,6 +128,10 @@ void features(Draw& draw) {
     ShoalTableMean mean{};
     ShoalTruncation truncation{};
     ShoalBits bits{};
+    ShoalMaxPool pool{};
+    pool.level = pass.level;
+    if (shoal_max_pool(&pool) != SHOAL_NO_SUCH_LEVEL || shoal_max_pool_backward(&pool) != SHOAL_NO_SUCH_LEVEL)
+        fail("level %d is not refused by max pooling", pass.level);
     mean.codec.level = table.level = truncation.level = bits.level = pass.level;
     for (const std::int32_t outcome :
          {shoal_table_encode(&table), shoal_table_decode(&table), shoal_table_mean(&mean),

@@ -25,6 +25,18 @@ def fits(kernel: Sequence[int]) -> bool:
     return places <= MAX_PLACES
 
 
+def steps(input_shape: Sequence[int], kernel: Sequence[int], dilation: Sequence[int]) -> list[int]:
+    """By how much a code grows from a place of the window to the next, along each spatial dimension.
+
+    >>> steps((1, 1, 8, 8), (3, 3), (1, 1)), steps((1, 1, 8, 200), (3, 3), (1, 1))
+    ([8, 1], [3, 1])
+    """
+    inner = _inner(input_shape[2:])
+    if _farthest(inner, kernel, dilation) < MAX_PLACES:
+        return [step * elems for step, elems in zip(dilation, inner, strict=True)]
+    return _inner(kernel)
+
+
 class Windows:
     """The windows of one pooling on one device, for any number of images: which byte stands for which place.
 
@@ -50,13 +62,12 @@ class Windows:
         sizes = tuple(input_shape[2:])
         self._image_elems = prod(sizes)
         self._device = device
-        self._inner = [prod(sizes[axis + 1 :]) for axis in range(len(sizes))]  # elements from one to the next
+        self._inner = _inner(sizes)
         self._kernel, self._dilation = tuple(kernel), tuple(dilation)
         rows = zip(output_sizes, stride, padding, self._inner, strict=True)
         # The flat place of every window's corner; padding puts some outside.
         self._corners = _outer_sum(self._run(count, step * inner, -pad * inner) for count, step, pad, inner in rows)
-        reach = zip(kernel, dilation, self._inner, strict=True)
-        self._farthest = sum((places - 1) * step * inner for places, step, inner in reach)
+        self._farthest = _farthest(self._inner, kernel, dilation)
 
     def encode(self, indices: torch.Tensor) -> torch.Tensor:
         """The codes of int64 indices, in their shape and memory format."""
@@ -130,6 +141,17 @@ def decode(
 ) -> torch.Tensor:
     """The inverse of `encode`: the int64 indices that `max_pool2d` or `max_pool3d` gave; `NO_PLACE` gives any."""
     return Windows(input_shape, codes.shape[2:], kernel, stride, padding, dilation, codes.device).decode(codes)
+
+
+def _inner(sizes: Sequence[int]) -> list[int]:
+    """How many elements lie from one place to the next, along each dimension."""
+    return [prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
+
+
+def _farthest(inner: Sequence[int], kernel: Sequence[int], dilation: Sequence[int]) -> int:
+    """The flat offset of a window's last place from its corner."""
+    reach = zip(kernel, dilation, inner, strict=True)
+    return sum((places - 1) * step * elems for places, step, elems in reach)
 
 
 def _outer_sum(runs: Iterator[torch.Tensor]) -> torch.Tensor:

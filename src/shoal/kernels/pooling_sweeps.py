@@ -1,0 +1,213 @@
+"""Max pooling with one byte an output in one sweep each way: one writes the result and the bytes, one the gradient.
+
+Native for float32 and bfloat16 on the CPU (`csrc/max_pool.cpp`), of which gradients have the bits of PyTorch's kernels:
+in bfloat16 sums are rounded after each window. On CUDA one Triton kernel each, whose sums are float32 until they are
+stored, as those of PyTorch's are there. Neither allocates anything but its results.
+
+A tensor is `planes` of pixels of `pixel` values: one in channels_last has an image a plane and its channels in a pixel,
+a contiguous one has a channel a plane.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import lru_cache
+from math import prod
+from typing import NamedTuple
+
+import torch
+
+from shoal.codecs import pool_index
+from shoal.codecs.launch import threads_for
+from shoal.errors import InputError
+from shoal.kernels.memory_format import suggested_memory_format
+from shoal.lowlevel.dispatch import level_number
+from shoal.lowlevel.native import has, run_native
+from shoal.lowlevel.torch_state import on_device
+from shoal.lowlevel.triton_launch import TritonKernels
+
+Options = tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int], bool]  # kernel to dilation, ceil_mode
+_NATIVE_DTYPES = (torch.float32, torch.bfloat16)
+_TRITON_DTYPES = (*_NATIVE_DTYPES, torch.float16)
+_MIN_ELEMS = 1 << 14  # of a thread that is worth waking
+_MOST_BLOCK = 512
+_MAX_PLANE_ELEMS = 1 << 30  # Triton's kernels count those of a plane in 32 bits
+
+
+class _Geometry(NamedTuple):
+    """Sizes as those of a volume: a dimension that is missing has one place."""
+
+    planes: int
+    pixel: int
+    in_size: tuple[int, ...]
+    out_size: tuple[int, ...]
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    place_step: tuple[int, ...]
+
+
+@lru_cache(maxsize=256)
+def _geometry(
+    shape: torch.Size,
+    outputs: torch.Size,
+    channels_last: bool,
+    kernel: tuple[int, ...],
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+) -> _Geometry:
+    ones, zeros = (1,) * (3 - len(kernel)), (0,) * (3 - len(kernel))
+    return _Geometry(
+        planes=shape[0] if channels_last else shape[0] * shape[1],
+        pixel=shape[1] if channels_last else 1,
+        in_size=(*ones, *shape[2:]),
+        out_size=(*ones, *outputs[2:]),
+        kernel=(*ones, *kernel),
+        stride=(*ones, *stride),
+        padding=(*zeros, *padding),
+        place_step=(*zeros, *pool_index.steps(shape, kernel, [1] * len(kernel))),
+    )
+
+
+def _geometry_of(x: torch.Tensor, codes: torch.Tensor, layout: torch.memory_format, options: Options) -> _Geometry:
+    windows = (tuple(option) for option in options[:3])
+    return _geometry(x.shape, codes.shape, layout is not torch.contiguous_format, *windows)
+
+
+class _Call(ctypes.Structure):
+    """ShoalMaxPool of csrc/shoal_native.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("planes", "pixel")),
+        *((name, ctypes.c_int64 * 3) for name in ("in_size", "out_size", "kernel", "stride", "padding", "place_step")),
+        *((name, ctypes.c_int32) for name in ("bfloat16", "after_relu", "threads", "level")),
+        *((name, ctypes.c_void_p) for name in ("x", "pooled", "places", "grad", "grad_x")),
+    )
+
+
+@lru_cache(maxsize=256)
+def _call(geometry: _Geometry) -> _Call:
+    """A call of these sizes, to be copied: filling in arrays takes longer than a small pooling."""
+    return _Call(*geometry)
+
+
+def _call_of(x: torch.Tensor, codes: torch.Tensor, geometry: _Geometry, after_relu: bool) -> _Call:
+    """What both have in common; `x` is what is pooled, or its gradient."""
+    call = _Call.from_buffer_copy(_call(geometry))
+    call.bfloat16, call.after_relu = x.dtype == torch.bfloat16, after_relu
+    call.threads, call.level = threads_for(x.numel(), _MIN_ELEMS), level_number()
+    call.places = codes.data_ptr()
+    return call
+
+
+def _lie_so(layout: torch.memory_format, dilation: Sequence[int], tensors: Sequence[torch.Tensor]) -> bool:
+    # Dilated, a window may lie in the padding altogether.
+    return all(step == 1 for step in dilation) and all(one.is_contiguous(memory_format=layout) for one in tensors)
+
+
+class _Native:
+    """`csrc/max_pool.cpp`."""
+
+    @staticmethod
+    def applies(
+        layout: torch.memory_format, dilation: Sequence[int], values: torch.Tensor, *codes: torch.Tensor
+    ) -> bool:
+        """Whether it reads such values and codes here."""
+        return (
+            values.is_cpu
+            and values.dtype in _NATIVE_DTYPES
+            and _lie_so(layout, dilation, (values, *codes))
+            and has("shoal_max_pool")
+        )
+
+    @staticmethod
+    def forward(
+        x: torch.Tensor, sizes: Sequence[int], layout: torch.memory_format, options: Options, after_relu: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        pooled = torch.empty((*x.shape[:2], *sizes), dtype=x.dtype, memory_format=layout)
+        codes = torch.empty_like(pooled, dtype=torch.uint8)
+        call = _call_of(x, codes, _geometry_of(x, codes, layout, options), after_relu)
+        call.x, call.pooled = x.data_ptr(), pooled.data_ptr()
+        run_native("shoal_max_pool", call)
+        return pooled, codes
+
+    @staticmethod
+    def backward(
+        grad: torch.Tensor, codes: torch.Tensor, result: torch.Tensor, options: Options, after_relu: bool
+    ) -> None:
+        geometry = _geometry_of(result, codes, suggested_memory_format(result), options)
+        call = _call_of(result, codes, geometry, after_relu)
+        call.grad, call.grad_x = grad.data_ptr(), result.data_ptr()
+        run_native("shoal_max_pool_backward", call)
+
+
+class _Triton:
+    """`pooling_triton_kernels`."""
+
+    @staticmethod
+    def applies(
+        layout: torch.memory_format, dilation: Sequence[int], values: torch.Tensor, *codes: torch.Tensor
+    ) -> bool:
+        """Whether it reads such values and codes here."""
+        return (
+            values.dtype in _TRITON_DTYPES
+            and values.numel() < _MAX_PLANE_ELEMS * values.shape[0]
+            and _lie_so(layout, dilation, (values, *codes))
+            and TRITON_KERNELS.run_on(values.device)
+        )
+
+    @staticmethod
+    def forward(
+        x: torch.Tensor, sizes: Sequence[int], layout: torch.memory_format, options: Options, after_relu: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        pooled = torch.empty((*x.shape[:2], *sizes), dtype=x.dtype, device=x.device, memory_format=layout)
+        codes = torch.empty_like(pooled, dtype=torch.uint8)
+        geometry = _geometry_of(x, codes, layout, options)
+        _launch("winners", (x, pooled, codes), geometry, geometry.out_size, after_relu)
+        return pooled, codes
+
+    @staticmethod
+    def backward(
+        grad: torch.Tensor, codes: torch.Tensor, result: torch.Tensor, options: Options, after_relu: bool
+    ) -> None:
+        geometry = _geometry_of(result, codes, suggested_memory_format(result), options)
+        _launch("gradients", (grad, codes, result), geometry, geometry.in_size, after_relu)
+
+
+def _launch(
+    name: str, tensors: Sequence[torch.Tensor], geometry: _Geometry, size: Sequence[int], after_relu: bool
+) -> None:
+    """Run a kernel that writes planes of this size."""
+    written = prod(size) * geometry.pixel
+    if not written * geometry.planes:
+        return
+    block = min(_MOST_BLOCK, 1 << (written - 1).bit_length())
+    blocks = -(-written // block)
+    with on_device(tensors[0].device):
+        getattr(TRITON_KERNELS.found(), name)[(blocks * geometry.planes,)](
+            *tensors,
+            blocks,
+            prod(geometry.out_size) * geometry.pixel,
+            prod(geometry.in_size) * geometry.pixel,
+            geometry.pixel,
+            *geometry.out_size,
+            *geometry.in_size,
+            *geometry.place_step[:2],
+            *geometry.kernel,
+            *geometry.stride,
+            *geometry.padding,
+            after_relu,
+            block,
+        )
+
+
+def _try_on(device: torch.device) -> None:
+    x = torch.ones((1, 1, 2, 2), device=device)
+    TRITON.forward(x, [1, 1], torch.contiguous_format, ([2, 2], [2, 2], [0, 0], [1, 1], False), True)
+
+
+TRITON_KERNELS = TritonKernels(
+    "shoal.kernels.pooling_triton_kernels", "PyTorch's own kernels in pieces", InputError, _try_on
+)
+NATIVE, TRITON = _Native(), _Triton()
