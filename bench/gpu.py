@@ -5,8 +5,7 @@
 
 environment  versions, the allocator, rates of the device and of its link, whether Triton runs
 contract     ResNet-18 in half of its memory, float32: predicted, allocated, requested, reserved bytes; bits
-speed        ResNet-50, bfloat16, channels_last: PyTorch, torch.compile, its activation_memory_budget, Shoal
-kernels      the same: the slowest kernels of a step, and how long the host takes to ask for it
+speed        ResNet-50, bfloat16, channels_last: PyTorch, torch.compile, its activation_memory_budget, Shoal; kernels
 wall         the device limited to what Shoal is given: who trains
 offload      the link to the host, and what a step waits for it
 triton       the tests that want a device: the kernels' numbers against their references, links, meters
@@ -46,13 +45,14 @@ from bench.gpu_contenders import (
 from bench.gpu_verdicts import RESERVED, short, verdicts
 from bench.interleave import median_ratio
 from bench.tables import new_table
+from bench.workload import Workload
 from shoal.core.files import write_json
 from shoal.cost.measure import measure
 from shoal.cost.measure_links import measure_links
 from shoal.kernels.norm.norm_sweeps import TRITON_KERNELS
 from shoal.offload.links.cuda_link import StreamCopy
 
-MEASURED = ("environment", "contract", "speed", "kernels", "wall", "offload", "triton")
+MEASURED = ("environment", "contract", "speed", "wall", "offload", "triton")
 PARTS = (*MEASURED, "verdict")
 _GPU_TESTS = tuple(f"tests/{part}" for part in ("codecs", "core", "cost", "kernels", "memory", "offload"))
 _KERNELS = 40  # rows for each contender
@@ -152,8 +152,8 @@ def contract(run: Run, rows: Rows) -> None:
 
 
 def speed(run: Run, rows: Rows) -> None:
-    """Each contender alone as soon as it is ready, then all in turns."""
-    workload = workload_of(run, "resnet50", 128)
+    """Each contender alone as soon as it is ready, then all in turns; then what the first three run on the device."""
+    workload = workload_of(run, "resnet50", run.asked.batch)
     plain_bytes = max(workload.peak_bytes(in_bfloat16(workload.model)) for _ in range(2))
     ready: list[Contender] = []
     for name, make in contenders(run, workload, plain_bytes).items():
@@ -187,29 +187,24 @@ def speed(run: Run, rows: Rows) -> None:
                 ms=1e3 * statistics.median(each),
                 of_plain=median_ratio(each, found[ready[0].name]),
             )
+    for contender in ready[:3]:
+        if rows.there_is_time(f"kernels of {contender.name}"):
+            _profile(rows, workload, contender, run.pick(5, 2))
 
 
-def kernels(run: Run, rows: Rows) -> None:
-    """What the device runs in a step, and whether it waits for the host."""
-    workload = workload_of(run, "resnet50", 128)
-    plain_bytes = max(workload.peak_bytes(in_bfloat16(workload.model)) for _ in range(2))
-    made = contenders(run, workload, plain_bytes)
-    first_of_ours = next(name for name in made if name.startswith("Shoal"))
-    for name in ("plain PyTorch", "torch.compile", first_of_ours):
-        if not rows.there_is_time(name):
-            continue
-        contender = made[name]()
-        warm_up(workload, contender, 5)
-        host_ms = [1e3 * host_seconds(workload, contender.forward) for _ in range(run.pick(5, 2))]
-        found = kernels_of(workload, contender.forward)
-        rows.add(
-            row=name,
-            host_ms=statistics.median(host_ms),
-            device_ms=sum(milliseconds for _, milliseconds in found.values()),
-            launches=sum(launches for launches, _ in found.values()),
-        )
-        for kernel, (launches, milliseconds) in list(found.items())[:_KERNELS]:
-            rows.add(row="kernel", contender=name, kernel=kernel[:90], launches=launches, ms=milliseconds)
+def _profile(rows: Rows, workload: Workload, contender: Contender, rounds: int) -> None:
+    """Rows of the slowest kernels of a step, and of how long the host takes to ask for it."""
+    host_ms = [1e3 * host_seconds(workload, contender.forward) for _ in range(rounds)]
+    found = kernels_of(workload, contender.forward)
+    rows.add(
+        row="device",
+        contender=contender.name,
+        host_ms=statistics.median(host_ms),
+        kernels_ms=sum(milliseconds for _, milliseconds in found.values()),
+        launches=sum(launches for launches, _ in found.values()),
+    )
+    for kernel, (launches, milliseconds) in list(found.items())[:_KERNELS]:
+        rows.add(row="kernel", contender=contender.name, kernel=kernel[:90], launches=launches, ms=milliseconds)
 
 
 def wall(run: Run, rows: Rows) -> None:
@@ -322,6 +317,7 @@ def _main(run: Run) -> None:
 main = Bench(
     _main,
     option("--part", required=True, choices=PARTS, help="which part"),
+    option("--batch", type=int, default=128, help="images of `speed`"),
     option("--seconds", type=float, default=600.0, help="after which the part begins nothing new"),
     quick="tiny networks: does it run?",
     device=True,

@@ -5,20 +5,20 @@
 #   bench/gpu.sh [folder, default runs/gpu]
 #
 # Runs from the source tree on any python3 with torch 2.11 or newer, without network. PYTHON names another interpreter;
-# PARTS what to run, of "environment contract speed kernels wall offload triton verdict" in any order; QUICK=1 takes tiny
+# PARTS what to run, of "environment contract speed wall offload triton verdict" in any order; QUICK=1 takes tiny
 # networks, to see that it runs; PERCENT=300 gives each part three times its time, for a slow host. What a part has
 # written stays where it ends early, with a row that says so.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
 OUT=${1:-runs/gpu}
-PARTS=${PARTS:-environment contract speed kernels wall offload triton verdict}
+PARTS=${PARTS:-environment contract speed wall offload triton verdict}
 export PYTHONPATH="$PWD/src:$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 mkdir -p "$OUT" && OUT=$(cd "$OUT" && pwd) || exit 2
 export SHOAL_CACHE="${SHOAL_CACHE:-$OUT/cache}"
 
 PERCENT=${PERCENT:-100}
-declare -A seconds=([environment]=20 [contract]=60 [speed]=230 [kernels]=40 [wall]=60 [offload]=60 [triton]=90 [verdict]=30)
+declare -A seconds=([environment]=20 [contract]=60 [speed]=240 [wall]=60 [offload]=60 [triton]=90 [verdict]=30)
 for part in $PARTS; do
   if [ -z "${seconds[$part]:-}" ]; then
     echo "gpu.sh: PARTS has $part; give some of: ${!seconds[*]}" >&2
