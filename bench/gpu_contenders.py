@@ -113,7 +113,7 @@ def kernels_of(workload: Workload, forward: Forward) -> dict[str, tuple[int, flo
         torch.cuda.synchronize()
     found: dict[str, tuple[int, float]] = {}
     for event in profile.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation:
             launches, milliseconds = found.get(event.name, (0, 0.0))
             found[event.name] = launches + 1, milliseconds + 1e-3 * event.time_range.elapsed_us()
     return dict(sorted(found.items(), key=lambda item: -item[1][1]))
