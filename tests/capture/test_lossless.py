@@ -272,16 +272,19 @@ def test_where_pieces_do_not_repeat_the_bits_pytorchs_kernel_stays(monkeypatch: 
 
 @pytest.mark.parametrize("of_weight", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("of_input", [torch.contiguous_format, torch.channels_last])
-def test_on_other_machines_too_a_convolution_lets_its_input_go_unless_that_chooses_the_layout(
-    of_input: torch.memory_format, of_weight: torch.memory_format
+@pytest.mark.parametrize("groups", [1, 2])
+def test_on_other_machines_too_a_convolution_lets_its_input_go_unless_that_alone_chooses_the_layout(
+    of_input: torch.memory_format, of_weight: torch.memory_format, groups: int
 ) -> None:
-    model = nn.Sequential(conv(3, 4), nn.Tanh(), conv(4, 5)).to(memory_format=of_weight)
+    last = nn.Conv2d(4, 6, 3, groups=groups)
+    model = nn.Sequential(conv(3, 4), nn.Tanh(), last).to(memory_format=of_weight)
     x = torch.randn(2, 3, 8, 8).contiguous(memory_format=of_input)
     graph = capture_step(model, x, name="net", runs_here=False)[0].graph
     (of_tanh,) = [op for op in graph.ops if op.target == "aten.tanh_backward.default"]
     gradient = graph.ops[graph.producer[of_tanh.reads[0]]]
     (tanh,) = [op for op in graph.ops if op.target == "aten.tanh.default"]
-    chooses = of_input is torch.channels_last and of_weight is torch.contiguous_format
+    # Where it is not grouped, the gradient of its result has the same layout.
+    chooses = of_input is torch.channels_last and of_weight is torch.contiguous_format and groups > 1
     assert (tanh.writes[0] in gradient.reads) == chooses
     assert ("input_gradient" in gradient.target) != chooses
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from shoal.kernels.convolution import (
     _pieces_repeat_bits,
+    _turned,
     _unread,
     input_gradient,
     weight_gradient,
@@ -55,6 +56,34 @@ def test_the_gradient_is_the_one_that_pytorch_gives_with_the_input(
     found = input_gradient(grad, weight, list(x.shape), list(x.stride()), *options)
     assert torch.equal(found, expected)
     assert found.stride() == expected.stride()
+
+
+@given(convolutions())
+def test_the_convolution_the_other_way_is_the_gradient(
+    convolution: tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[Any]],
+) -> None:
+    """What CUDA is asked for."""
+    grad, x, weight, options = convolution
+    stride, padding, dilation, transposed, _, groups = options
+    turned = _turned(
+        *(tuple(each) for each in (x.shape, weight.shape, grad.shape, stride, padding, dilation)), transposed
+    )
+    assert turned is not None
+    found = aten.convolution(grad, weight, None, stride, padding, dilation, not transposed, turned, groups)
+    assert found.shape == x.shape
+    exact, plain = (
+        aten.convolution_backward(*(each.to(kind) for each in (grad, x, weight)), None, *options, [True, False, False])[
+            0
+        ]
+        for kind in (torch.float64, grad.dtype)
+    )
+    tolerance = 8 * torch.finfo(grad.dtype).eps * max(1.0, float(exact.abs().max()))
+    assert (found - exact).abs().max() <= (plain - exact).abs().max() + tolerance
+
+
+def test_an_output_padding_that_no_other_way_has_is_left_to_pytorch() -> None:
+    # A transposed convolution of 3 pixels whose output padding, 2, is not below its stride, 1, but its dilation, 3.
+    assert _turned((1, 1, 3), (1, 1, 2), (1, 1, 8), (1,), (0,), (3,), True) is None
 
 
 @given(convolutions())

@@ -156,8 +156,9 @@ def _split_convolution_backward(graph: fx.Graph, node: fx.Node, backward: set[fx
         graph.erase_node(node)
         backward.discard(node)
         return
-    x, weight = (operand.meta["val"] for operand in arguments[1:3])
-    if not can_do_without_input(x, weight, on_cpu=cpu_kernels and x.device.type == "cpu"):
+    grad, x, weight = (operand.meta["val"] for operand in arguments[:3])
+    on_cpu = cpu_kernels and x.device.type == "cpu"
+    if not can_do_without_input(grad, x, weight, arguments[-1], on_cpu=on_cpu):
         return
     (of_input,) = node.users
     counted_flops = _flops(node)

@@ -25,6 +25,7 @@ from shoal.kernels.memory_format import channels_last_format, suggested_memory_f
 from shoal.lowlevel import allocations
 from shoal.lowlevel.torch_internals import isolated
 
+_convolution: Any = torch.convolution
 _Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape, strides
 
 _WORTH_PIECES_BYTES = 4 << 20  # of a weight
@@ -45,31 +46,68 @@ def input_gradient(
     output_padding: Sequence[int],
     groups: int,
 ) -> torch.Tensor:
-    """`aten.convolution_backward(grad, input, weight, ..., [True, False, False])[0]` without `input`."""
-    shape = tuple(input_shape)
+    """`aten.convolution_backward(grad, input, weight, ..., [True, False, False])[0]` without `input`.
+
+    On the CPU a tensor that takes no memory stands in for it. cuDNN's gradient is a convolution the other way, which is
+    asked for by that name: where strides of a stand-in are 0, PyTorch copies `grad` to another layout, and back.
+    """
+    shape, options = tuple(input_shape), (stride, padding, dilation, transposed, output_padding, groups)
+    if not grad.is_cpu and groups == 1:
+        turned = _turned(shape, weight.shape, *map(tuple, (grad.shape, stride, padding, dilation)), transposed)
+        if turned is not None and torch.backends.cudnn.enabled:
+            return _convolution(grad, weight, None, stride, padding, dilation, not transposed, turned, 1)
     unread = (
         _unread(shape, tuple(input_stride), grad.dtype) if grad.is_cpu else grad.as_strided(shape, (0,) * len(shape))
     )
     gradient: torch.Tensor = torch.ops.aten.convolution_backward.default(
-        grad, unread, weight, None, stride, padding, dilation, transposed, output_padding, groups, [True, False, False]
+        grad, unread, weight, None, *options, [True, False, False]
     )[0]
     return gradient
 
 
-def can_do_without_input(x: torch.Tensor, weight: torch.Tensor, *, on_cpu: bool) -> bool:
-    """Whether `input_gradient` gives what PyTorch's gradient of an input of this layout would be; both may be fake.
+@lru_cache(maxsize=4096)
+def _turned(
+    shape: tuple[int, ...],
+    weight_shape: tuple[int, ...],
+    grad_shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    padding: tuple[int, ...],
+    dilation: tuple[int, ...],
+    transposed: bool,
+) -> tuple[int, ...] | None:
+    """The output padding with which the convolution the other way has results of this shape; None: with none has it."""
+    axes = zip(shape[2:], grad_shape[2:], weight_shape[2:], stride, padding, dilation, strict=True)
+    extra = []
+    for size, given, kernel, step, pad, spread in axes:
+        reach = spread * (kernel - 1) + 1
+        if transposed:
+            extra.append(size - ((given + 2 * pad - reach) // step + 1))
+        else:
+            extra.append(size - ((given - 1) * step - 2 * pad + reach))
+    fits = not any(extra) if transposed else all(0 <= more < step for more, step in zip(extra, stride, strict=True))
+    return tuple(extra) if fits and 0 not in grad_shape else None
+
+
+def can_do_without_input(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, groups: int, *, on_cpu: bool
+) -> bool:
+    """Whether `input_gradient` gives what PyTorch's gradient of an input of this layout would be; all may be fake.
 
     Args:
         on_cpu: whether it runs on the CPU of this machine.
 
     >>> x = torch.ones(2, 3, 8, 8).contiguous(memory_format=torch.channels_last)
-    >>> can_do_without_input(x, torch.ones(4, 3, 1, 1), on_cpu=False)  # x alone says that it is channels_last
+    >>> grad, weight = torch.ones(2, 4, 8, 8), torch.ones(4, 3, 1, 1)
+    >>> can_do_without_input(grad, x, weight, 1, on_cpu=False)  # x alone says that it is channels_last
     False
+    >>> can_do_without_input(grad.contiguous(memory_format=torch.channels_last), x, weight, 1, on_cpu=False)
+    True
     """
     has_format = x.dim() > 3 and x.is_contiguous(memory_format=channels_last_format(x.dim()))
     if not x.is_contiguous() and not has_format:
         return False
-    return on_cpu or suggested_memory_format(x, weight) == suggested_memory_format(weight)
+    told = (grad, weight) if groups == 1 else (weight,)
+    return on_cpu or suggested_memory_format(x, weight) == suggested_memory_format(*told)
 
 
 def weight_gradient(
