@@ -13,6 +13,7 @@ from rich.text import Text
 
 from bench import (
     compiled_tables,
+    gpu_tables,
     hmms,
     hosts,
     least,
@@ -192,6 +193,7 @@ def _first_seconds(result: Result) -> str:
 
 THEMES: dict[str, Theme] = {
     "compiled": Theme("compiled.md", compiled_tables.tables),
+    "gpu": Theme("gpu.md", gpu_tables.tables),
     "one_plan": Theme("one-plan.md", lambda result: [*map(one_plan_network, result["results"])], _one_plan_chart),
     "least": Theme("one-plan.md", rows_of(least.COLUMNS, least.FORMATS), least.chart),
     "budgets": Theme("budgets.md", lambda result: [budgets_network(result)], budgets_svg),
