@@ -117,7 +117,8 @@ class Pricing:
 
     def _in_regions(self, captured: Captured) -> Captured:
         if self.target is None:
-            captured = in_compiled_regions(captured) if self.options.compiles(captured.device.type) else captured
+            if self.options.compiles(captured.device.type):
+                captured = in_compiled_regions(captured, graphed=self.options.cuda_graphs)
             return with_gathered_casts(captured)
         return in_unmeasured_regions(captured) if self.options.kernels == "compiled" else captured
 

@@ -359,7 +359,7 @@ class Session:
         """The step in compiled regions, where the model is compiled so; see `in_compiled_regions`. What casts are left
         are gathered."""
         if self.options.compiles(captured.device.type):
-            captured = in_compiled_regions(captured, self.ready_plan)
+            captured = in_compiled_regions(captured, self.ready_plan, graphed=self.options.cuda_graphs)
         return with_gathered_casts(captured)
 
     def in_traced_layouts(self, captured: Captured) -> Captured:
