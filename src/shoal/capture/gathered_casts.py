@@ -8,7 +8,7 @@ stay: so the casts of a few layers may as well run where the first of them is ne
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import fx
@@ -41,21 +41,20 @@ def with_gathered_casts(captured: Captured) -> Captured:
         given = cast.op != "placeholder" and len(cast.users) == 1
         return node.name in backward_names and given and all(user.op == "output" for user in node.users)
 
-    n_gathered = 0
-    for group in _groups(joint.graph, of_parameter):
-        _gather(joint.graph, group, before=group[0])
-        n_gathered += 1
-    if not captured.read_with.early:  # else gradients are handed over one by one
-        for group in _groups(joint.graph, of_gradient):
-            backward_names |= _gather(joint.graph, group, before=group[-1])
-            n_gathered += 1
-    if not n_gathered:
+    forward = _groups(joint.graph, of_parameter)
+    # Gradients that are handed over early are cast one by one.
+    backward = [] if captured.read_with.early else _groups(joint.graph, of_gradient)
+    if not forward and not backward:
         return captured
+    for group in forward:
+        _gather(joint.graph, group, before=group[0])
+    for group in backward:
+        backward_names |= _gather(joint.graph, group, before=group[-1])
     joint.graph.lint()
     return read_joint(joint, backward_names, captured.read_with)
 
 
-def _groups(graph: fx.Graph, wanted: Callable[[fx.Node], bool]) -> Iterator[list[fx.Node]]:
+def _groups(graph: fx.Graph, wanted: Callable[[fx.Node], bool]) -> list[list[fx.Node]]:
     """Casts from one dtype to another, in the order of the graph, so many that their results are not too large."""
     open_groups: dict[tuple[torch.dtype, torch.dtype], list[fx.Node]] = {}
     found: list[list[fx.Node]] = []
@@ -68,7 +67,7 @@ def _groups(graph: fx.Graph, wanted: Callable[[fx.Node], bool]) -> Iterator[list
             found.append(group)
             group = open_groups[key] = []
         group.append(node)
-    yield from (group for group in [*found, *open_groups.values()] if len(group) > 1)
+    return [group for group in [*found, *open_groups.values()] if len(group) > 1]
 
 
 def _is_plain(node: fx.Node) -> bool:
