@@ -83,7 +83,7 @@ def run_on_ranks(
 
 def forked(function: Callable[..., None], *args: Any) -> BaseProcess:
     """function(*args) in a process, started, of the server that has imported torch and shoal already."""
-    process = _server().Process(target=function, args=args, daemon=True)
+    process = _server().Process(target=function, args=args)  # may have children of its own: not a daemon
     process.start()
     return process
 
