@@ -34,6 +34,8 @@ needs_compiler = pytest.mark.skipif(
 )
 SMALL = ["--model", "mobilenet_v2", "--data", "synthetic", "--batch", "8", "--image", "16", "--epochs", "1"]
 PLAIN = [*SMALL, "--planner", "none"]
+
+
 def invoke(*arguments: str | Path) -> Result:
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
