@@ -22,6 +22,8 @@ Each takes the joint graph of forward and backward (aten ops, functional) and ed
 - the backward of batch, instance, group and layer norm and of PReLU runs in place, without the further gradient that
   PyTorch's kernels allocate (`gradients_in_place`);
 - what a fused batch norm's backward hands on is multiplied and added where it is read (`norm_gradients`);
+- gradients of concatenations of the same tensors are added as a whole, not part by part, which saves ops, and no byte
+  (`concatenation_gradients`);
 - the part of a concatenation's gradient that waits long for its reader (a U-Net's skip) waits as a copy of its own, so
   that it does not hold the whole gradient.
 
@@ -38,6 +40,7 @@ from torch import fx
 
 from shoal.capture.activation_masks import save_masks
 from shoal.capture.buffers_in_place import change_in_place
+from shoal.capture.concatenation_gradients import add_gradients_whole
 from shoal.capture.cudnn_batch_norms import leave_to_cudnn
 from shoal.capture.fx_nodes import describe_as, held_bytes, is_view, per_axis, reaches_output
 from shoal.capture.gradients_in_place import WRITTEN_OVER, write_over_gradient
@@ -117,6 +120,7 @@ def save_fewer_bytes(joint: fx.GraphModule, backward: set[fx.Node], *, cpu_kerne
             _encode_pool(graph, node, _POOL_BACKWARDS[node.target], backward)
     if cpu_kernels:
         fold_norm_gradients(joint, backward)
+    add_gradients_whole(graph, backward)
     _sink(graph, backward)
     _sink_slices(graph, backward)
     save_masks(graph, backward)
