@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import io
+import itertools
 import lzma
 import os
 import pickle
 import tarfile
-from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -230,7 +230,7 @@ def test_the_real_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     if not path.is_file():
         pytest.skip(f"{path} is not there; set SHOAL_DATA to the folder that holds it")
     monkeypatch.setenv("SHOAL_CACHE", str(tmp_path))
-    decode, asked = cifar10._decode, count()
+    decode, asked = cifar10._decode, itertools.count()
 
     def every_fiftieth(content: bytes, name: str) -> NDArray[np.uint8]:
         """Of 60,000 images; the others are black."""
