@@ -10,7 +10,7 @@ import ast
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -68,13 +68,36 @@ def meaning(text: str, suffix: str) -> str:
     """
     if suffix != ".py":
         return " ".join(re.sub(r"//[^\n]*|/\*.*?\*/", " ", text, flags=re.DOTALL).split())
-    tree = ast.parse(text)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.body:
-            first = node.body[0]
-            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
-                node.body = node.body[1:]  # a docstring, or something else that does nothing
-    return ast.dump(tree)
+    parts: list[str] = []
+    _tell(ast.parse(text), parts.append)
+    return " ".join(parts)
+
+
+def _tell(node: ast.AST, tell: Callable[[str], None]) -> None:
+    """What `ast.dump` says, but for what some versions of Python leave out: fields that are empty, and docstrings."""
+    tell(f"{type(node).__name__}(")
+    for name in node._fields:
+        value = getattr(node, name, None)
+        if value is None or value == [] or name == "kind":
+            continue
+        tell(name)
+        if isinstance(value, ast.AST):
+            _tell(value, tell)
+        elif isinstance(value, list):
+            for number, one in enumerate(value):
+                if isinstance(one, ast.AST):
+                    if number or name != "body" or not _does_nothing(one):
+                        _tell(one, tell)
+                else:
+                    tell(ascii(one))
+        else:
+            tell(ascii(value))
+    tell(")")
+
+
+def _does_nothing(statement: ast.AST) -> bool:
+    """A docstring, or another constant."""
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
 def changed_since(theme: str, measured: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection
 from functools import cache
 from itertools import count
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,13 @@ def run_on_ranks(
             for process in started:
                 process.kill()
                 process.join()
+
+
+def forked(function: Callable[..., None], *args: Any) -> BaseProcess:
+    """function(*args) in a process, started, of the server that has imported torch and shoal already."""
+    process = _server().Process(target=function, args=args)  # may have children of its own: not a daemon
+    process.start()
+    return process
 
 
 def meet() -> None:

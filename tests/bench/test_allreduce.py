@@ -14,6 +14,7 @@ from bench.allreduce import check, check_errors, ring_bytes, verdicts
 from bench.frame import WrongResult
 from bench.gradient_contenders import AUTO, NONE
 from bench.link_lab import why_not
+from tests.bench.forked_lab import put_in_place
 
 _REASON = why_not()
 needs_lab = pytest.mark.skipif(_REASON is not None, reason=str(_REASON))
@@ -25,11 +26,11 @@ def row(seconds: float = 1.0, **others: Any) -> dict[str, Any]:
     return {"seconds": seconds, "of_ring": 1.0, "reported_of_ring": None, **given, **others}
 
 
-@pytest.mark.slow
 @needs_lab
 def test_ranks_average_over_a_shaped_link_and_the_interface_counts_what_they_sent(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    put_in_place(monkeypatch)
     settings = ["--quick", "--ranks", "2", "--links", "1", "--contenders", f"{NONE};fp16 hook;{TREE};{AUTO}"]
     assert allreduce.main([*settings, "--out", str(tmp_path)]) == 0
     (path,) = tmp_path.glob("allreduce_*.json")

@@ -2,25 +2,51 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
+from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bench import arena
+from bench.cpu_arena.arena import Arena
 from bench.frame import WrongResult
 from bench.processes import malloc_environment
+from tests.bench.small import put_in_place
 
 
-@pytest.mark.slow
+class Here:
+    """A worker without a process of its own."""
+
+    def __init__(self, answers: str, environment: Mapping[str, str]) -> None:
+        module, _, name = answers.partition(":")
+        self._answer = getattr(import_module(module), name)()
+
+    def ask(self, question: Any) -> Any:
+        return json.loads(json.dumps(self._answer(json.loads(json.dumps(question)), print)))
+
+    def __enter__(self) -> Here:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        gc.enable()
+
+
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="an arena needs a C++ compiler")
 def test_every_contender_is_timed_and_the_arena_departs_nowhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    put_in_place(monkeypatch)
+    monkeypatch.setattr(arena, "Worker", Here)
     monkeypatch.delitem(arena.TUNABLES, arena.TUNED)  # of malloc with a setting, see `bench.batchnorm`
     monkeypatch.delitem(arena.TUNABLES, arena.HUGE)
-    assert arena.main(["--quick", "--networks", "mobilenet_v2", "--out", str(tmp_path)]) == 0
+    with Arena() as opened:
+        monkeypatch.setattr(arena, "Arena", lambda: opened)
+        assert arena.main(["--quick", "--networks", "mobilenet_v2", "--out", str(tmp_path)]) == 0
     (path,) = tmp_path.glob("arena_*.json")
     (result,) = json.loads(path.read_text())["networks"]
     assert set(result["rows"]) == {arena.DEFAULT, arena.ARENA}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -284,11 +284,13 @@ def test_a_step_that_eager_itself_does_not_repeat_is_refused() -> None:
         batchnorm_steps.measure(asked)
 
 
-@pytest.mark.slow
-def test_a_run_pools_first_and_takes_the_malloc_that_is_asked_for_and_the_zoo_is_compared_alike(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_a_run_pools_first_with_the_malloc_that_is_asked_for_and_the_zoo_is_compared_alike(
+    small: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("OMP_PROC_BIND", "false")  # tests run side by side
+    def here(asked: Asked, malloc: str, stage: Callable[[str], None]) -> dict[str, Any]:
+        return json.loads(json.dumps(batchnorm_steps.answer(json.loads(json.dumps(asdict(asked))), stage)))
+
+    monkeypatch.setattr(batchnorm, "in_a_process", here)
     network = ["--quick", "--networks", "resnet18_cifar", "--image", "32", "--threads", "1", "--out", str(tmp_path)]
     asked = ["--contenders", ",".join(batchnorm.ZOO), "--pool-first", "all", "--mallocs", "tuned"]
     assert batchnorm.main([*network, *asked]) == 0
@@ -296,12 +298,10 @@ def test_a_run_pools_first_and_takes_the_malloc_that_is_asked_for_and_the_zoo_is
     found = json.loads(path.read_text())
     (first,) = found["results"]
     assert (first["malloc"], first["asked"]["pool_first"]) == ("tuned", True)
-    assert "hugetlb=1" in first["conditions"]["malloc"]["GLIBC_TUNABLES"]
     assert [verdict["met"] for verdict in found["verdicts"]] == [None] * 4  # of other networks
     reported = capsys.readouterr().out
     assert "resnet18_cifar, 2 x 32" in reported and "densenet121: at least 1.35 × eager" in reported
 
-    monkeypatch.setattr(batchnorm, "in_a_process", lambda one, malloc, stage: {**first, "malloc": malloc})
     assert batchnorm.main(["--zoo", *network, "--mallocs", "default"]) == 0
     (path,) = tmp_path.glob("batchnorm_zoo_*.json")
     found = json.loads(path.read_text())
@@ -309,6 +309,15 @@ def test_a_run_pools_first_and_takes_the_malloc_that_is_asked_for_and_the_zoo_is
     (verdict,) = found["verdicts"]
     assert verdict["met"] in (True, False) and "of 1" in verdict["reported"]
     assert "resnet18_cifar, 2 x 32" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_process_has_the_malloc_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_PROC_BIND", "false")  # tests run side by side
+    stages: list[str] = []
+    found = batchnorm.in_a_process(replace(ASKED, contenders=(EAGER,)), "tuned", stages.append)
+    assert "hugetlb=1" in found["conditions"]["malloc"]["GLIBC_TUNABLES"]
+    assert [row["contender"] for row in found["rows"]] == [EAGER] and stages
 
 
 def test_wrong_training_is_one_line_and_an_exit_code_of_its_own(

@@ -12,15 +12,18 @@ from bench import train_link
 from bench.frame import WrongResult
 from bench.gradient_contenders import NONE
 from bench.link_lab import why_not
+from tests.bench.forked_lab import put_in_place
 
 _REASON = why_not()
 TREE = "shoal dynamic_tree"
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(_REASON is not None, reason=str(_REASON))
 @pytest.mark.parametrize(("wrapper", "share"), [((), 0.35), (("--sharded",), 0.75)])  # sharded weights travel whole
-def test_a_quick_run_trains_over_the_link(tmp_path: Path, wrapper: tuple[str, ...], share: float) -> None:
+def test_a_quick_run_trains_over_the_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrapper: tuple[str, ...], share: float
+) -> None:
+    put_in_place(monkeypatch)
     settings = ["--quick", "--network", "mobilenet_v2", "--ranks", "2", "--links", "1", *wrapper]
     assert train_link.main([*settings, "--contenders", f"{NONE};{TREE}", "--out", str(tmp_path)]) == 0
     (path,) = tmp_path.glob("train_link_*.json")

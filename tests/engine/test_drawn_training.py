@@ -119,7 +119,7 @@ _POOLINGS = {
 }
 
 
-@pytest.mark.parametrize(("kind", "size"), [("max", (64,)), ("average", (63,)), ("max", (25, 30)), ("max", (16,) * 3)])
+@pytest.mark.parametrize(("kind", "size"), [("average", (63,)), ("max", (25, 30)), ("max", (16,) * 3)])
 def test_poolings_in_one_two_and_three_dimensions(kind: str, size: tuple[int, ...]) -> None:
     dims = len(size)
     convolution, pooling = _CONVOLUTIONS[dims], _POOLINGS[kind][dims]
@@ -176,15 +176,12 @@ def test_evaluation_is_of_the_unsplit_network() -> None:
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize(("planner", "share", "grid"), [("keep_all", 1.0, (2, 2)), ("joint", 0.75, (2, 1))])
-def test_the_budget_holds_at_the_corners_of_all_draws(
-    planner: str, share: float, grid: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_budget_holds_at_the_corners_of_all_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "STEPS_TO_METER", 1000)
-    ours = split(classifier(3, 16, 16), 0.9, grid, stochastic=0.3, join="1")
+    ours = split(classifier(3, 16, 16), 0.9, (2, 1), stochastic=0.3, join="1")
     (x,) = images(1, 8, 3, 40, 40)
-    budget = int(share * shoal.plan(ours, x).predicted_peak_bytes) + 2048  # for what the loop holds
-    shoal.compile(ours, budget, planner=planner)
+    budget = int(0.75 * shoal.plan(ours, x).predicted_peak_bytes) + 2048  # for what the loop holds
+    shoal.compile(ours, budget)
     assert ours.plan is not None
     limits = drawn_cuts.limits(ours.plan, (40, 40), 0.3)
     for cuts in itertools.product(*zip(*limits, strict=True)):  # the least or the most, along each dimension

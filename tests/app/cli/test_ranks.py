@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
+import socket
 from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
@@ -14,25 +13,38 @@ import pytest
 import torch.distributed as dist
 
 from shoal.app.training.ranks import Ranks
-from tests.app.test_cli import PLAIN, invoke, process
+from tests.app.test_cli import PLAIN, invoke
+from tests.app.training.tiny import put_in_place
 from tests.ranks import run_on_ranks
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
+
+def started(folder: Path, port: int) -> tuple[int, int]:
+    """What torchrun says of itself, to a rank that has not joined the others."""
+    os.chdir(folder)
+    rank, count = dist.get_rank(), dist.get_world_size()
+    where = {"RANK": rank, "WORLD_SIZE": count, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in where.items()}
+    return rank, count
 
 
-def torchrun(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command, where = process("main()", "train", *PLAIN, *arguments)
-    return subprocess.run(
-        [*TORCHRUN, *command], capture_output=True, text=True, env={**where, "OMP_NUM_THREADS": "1"}, cwd=folder
-    )
+def trained(folder: Path, port: int) -> tuple[int, str]:
+    """What this rank's command ends with and shows."""
+    started(folder, port)
+    dist.destroy_process_group()  # the command joins by itself
+    with pytest.MonkeyPatch.context() as patch:
+        put_in_place(patch, folder)
+        files = ["--out", "run", "--json", "result.json"]
+        done = invoke("train", *PLAIN, *files, "--compress-gradients", "dynamic_tree")
+    return done.exit_code, done.output
 
 
-@pytest.mark.slow
 def test_two_ranks_are_shown_as_one(tmp_path: Path) -> None:
-    done = torchrun(tmp_path, "--out", "run", "--json", "result.json", "--compress-gradients", "dynamic_tree")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("epoch 1/1  loss") == done.stdout.count("test accuracy") == 1
-    assert "gradients sent" in done.stdout
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+    (code, shown), (other_code, other_shown) = run_on_ranks(trained, 2, tmp_path, port)
+    assert code == other_code == 0, shown + other_shown
+    assert shown.count("epoch 1/1  loss") == shown.count("test accuracy") == 1 and other_shown == ""
+    assert "gradients sent" in shown
     assert {path.name for path in (tmp_path / "run").iterdir()} == {"checkpoint.pt"}
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["ranks"] == 2 and result["compress_gradients"] == "dynamic_tree"
@@ -43,10 +55,7 @@ def test_two_ranks_are_shown_as_one(tmp_path: Path) -> None:
 
 def mistaken(folder: Path) -> tuple[int, str]:
     """What this rank's command ends with and says."""
-    os.chdir(folder)
-    rank, count = dist.get_rank(), dist.get_world_size()
-    where = {"RANK": rank, "WORLD_SIZE": count, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}
-    os.environ |= {name: str(value) for name, value in where.items()}
+    rank, count = started(folder, 1)
     with pytest.MonkeyPatch.context() as patch:
         ranks = Ranks(rank, count, grouped=True)  # they have met already
         patch.setattr(import_module("shoal.app.cli.train"), "joined", lambda *_: nullcontext(ranks))
