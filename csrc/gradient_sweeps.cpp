@@ -1,6 +1,8 @@
 // Sweeps of the backward pass over a gradient, in place or not, in the arithmetic of PyTorch's kernels: through a ReLU by
 // a byte a value, and through a batch norm in training mode once its sums are known. And the sign bit of an encoded
 // ReLU's output that says where its gradient does not pass.
+#include <cstring>
+
 #include "shoal_native.h"
 
 #define SHOAL_INLINE inline __attribute__((always_inline))
@@ -36,15 +38,36 @@ SHOAL_INLINE float through_norm(float grad, float x, float mean, float projectio
     return (kFused ? __builtin_fmaf(-centred, projection, rest) : rest - centred * projection) * invstd * weight;
 }
 
-template <bool kFused>
+SHOAL_INLINE float widened(float stored) { return stored; }
+
+SHOAL_INLINE float widened(std::uint16_t stored) {
+    const std::uint32_t bits = static_cast<std::uint32_t>(stored) << 16;
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+SHOAL_INLINE void put(float& stored, float value) { stored = value; }
+
+// To the nearest bfloat16, ties to even; a NaN stays one.
+SHOAL_INLINE void put(std::uint16_t& stored, float value) {
+    std::uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    const std::uint32_t nearest = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    stored = static_cast<std::uint16_t>(value == value ? nearest : 0x7fffu);
+}
+
+template <typename Stored, bool kFused>
 SHOAL_INLINE void row(const Norm& call, std::int64_t number) {
-    const float *grad = call.grad + number * call.channels, *x = call.x + number * call.channels;
-    const float *mean = call.mean, *projection = call.projection, *mean_grad = call.mean_grad;
+    const std::int64_t first = number * call.channels;
+    const Stored *grad = static_cast<const Stored*>(call.grad) + first, *x = static_cast<const Stored*>(call.x) + first;
+    const float *mean = call.mean, *mean_grad = call.scratch, *projection = call.scratch + call.channels;
     const float *invstd = call.invstd, *weight = call.weight;
-    float* result = call.result + number * call.channels;
+    Stored* result = static_cast<Stored*>(call.result) + first;
 #pragma omp simd
     for (std::int64_t c = 0; c < call.channels; ++c)
-        result[c] = through_norm<kFused>(grad[c], x[c], mean[c], projection[c], mean_grad[c], invstd[c], weight[c]);
+        put(result[c], through_norm<kFused>(widened(grad[c]), widened(x[c]), mean[c], projection[c], mean_grad[c],
+                                            invstd[c], weight[c]));
 }
 
 using Part = void (*)(const Norm&, std::int64_t first, std::int64_t last);
@@ -52,7 +75,7 @@ using Part = void (*)(const Norm&, std::int64_t first, std::int64_t last);
 struct Kernels {
     void (*note)(const float*, std::int64_t, float, std::uint8_t*);
     void (*gate)(const float*, const std::uint8_t*, std::int32_t, std::int64_t, float*);
-    Part rows[2];  // the second fused
+    Part rows[2][2];  // of float32 and of bfloat16; the second of each fused
 };
 
 // The bodies above, built for one instruction set.
@@ -65,11 +88,14 @@ struct Kernels {
                                  std::int64_t count, float* result) {                                            \
             gate(grad, gates, above, count, result);                                                             \
         }                                                                                                        \
-        template <bool kFused>                                                                                   \
+        template <typename Stored, bool kFused>                                                                  \
         target static void rows(const Norm& call, std::int64_t first, std::int64_t last) {                       \
-            for (std::int64_t number = first; number < last; ++number) row<kFused>(call, number);                \
+            for (std::int64_t number = first; number < last; ++number) row<Stored, kFused>(call, number);        \
         }                                                                                                        \
-        static constexpr Kernels kernels = {note_, gate_, {rows<false>, rows<true>}};                            \
+        static constexpr Kernels kernels = {note_,                                                               \
+                                            gate_,                                                               \
+                                            {{rows<float, false>, rows<float, true>},                            \
+                                             {rows<std::uint16_t, false>, rows<std::uint16_t, true>}}};          \
     };
 
 SHOAL_KERNELS(Portable, )
@@ -121,8 +147,13 @@ SHOAL_API void shoal_gate(const float* grad, const std::uint8_t* gates, std::int
 SHOAL_API void shoal_norm_gradient(const ShoalNormGradient* whole) {
     const Norm& call = *whole;
     const Kernels& run = best_within(call.level);
-    const Part part = run.rows[call.fused != 0];
+    const Part part = run.rows[call.bfloat16 != 0][call.fused != 0];
     const std::int64_t parts = call.threads;
+    const float rows = static_cast<float>(call.rows);
+    for (std::int64_t c = 0; c < call.channels; ++c) {
+        call.scratch[c] = call.of_bias[c] / rows;
+        call.scratch[call.channels + c] = call.of_weight[c] * call.invstd[c] / rows;
+    }
 #pragma omp parallel for schedule(static, 1) num_threads(call.threads) if (call.threads > 1)
     for (std::int64_t number = 0; number < parts; ++number)
         part(call, call.rows * number / parts, call.rows * (number + 1) / parts);

@@ -255,16 +255,18 @@ struct ShoalMaxPool {
 SHOAL_API std::int32_t shoal_max_pool(const ShoalMaxPool* call);
 SHOAL_API std::int32_t shoal_max_pool_backward(const ShoalMaxPool* call);
 
-// Batch norm's gradient of its input in training mode, pixels in NHWC order:
-// (grad - mean_grad - (x - mean) * projection) * invstd * weight, in this order; `fused` does not round the product that
-// is taken off. `result` may be `grad`.
+// Batch norm's gradient of its input in training mode, pixels in NHWC order, of float32 or bfloat16, given those of weight
+// and bias: (grad - mean_grad - (x - mean) * projection) * invstd * weight in float32, in this order, where mean_grad is
+// of_bias / rows and projection is of_weight * invstd / rows; `fused` does not round the product that is taken off.
+// `result` may be `grad`.
 struct ShoalNormGradient {
     std::int64_t rows, channels;
-    std::int32_t fused;
+    std::int32_t bfloat16, fused;
     std::int32_t threads, level;
-    const float *grad, *x;                                          // (rows, channels)
-    const float *mean, *invstd, *weight, *mean_grad, *projection;  // (channels)
-    float* result;
+    const void *grad, *x;                                      // (rows, channels)
+    const float *mean, *invstd, *weight, *of_weight, *of_bias;  // (channels)
+    float* scratch;                                             // (2, channels)
+    void* result;
 };
 
 SHOAL_API void shoal_norm_gradient(const ShoalNormGradient* call);

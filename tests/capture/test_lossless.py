@@ -256,11 +256,28 @@ def test_the_gradient_of_batch_norm_takes_the_block_of_the_incoming_gradient(
     model = nn.Sequential(conv(3, 4), nn.BatchNorm2d(4), nn.Tanh())
     graph = captured_step(model).graph
     (op,) = [op for op in graph.ops if "batch_norm" in op.target and op.phase == "backward"]
-    if small or not backward_repeats_bits(torch.float32, torch.device("cpu"), 4, 4, False):
+    if small or not backward_repeats_bits(torch.float32, torch.float32, torch.device("cpu"), 4, 4, False):
         assert op.target == "aten.native_batch_norm_backward.default"
     else:
         assert op.target == "shoal.batch_norm.backward"
         assert graph.ops[graph.producer[op.overwrites]].target == "aten.tanh_backward.default"
+
+
+def test_under_autocast_it_does_so_in_channels_last_with_eager_bits() -> None:
+    torch.manual_seed(0)
+    layers = [conv(3, 32), nn.BatchNorm2d(32), nn.ReLU(), conv(32, 40), nn.BatchNorm2d(40), nn.Tanh()]
+    model = nn.Sequential(*layers).to(memory_format=torch.channels_last)
+    x = torch.randn(3, 3, 13, 11).to(memory_format=torch.channels_last)
+    gradients = []
+    for own in (eager := copy.deepcopy(model), ours := shoal.compile(copy.deepcopy(model), "1GiB", allow="bitwise")):
+        with torch.autocast("cpu", torch.bfloat16):
+            own(x).float().square().sum().backward()
+        gradients.append([parameter.grad for parameter in own.parameters()])
+    assert all(torch.equal(mine, its) for mine, its in zip(*gradients, strict=True))  # type: ignore[arg-type]
+    assert all(torch.equal(mine, its) for mine, its in zip(ours.buffers(), eager.buffers(), strict=True))
+    norms = [op for op in ours.shoal.plan.graph.ops if "batch_norm" in op.target and op.phase == "backward"]
+    repeat = [backward_repeats_bits(torch.bfloat16, torch.float32, torch.device("cpu"), 4, c, True) for c in (40, 32)]
+    assert [op.target == "shoal.batch_norm.backward" and op.overwrites >= 0 for op in norms] == repeat
 
 
 def test_where_pieces_do_not_repeat_the_bits_pytorchs_kernel_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,8 +34,8 @@ def channels_last(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
 
 
-def per_channel(x: torch.Tensor, seed: int) -> torch.Tensor:
-    return torch.randn(x.shape[1], generator=torch.Generator().manual_seed(seed)).to(x.dtype)
+def per_channel(x: torch.Tensor, seed: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return torch.randn(x.shape[1], generator=torch.Generator().manual_seed(seed)).to(dtype or x.dtype)
 
 
 def forward(x: torch.Tensor, weight: Affine, bias: Affine) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -87,16 +87,18 @@ def test_written_over_its_input_it_gives_the_same(x: torch.Tensor, affine: bool)
 
 
 @settings(max_examples=60)
-@given(inputs(min_channels=2), st.integers(1, 99), st.integers(1, 99), st.sampled_from(KERNELS))
-@example(torch.arange(2.0 * 32 * 9).view(2, 32, 3, 3), 1, 64, "reference")
-@example(channels_last(torch.arange(2.0 * 32 * 9).view(2, 32, 3, 3)), 64, 1, "reference")
-@example(torch.arange(2.0 * 32 * 9).view(2, 32, 3, 3).sqrt(), 1, 1, "native,portable")
-@example(channels_last(torch.arange(2.0 * 32 * 9).view(2, 32, 3, 3).sqrt()), 1, 1, "native,portable")
+@given(inputs(min_channels=2), st.integers(1, 99), st.integers(1, 99), st.sampled_from(KERNELS), st.booleans())
+@example(torch.arange(2.0 * 32 * 9).view(2, 32, 3, 3), 1, 64, "reference", False)
+@example(channels_last(torch.arange(2.0 * 32 * 9).view(2, 32, 3, 3)), 64, 1, "reference", False)
+@example(torch.arange(2.0 * 32 * 9).view(2, 32, 3, 3).sqrt(), 1, 1, "native,portable", False)
+@example(channels_last(torch.arange(2.0 * 32 * 9).view(2, 32, 3, 3).sqrt()), 1, 1, "native,portable", False)
+@example(channels_last(torch.arange(2.0 * 32 * 9).view(2, 32, 3, 3).sqrt().bfloat16()), 1, 1, "reference", True)
+@example(channels_last(torch.arange(2.0 * 32 * 9).view(2, 32, 3, 3).sqrt().bfloat16()), 1, 1, "native,portable", True)
 def test_where_its_gradient_repeats_the_bits_it_does_for_any_batch_and_any_pieces(
-    x: torch.Tensor, piece_elems: int, channels_elems: int, kernels: str
+    x: torch.Tensor, piece_elems: int, channels_elems: int, kernels: str, autocast: bool
 ) -> None:
     assume(elsewhere(x) or x[0, 0].numel() > 1)  # single pixels have a test of their own
-    weight = per_channel(x, 1)
+    weight = per_channel(x, 1, torch.float32 if autocast and x.dtype == torch.bfloat16 else None)
     grad = torch.empty_like(x).copy_(x.flip(0) - 0.25)
     _, mean, deviation = forward(x, weight, weight)
     expected = gradients(grad, x, weight, mean, deviation)
@@ -110,7 +112,7 @@ def test_where_its_gradient_repeats_the_bits_it_does_for_any_batch_and_any_piece
         over = backward_(taken, x, weight, mean, deviation)
     assert torch.equal(grad, untouched)
     assert all(torch.equal(one, two) or one.isnan().any() for one, two in zip(over, found, strict=True))
-    if backward_repeats_bits(x.dtype, CPU, x.dim(), x.shape[1], elsewhere(x)):
+    if backward_repeats_bits(x.dtype, weight.dtype, CPU, x.dim(), x.shape[1], elsewhere(x)):
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
         assert found[0].stride() == expected[0].stride()
 
@@ -120,7 +122,7 @@ def test_the_gradient_of_single_pixels_has_the_same_bits_too(shape: tuple[int, .
     x, grad = torch.randn(shape), torch.randn(shape)
     assert x.nbytes >= batch_norm.WORTH_PIECES_BYTES
     weight = per_channel(x, 1)
-    assert backward_repeats_bits(x.dtype, CPU, x.dim(), x.shape[1], False)
+    assert backward_repeats_bits(x.dtype, x.dtype, CPU, x.dim(), x.shape[1], False)
     _, mean, deviation = forward(x, weight, weight)
     expected = gradients(grad, x, weight, mean, deviation)
     assert torch.equal(backward(grad, x, weight, mean, deviation)[0], expected[0])
@@ -142,7 +144,7 @@ def test_whether_bits_repeat_is_found_out_without_a_trace() -> None:
     backward_repeats_bits.cache_clear()
     with torch.autocast("cpu", torch.bfloat16):
         repeats_bits(torch.float32, CPU, 4, 6, False, torch.float32)
-        backward_repeats_bits(torch.float32, CPU, 4, 6, True)
+        backward_repeats_bits(torch.float32, torch.float32, CPU, 4, 6, True)
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -150,22 +152,24 @@ def test_whether_bits_repeat_is_found_out_without_a_trace() -> None:
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_where_the_processor_has_fused_multiply_adds_the_bits_repeat(elsewhere: bool) -> None:
     assert repeats_bits(torch.float32, CPU, 4, 24, elsewhere, torch.float32)
-    assert backward_repeats_bits(torch.float32, CPU, 4, 24, elsewhere)
+    assert backward_repeats_bits(torch.float32, torch.float32, CPU, 4, 24, elsewhere)
 
 
 @pytest.mark.skipif("fma" not in cpu_features() or not levels(), reason="no native kernels, or of another arithmetic")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("level", levels())
 def test_in_channels_last_the_native_sweep_repeats_them_over_the_gradient(
-    level: str, monkeypatch: pytest.MonkeyPatch
+    level: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(VARIABLE, f"native,{level}")
     monkeypatch.setattr(batch_norm, "_in_pieces", None)  # it is not called
-    x, grad = channels_last(torch.randn(3, 32, 29, 27)), channels_last(torch.randn(3, 32, 29, 27))
-    weight = per_channel(x, 1)
+    x, grad = (channels_last(torch.randn(3, 32, 29, 27)).to(dtype) for _ in range(2))
+    grad[0, 0] *= 1e-39  # less than the smallest normal number
+    weight = per_channel(x, 1, torch.float32)
     _, mean, deviation = forward(x, weight, weight)
     expected = gradients(grad, x, weight, mean, deviation)
     backward_repeats_bits.cache_clear()
-    assert backward_repeats_bits(torch.float32, CPU, 4, 32, True)  # tries it out
+    assert backward_repeats_bits(dtype, torch.float32, CPU, 4, 32, True)  # tries it out
     found, changes = allocations.record(lambda: backward_(grad, x, weight, mean, deviation))
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
     assert found[0].data_ptr() == grad.data_ptr()
@@ -200,7 +204,7 @@ def test_bits_that_do_not_repeat_are_noticed(monkeypatch: pytest.MonkeyPatch) ->
             batch_norm, "_whole_backward", lambda grad, *args: whole(grad * (1 + 1e-6 * len(args[1])), *args)
         )
         assert not repeats_bits(torch.float32, CPU, 4, 8, False, torch.float32)
-        assert not backward_repeats_bits(torch.float32, CPU, 4, 8, False)
+        assert not backward_repeats_bits(torch.float32, torch.float32, CPU, 4, 8, False)
     finally:
         repeats_bits.cache_clear()
         backward_repeats_bits.cache_clear()

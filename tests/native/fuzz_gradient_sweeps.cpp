@@ -7,12 +7,14 @@
 #include "fuzz.h"
 #include "report.h"
 #include "shoal_native.h"
+#include "stored.h"
 
 namespace fuzz {
 namespace {
 
-void expect(const Buffer<float>& result, std::int64_t element, float wanted) {
-    const float found = result.at(0, element);
+template <typename Stored>
+void expect(const Buffer<Stored>& result, std::int64_t element, Stored stored) {
+    const float found = value_of(result.at(0, element)), wanted = value_of(stored);
     if (!(found == wanted)) fail("element %lld: %g, expected %g", static_cast<long long>(element), found, wanted);
 }
 
@@ -55,41 +57,56 @@ void gates(Draw& draw, std::int64_t elements, std::int32_t threads, std::int32_t
 }
 
 // Small whole numbers: every product is exact, so that it is one and the same fused or not.
-void norm(Draw& draw, std::int32_t threads, std::int32_t level) {
-    ShoalNormGradient call{};
-    call.channels = draw.size(draw.chance(20) ? 1600 : 300);
-    call.rows = draw.size(std::clamp<std::int64_t>((1 << 16) / call.channels, 1, 2000));
-    call.fused = draw.chance(50);
-    call.threads = threads;
-    call.level = level;
+template <typename Stored>
+void norm(Draw& draw, ShoalNormGradient& call) {
     const bool alias = draw.chance(50);
-    now_running("norm_gradient: %lld rows of %lld channels, fused %d, alias %d, %d threads, level %d",
-                static_cast<long long>(call.rows), static_cast<long long>(call.channels), call.fused, alias, threads,
-                level);
+    now_running("norm_gradient: %lld rows of %lld channels, bfloat16 %d, fused %d, alias %d, %d threads, level %d",
+                static_cast<long long>(call.rows), static_cast<long long>(call.channels), call.bfloat16, call.fused,
+                alias, call.threads, call.level);
     const std::int64_t elements = call.rows * call.channels;
-    Buffer<float> grad(draw, "grad", alias ? Use::kWritten : Use::kRead, elements), x(draw, "x", Use::kRead, elements);
-    Buffer<float> apart(draw, "result", Use::kWritten, alias ? 0 : elements);
+    Buffer<Stored> grad(draw, "grad", alias ? Use::kWritten : Use::kRead, elements), x(draw, "x", Use::kRead, elements);
+    Buffer<Stored> apart(draw, "result", Use::kWritten, alias ? 0 : elements);
     Buffer<float> mean(draw, "mean", Use::kRead, call.channels), invstd(draw, "invstd", Use::kRead, call.channels),
-        weight(draw, "weight", Use::kRead, call.channels), mean_grad(draw, "mean_grad", Use::kRead, call.channels),
-        projection(draw, "projection", Use::kRead, call.channels);
-    for (Buffer<float>* one : {&grad, &x, &mean, &invstd, &weight, &mean_grad, &projection}) one->fill(draw, 8);
-    const std::vector<float> before(grad.data(), grad.data() + elements);
+        weight(draw, "weight", Use::kRead, call.channels), of_weight(draw, "of_weight", Use::kRead, call.channels),
+        of_bias(draw, "of_bias", Use::kRead, call.channels), scratch(draw, "scratch", Use::kWritten, 2 * call.channels);
+    for (Buffer<float>* one : {&mean, &invstd, &weight, &of_weight, &of_bias}) one->fill(draw, 8);
+    const float rows = static_cast<float>(call.rows);
+    for (Buffer<float>* one : {&of_weight, &of_bias})
+        for (std::int64_t c = 0; c < call.channels; ++c) one->at(0, c) *= rows;
+    for (Buffer<Stored>* one : {&grad, &x})
+        for (std::int64_t i = 0; i < elements; ++i) put(one->at(0, i), static_cast<float>(draw.from(-8, 8)));
+    const std::vector<Stored> before(grad.data(), grad.data() + elements);
     call.grad = grad.data();
     call.x = x.data();
     call.mean = mean.data();
     call.invstd = invstd.data();
     call.weight = weight.data();
-    call.mean_grad = mean_grad.data();
-    call.projection = projection.data();
-    const Buffer<float>& result = alias ? grad : apart;
+    call.of_weight = of_weight.data();
+    call.of_bias = of_bias.data();
+    call.scratch = scratch.data();
+    const Buffer<Stored>& result = alias ? grad : apart;
     call.result = result.data();
-    guarded({&grad, &x, &apart, &mean, &invstd, &weight, &mean_grad, &projection}, [&] { shoal_norm_gradient(&call); });
+    guarded({&grad, &x, &apart, &mean, &invstd, &weight, &of_weight, &of_bias, &scratch}, [&] { shoal_norm_gradient(&call); });
     for (std::int64_t i = 0; i < elements; ++i) {
         const std::int64_t c = i % call.channels;
-        const float centred = x.at(0, i) - mean.at(0, c);
-        const float rest = before[static_cast<std::size_t>(i)] - mean_grad.at(0, c) - centred * projection.at(0, c);
-        expect(result, i, rest * invstd.at(0, c) * weight.at(0, c));
+        const float centred = value_of(x.at(0, i)) - mean.at(0, c);
+        const float given = value_of(before[static_cast<std::size_t>(i)]);
+        Stored wanted;
+        const float mean_grad = of_bias.at(0, c) / rows, projection = of_weight.at(0, c) * invstd.at(0, c) / rows;
+        put(wanted, (given - mean_grad - centred * projection) * invstd.at(0, c) * weight.at(0, c));
+        expect(result, i, wanted);
     }
+}
+
+void norm(Draw& draw, std::int32_t threads, std::int32_t level) {
+    ShoalNormGradient call{};
+    call.channels = draw.size(draw.chance(20) ? 1600 : 300);
+    call.rows = draw.size(std::clamp<std::int64_t>((1 << 16) / call.channels, 1, 2000));
+    call.bfloat16 = draw.chance(50);
+    call.fused = draw.chance(50);
+    call.threads = threads;
+    call.level = level;
+    call.bfloat16 ? norm<std::uint16_t>(draw, call) : norm<float>(draw, call);
 }
 
 }  // namespace

@@ -8,26 +8,12 @@
 #include "fuzz.h"
 #include "report.h"
 #include "shoal_native.h"
+#include "stored.h"
 
 namespace fuzz {
 namespace {
 
 using Index = std::int64_t;
-
-// Whole numbers of at most 8 bits, and their sums here, are the same in bfloat16.
-void put(float& to, float value) { to = value; }
-void put(std::uint16_t& to, float value) {
-    std::uint32_t bits;
-    std::memcpy(&bits, &value, sizeof bits);
-    to = static_cast<std::uint16_t>(bits >> 16);
-}
-float value_of(float stored) { return stored; }
-float value_of(std::uint16_t stored) {
-    const std::uint32_t bits = static_cast<std::uint32_t>(stored) << 16;
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
-}
 
 Index elements(const ShoalMaxPool& call, const Index* size) {
     return call.planes * size[0] * size[1] * size[2] * call.pixel;

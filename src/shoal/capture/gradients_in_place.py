@@ -33,11 +33,15 @@ def _of_batch_norm(graph: fx.Graph, node: fx.Node, backward: set[fx.Node]) -> No
         return
     if not all(isinstance(operand, fx.Node) for operand in (grad, x, mean, deviation)):
         return
-    value, *others = (operand.meta["val"] for operand in (x, grad, mean, deviation, weight) if operand is not None)
-    if value.dim() not in (3, 4, 5) or others[0].stride() != value.stride() or value.device.type != "cpu":
+    value, of_grad, *of_channels = (
+        operand.meta["val"] for operand in (x, grad, mean, deviation, weight) if operand is not None
+    )
+    if value.dim() not in (3, 4, 5) or of_grad.stride() != value.stride() or value.device.type != "cpu":
         return
-    if prod(value.shape[2:]) == 1 or any(other.dtype != value.dtype for other in others):
+    weight_dtypes = {each.dtype for each in of_channels}
+    if prod(value.shape[2:]) == 1 or of_grad.dtype != value.dtype or len(weight_dtypes) > 1:
         return
+    (weight_dtype,) = weight_dtypes
     channels_last = not value.is_contiguous()
     if channels_last:
         layout = channels_last_format(value.dim())
@@ -45,7 +49,8 @@ def _of_batch_norm(graph: fx.Graph, node: fx.Node, backward: set[fx.Node]) -> No
             return
     elif held_bytes(value) < batch_norm.WORTH_PIECES_BYTES:
         return
-    if batch_norm.backward_repeats_bits(value.dtype, value.device, value.dim(), int(value.shape[1]), channels_last):
+    sizes = value.dim(), int(value.shape[1])
+    if batch_norm.backward_repeats_bits(value.dtype, weight_dtype, value.device, *sizes, channels_last):
         node.target, node.args = batch_norm.backward, (grad, x, weight, mean, deviation)
 
 

@@ -5,10 +5,10 @@ On CUDA the second half of PyTorch's own kernel normalises again, also in place.
 PyTorch's CPU kernel normalises as `x * scale + shift` with `scale = invstd * weight` and `shift = bias - mean * scale`,
 each a fused multiply-add: `torch.addcmul` does the same arithmetic in one pass, in place where the input has no later
 reader. Its backward kernel allocates the gradient twice. It is called for the two sums alone, which allocates nothing,
-and in channels_last the rest is elementwise over the incoming gradient: one native sweep for float32
-(`csrc/gradient_sweeps.cpp`), else in pieces. In the contiguous layout the kernel rounds its sums later than it returns
-them; channels are independent there, so it runs on a few of them at a time. `repeats_bits` and `backward_repeats_bits`
-test on this machine that the bits are the same.
+and in channels_last the rest is elementwise over the incoming gradient: one native sweep for float32, and for bfloat16
+under autocast (`csrc/gradient_sweeps.cpp`), else, where all is of one dtype, in pieces. In the contiguous layout the
+kernel rounds its sums later than it returns them; channels are independent there, so it runs on a few of them at a
+time. `repeats_bits` and `backward_repeats_bits` test on this machine that the bits are the same.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from shoal.lowlevel.torch_internals import isolated
 _PIECE_ELEMS = 1 << 18  # 1 MiB of float32: a piece stays in L2 through its passes
 _CHANNELS_ELEMS = 1 << 19  # and twice that where a piece is copied out and back, but no less than 16 pieces
 _MIN_PIECES = 16
+_NATIVE = (torch.float32, torch.bfloat16)
 _MIN_ELEMS = 1 << 15  # of a thread that is worth waking
 WORTH_PIECES_BYTES = 4 << 20  # contiguous tensors below this are not worth pieces
 
@@ -108,11 +109,12 @@ def _in_pieces(
         return _whole_backward(grad, x, weight, mean, invstd)
     if x.is_contiguous() and grad.is_contiguous():
         return _backward_by_channels(grad, x, weight, mean, invstd, min(_CHANNELS_ELEMS, x.numel() // _MIN_PIECES))
-    if not _is_channels_last(grad, x):
+    if not _is_channels_last(grad, x) or weight.dtype != x.dtype:  # in bfloat16 each piece would be rounded five times
         return _whole_backward(grad, x, weight, mean, invstd)
-    of_weight, of_bias, mean_grad, projection = _sums(grad, x, weight, mean, invstd)
+    of_weight, of_bias = _sums(grad, x, weight, mean, invstd)
     channels = x.shape[1]
     rows = x.numel() // channels
+    mean_grad, projection = of_bias / rows, of_weight * invstd / rows
     grad_rows = grad.movedim(1, -1).view(rows, channels)
     x_rows = x.movedim(1, -1).view(rows, channels)
     step = max(1, _PIECE_ELEMS // channels)
@@ -125,13 +127,12 @@ def _in_pieces(
 
 def _sums(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor, invstd: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of weight and bias, the mean of the gradient, and what is taken off for each step from the mean."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of weight and bias."""
     _, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
         grad, x, weight, None, None, mean, invstd, True, 0.0, [False, True, True]
     )
-    rows = x.numel() // x.shape[1]
-    return of_weight, of_bias, of_bias / rows, of_weight * invstd / rows
+    return of_weight, of_bias
 
 
 def _is_channels_last(*tensors: torch.Tensor) -> bool:
@@ -144,18 +145,18 @@ class _NormGradient(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("rows", "channels")),
-        *((name, ctypes.c_int32) for name in ("fused", "threads", "level")),
-        *((name, ctypes.c_void_p) for name in ("grad", "x", "mean", "invstd", "weight", "mean_grad", "projection")),
-        ("result", ctypes.c_void_p),
+        *((name, ctypes.c_int32) for name in ("bfloat16", "fused", "threads", "level")),
+        *((name, ctypes.c_void_p) for name in ("grad", "x", "mean", "invstd", "weight", "of_weight", "of_bias")),
+        *((name, ctypes.c_void_p) for name in ("scratch", "result")),
     )
 
 
 def _native_applies(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> bool:
-    if native.library() is None or x.dtype != torch.float32 or weight.dtype != torch.float32 or not x.is_cpu:
+    if native.library() is None or x.dtype not in _NATIVE or weight.dtype != torch.float32 or not x.is_cpu:
         return False
     if grad.shape != x.shape or grad.dtype != x.dtype or x.is_contiguous() or not _is_channels_last(grad, x):
         return False
-    return _native_arithmetic(x.shape[1], allowed().level) is not None
+    return _native_arithmetic(x.dtype, x.shape[1], allowed().level) is not None
 
 
 def _native(
@@ -166,7 +167,7 @@ def _native(
     invstd: torch.Tensor,
     of_input: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    fused = _native_arithmetic(x.shape[1], allowed().level)
+    fused = _native_arithmetic(x.dtype, x.shape[1], allowed().level)
     return _run_native(grad, x, weight, mean, invstd, of_input, fused=bool(fused))
 
 
@@ -180,14 +181,16 @@ def _run_native(
     *,
     fused: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    of_weight, of_bias, mean_grad, projection = _sums(grad, x, weight, mean, invstd)
+    of_weight, of_bias = _sums(grad, x, weight, mean, invstd)
+    scratch = mean.new_empty((2, x.shape[1]))
     call = _NormGradient(
         x.numel() // x.shape[1],
         x.shape[1],
+        x.dtype == torch.bfloat16,
         fused,
         threads_for(x.numel(), _MIN_ELEMS),
         level_number(),
-        *(t.data_ptr() for t in (grad, x, mean, invstd, weight, mean_grad, projection, of_input)),
+        *(t.data_ptr() for t in (grad, x, mean, invstd, weight, of_weight, of_bias, scratch, of_input)),
     )
     library = native.library()
     assert library is not None
@@ -197,10 +200,10 @@ def _run_native(
 
 
 @lru_cache(maxsize=1024)
-def _native_arithmetic(channels: int, level: str | None) -> bool | None:
+def _native_arithmetic(dtype: torch.dtype, channels: int, level: str | None) -> bool | None:
     """Whether PyTorch's kernel leaves a product unrounded here; None where neither gives its bits."""
     with isolated(torch.device("cpu")):
-        grad, x, weight, mean, deviation = _drawn(torch.float32, torch.device("cpu"), 4, channels, True)
+        grad, x, weight, mean, deviation = _drawn(dtype, torch.float32, torch.device("cpu"), 4, channels, True)
         whole = _whole_backward(grad, x, weight, mean, deviation)
         for fused in (False, True):
             own = _run_native(grad, x, weight, mean, deviation, torch.empty_like(grad), fused=fused)
@@ -241,11 +244,21 @@ def _whole_backward(
 
 @lru_cache(maxsize=1024)
 def backward_repeats_bits(
-    dtype: torch.dtype, device: torch.device, dims: int, channels: int, channels_last: bool
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    device: torch.device,
+    dims: int,
+    channels: int,
+    channels_last: bool,
 ) -> bool:
-    """Whether `backward` gives the bits of batch norm's backward here, found out on random data of odd size."""
+    """Whether `backward` gives the bits of batch norm's backward in place here, found out on random data of odd size.
+
+    `weight_dtype` is that of weight and statistics: float32 where autocast made `dtype` another.
+    """
     with isolated(device):
-        grad, x, weight, mean, deviation = _drawn(dtype, device, dims, channels, channels_last)
+        grad, x, weight, mean, deviation = _drawn(dtype, weight_dtype, device, dims, channels, channels_last)
+        if channels_last and weight_dtype != dtype and choose(_GRADIENT, grad, x, weight) is not _native:
+            return False
         whole = _whole_backward(grad, x, weight, mean, deviation)
         if channels_last:
             pieces = backward(grad, x, weight, mean, deviation)
@@ -285,13 +298,18 @@ def repeats_bits(
 
 
 def _drawn(
-    dtype: torch.dtype, device: torch.device, dims: int, channels: int, channels_last: bool
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    device: torch.device,
+    dims: int,
+    channels: int,
+    channels_last: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """What batch norm's backward reads, of odd size: gradient, input, weight, mean and inverse deviation."""
     layout = channels_last_format(dims) if channels_last else torch.contiguous_format
     shape = (3, channels, *(7, 5, 3)[: dims - 2])
     grad, x = (_draw(seed, shape, dtype, device).contiguous(memory_format=layout) for seed in (1, 2))
-    weight = _draw(3, (channels,), dtype, device)
+    weight = _draw(3, (channels,), weight_dtype, device)
     _, mean, deviation = torch.ops.aten._native_batch_norm_legit.no_stats(x, weight, weight, True, 0.1, 1e-5)
     return grad, x, weight, mean, deviation
 
