@@ -6,7 +6,7 @@
 #define SHOAL_API extern "C" __attribute__((visibility("default")))
 
 // Raised by one whenever a signature below changes; shoal.lowlevel.native refuses a library of another version.
-#define SHOAL_ABI_VERSION 13
+#define SHOAL_ABI_VERSION 14
 
 SHOAL_API std::int32_t shoal_abi_version();
 
