@@ -2,7 +2,7 @@
 
 Each chosen storage gets ops of its own: one encodes it after its last reader of the forward pass, one decodes it before
 each convolution whose weight gradient reads it. They are ops of the step like any other, so the payload is planned,
-moved and counted as every saved storage is.
+moved and counted as every saved storage is. Their names do not depend on what else is chosen (see `partly_encoded`).
 
 What else of the backward pass reads the storage must go on reading exact values. Where that is the backward pass of the
 very ReLU that made it, the sign bits of the codes tell all it asks for. A storage with any other reader is not offered:
@@ -46,7 +46,7 @@ _BATCH_NORM_BACKWARDS = (
     batch_norm_pieces.cudnn_backward,
 )
 _CONVOLUTIONS = (_aten.convolution.default, convolution_pieces.forward)
-_ENCODE, _DECODE = target_name(encode), target_name(decode)
+ENCODE, DECODE = target_name(encode), target_name(decode)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SMALL_SHARE = 1 / 4000  # of all saved bytes: not worth two ops
 
@@ -121,16 +121,16 @@ def with_free_codecs(graph: StepGraph) -> StepGraph:
 
     So a storage is encoded in place, and its payload and what is decoded of it are together as large as it.
     """
-    payload_of = {op.writes[0]: op.reads[0] for op in graph.ops if op.target == _DECODE}
+    payload_of = {op.writes[0]: op.reads[0] for op in graph.ops if op.target == DECODE}
     storages = tuple(
         replace(s, nbytes=s.nbytes - graph.storages[payload_of[s.id]].nbytes) if s.id in payload_of else s
         for s in graph.storages
     )
     ops = []
     for op in graph.ops:
-        if op.target in (_ENCODE, _DECODE):
+        if op.target in (ENCODE, DECODE):
             op = replace(op, seconds=0.0, launch_seconds=0.0, workspace_bytes=0)
-        ops.append(replace(op, overwrites=op.reads[0]) if op.target == _ENCODE else op)
+        ops.append(replace(op, overwrites=op.reads[0]) if op.target == ENCODE else op)
     return replace(graph, ops=tuple(ops), storages=storages)
 
 
@@ -275,7 +275,7 @@ def _encode(graph: fx.Graph, uses: _Uses, lossy: LossyOptions, backward: set[str
         with graph.inserting_before(node):
             shape, stride = as_arguments(graph, value.shape), as_arguments(graph, value.stride())
             form = (shape, stride, value.dtype, lossy.codec, lossy.block_elems, uses.closed_above)
-            again = graph.call_function(decode, (payload, *form))
+            again = graph.create_node("call_function", decode, (payload, *form), {}, f"{base.name}_decoded")
             again.meta = _place(node)
             again.meta["val"] = value.new_empty_strided(value.shape, value.stride())
             node.update_arg(1, _seen_alike(graph, node.args[1], base, again))  # type: ignore[arg-type]
@@ -301,7 +301,10 @@ def _seen_alike(graph: fx.Graph, seen: fx.Node, base: fx.Node, other: fx.Node) -
     assert is_view(seen)
     source: Any = seen.args[0]
     below = _seen_alike(graph, source, base, other)
-    return graph.node_copy(seen, lambda operand: below if operand is source else operand)
+    args, kwargs = fx.node.map_arg((seen.args, seen.kwargs), lambda one: below if one is source else one)
+    copy = graph.create_node("call_function", seen.target, args, kwargs, f"{seen.name}_decoded", seen.type)
+    copy.meta = dict(seen.meta)
+    return copy
 
 
 def _place(like: fx.Node) -> dict[str, Any]:

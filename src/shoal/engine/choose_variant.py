@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from shoal.capture.captured import Captured
 from shoal.capture.layered import Refused, is_of_a_module
 from shoal.capture.pieces import choose_faster, choose_pieces, in_pieces
-from shoal.core.lossy import LossyOptions
 from shoal.core.means import KERNEL_MEANS
 from shoal.core.plan import Plan
 from shoal.core.step import StepGraph
@@ -24,7 +24,6 @@ from shoal.engine import form_cache
 from shoal.engine.loop_memory import LoopMemory
 from shoal.engine.plan_kernels import check_kernels
 from shoal.engine.search.best_variant import best_variant
-from shoal.engine.search.choose_encoded import bounding_step
 from shoal.engine.search.encoding import EncodeNothing, Encoding
 from shoal.engine.search.priced import Encodable, Priced
 from shoal.engine.search.variants import Variants
@@ -165,13 +164,10 @@ def _best_form(
         def plan(budget_bytes: int) -> tuple[_Made, Plan]:  # the session's own
             return made(EncodeNothing())
 
-        def with_encoded(lossy: LossyOptions) -> Encodable[_Made]:
-            def graph(share: float) -> StepGraph:
-                with no_memory_limit(), unset_fake_temporarily():
-                    loop = session.least_loop(planning)
-                    return bounding_step(laid_out, lossy, lambda step: planning.priced(loop, step), share)
-
-            return Encodable(graph, lambda budget_bytes, encoding: made(encoding))
+        @cache
+        def with_share_encoded(share: float) -> StepGraph:
+            with no_memory_limit(), unset_fake_temporarily():
+                return planning.bounding_step(session.least_loop(planning), share)
 
         def costed(other: Captured) -> StepGraph:
             changed = session.planning(session.in_traced_layouts(other), other.device)
@@ -185,10 +181,11 @@ def _best_form(
                 return (pieces, priced(in_pieces(captured, pieces))) if pieces else None
 
         known = planning.priced(session.least_loop(planning))
+        may_encode = session.options.lossy is not None
         return Priced(
             known,
             plan,
-            with_encoded(lossy) if (lossy := session.options.lossy) is not None else None,
+            Encodable(with_share_encoded, lambda budget_bytes, encoding: made(encoding)) if may_encode else None,
             cut=lambda: changed(choose_pieces),
             faster=lambda: changed(choose_faster),
         )

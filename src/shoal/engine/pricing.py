@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from shoal.cost.roofline import roofline
 from shoal.engine.compiled_regions import in_compiled_regions, in_unmeasured_regions
 from shoal.engine.options import CompileOptions
 from shoal.engine.search.choose_encoded import bounding_step, choose_encoded
+from shoal.engine.search.encoded_steps import EncodedSteps
 from shoal.engine.search.encoding import EncodeBelow, EncodeIfFaster
 from shoal.engine.search.priced import Encodable, Priced
 from shoal.engine.search.variants import Variants
@@ -175,13 +177,16 @@ class Pricing:
             return made(budget_bytes, lambda planned: planned(known))
 
         def with_encoded(step: Captured, how: LossyOptions) -> Encodable[None]:
+            steps = EncodedSteps(step, how, costed)
+
+            @cache
             def graph(share: float) -> StepGraph:
                 with unset_fake_temporarily():
-                    return limited_step(means, bounding_step(step, how, costed, share))
+                    return limited_step(means, bounding_step(steps, share))
 
             def plan_encoded(budget_bytes: int, encoding: EncodeIfFaster | EncodeBelow) -> tuple[None, Plan]:
                 def find(planned: Callable[[StepGraph], Plan]) -> Plan:
-                    return choose_encoded(step, how, budget_bytes, costed, planned, encoding=encoding)[1]
+                    return choose_encoded(steps, budget_bytes, planned, encoding=encoding)[1]
 
                 return made(budget_bytes, find)
 

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -28,7 +29,8 @@ from shoal.engine.loop_memory import Basis, LoopMemory, by_itself, in_loop
 from shoal.engine.options import CompileOptions
 from shoal.engine.overlapping import plan_overlapping
 from shoal.engine.plan_cache import remembered
-from shoal.engine.search.choose_encoded import choose_encoded, encoded_by
+from shoal.engine.search.choose_encoded import bounding_step, choose_encoded, encoded_by
+from shoal.engine.search.encoded_steps import EncodedSteps
 from shoal.engine.search.encoding import IF_FASTER, EncodeNothing, Encoding
 from shoal.errors import BudgetError, PlanError
 from shoal.kernels.generator import state_bytes
@@ -36,6 +38,7 @@ from shoal.memory.limit import no_memory_limit
 from shoal.offload.policy import Offloading
 
 log = logging.getLogger("shoal")
+InLoop = Callable[[StepGraph], StepGraph]  # a step by itself → the same with what the training loop holds
 
 
 @dataclass(frozen=True)
@@ -136,8 +139,8 @@ class StepPlanning:
         made: dict[int, Captured] = {}
 
         def make(others_bytes: int) -> Plan:
-            def in_the_loop(step: Captured) -> StepGraph:
-                graph = in_loop(self._costs_of(step), loop, self.outputs)
+            def in_the_loop(graph: StepGraph) -> StepGraph:
+                graph = in_loop(graph, loop, self.outputs)
                 return replace(graph, static_bytes=graph.static_bytes + others_bytes)
 
             made[others_bytes], plan = self._plan_with_states(in_the_loop, encoding)
@@ -150,66 +153,70 @@ class StepPlanning:
         basis = Basis(graph, exact, self.outputs, others_bytes, self._fingerprint)
         return Planned(made[aside_bytes], plan, basis)
 
-    def _plan_with_states(self, costed: Callable[[Captured], StepGraph], encoding: Encoding) -> tuple[Captured, Plan]:
+    def _plan_with_states(self, placed: InLoop, encoding: Encoding) -> tuple[Captured, Plan]:
         """Plan with the generator states counted that replayed random ops keep, each and the one it puts back."""
         each_bytes = state_bytes(self._device)
         n_random = sum(op.random and op.recomputable for op in self._captured.graph.ops)
         if not n_random or not each_bytes or self._ready_plan is not None:
-            return self._plan_one(costed, encoding)
+            return self._plan_one(placed, encoding)
 
-        def with_all(step: Captured) -> StepGraph:
-            graph = costed(step)
+        def with_all(graph: StepGraph) -> StepGraph:
+            graph = placed(graph)
             return replace(graph, static_bytes=graph.static_bytes + (n_random + 1) * each_bytes)
 
         try:
-            captured, plan = self._plan_one(costed, encoding)
+            captured, plan = self._plan_one(placed, encoding)
         except BudgetError:
             captured, plan = self._plan_one(with_all, encoding)
         replayed = {plan.graph.producer[storage.id] for storage in plan.recomputed}
         n_replayed = sum(plan.graph.ops[op].random for op in replayed)
         if not n_replayed:
             return captured, plan
-        counted = replace(
-            plan,
-            graph=replace(plan.graph, static_bytes=costed(captured).static_bytes + (n_replayed + 1) * each_bytes),
-        )
+        before_bytes = placed(self._costs_of(captured)).static_bytes
+        counted = replace(plan, graph=replace(plan.graph, static_bytes=before_bytes + (n_replayed + 1) * each_bytes))
         if plan.budget_bytes and counted.predicted_peak_bytes > plan.budget_bytes:
             return self._plan_one(with_all, encoding)
         return captured, counted
 
-    def priced(self, loop: LoopMemory, step: Captured | None = None) -> StepGraph:
-        """The step by itself in a training loop, which nothing encodes; or `step`, the same with storages encoded."""
-        return in_loop(self._costs_of(step or self._captured), loop, self.outputs)
+    def priced(self, loop: LoopMemory) -> StepGraph:
+        """The step by itself in a training loop, with nothing encoded."""
+        return in_loop(self._costs_of(self._captured), loop, self.outputs)
 
-    def _plan_one(self, costed: Callable[[Captured], StepGraph], encoding: Encoding) -> tuple[Captured, Plan]:
+    def bounding_step(self, loop: LoopMemory, share: float) -> StepGraph:
+        """The same with a share of what may be encoded: see `choose_encoded.bounding_step`."""
+        return bounding_step(self._encoded_steps, share, lambda graph: in_loop(graph, loop, self.outputs))
+
+    @cached_property
+    def _encoded_steps(self) -> EncodedSteps:
+        assert self._options.lossy is not None
+        return EncodedSteps(self._captured, self._options.lossy, self._costs_of)
+
+    def _plan_one(self, placed: InLoop, encoding: Encoding) -> tuple[Captured, Plan]:
         captured, budget_bytes = self._captured, self._options.budget_bytes
         if self._ready_plan is not None:
-            return _adopt(self._ready_plan, captured, costed, budget_bytes)
+            return _adopt(self._ready_plan, captured, lambda step: placed(self._costs_of(step)), budget_bytes)
         if budget_bytes is None:
-            return captured, planners.get("keep_all")(costed(captured), self._hardware, 0)
+            return captured, planners.get("keep_all")(placed(self._costs_of(captured)), self._hardware, 0)
         if self._spare_bytes:
             with suppress(BudgetError):
-                captured, made = self._plan_within(budget_bytes - self._spare_bytes, costed, encoding)
+                captured, made = self._plan_within(budget_bytes - self._spare_bytes, placed, encoding)
                 return captured, replace(made, budget_bytes=budget_bytes)
-        return self._plan_within(budget_bytes, costed, encoding)
+        return self._plan_within(budget_bytes, placed, encoding)
 
-    def _plan_within(
-        self, budget_bytes: int, costed: Callable[[Captured], StepGraph], encoding: Encoding
-    ) -> tuple[Captured, Plan]:
-        captured, options, hardware = self._captured, self._options, self._hardware
+    def _plan_within(self, budget_bytes: int, placed: InLoop, encoding: Encoding) -> tuple[Captured, Plan]:
+        options, hardware = self._options, self._hardware
         planner = allowed(options.means, options.planner)
+        before = placed(self._costs_of(self._captured))
         if options.lossy is None or isinstance(encoding, EncodeNothing):
-            return captured, planner(costed(captured), hardware, budget_bytes)
-        before = costed(captured)
+            return self._captured, planner(before, hardware, budget_bytes)
         step = f"{before.fingerprint}, {before.static_bytes} bytes beside"
         captured, made = choose_encoded(
-            captured,
-            options.lossy,
+            self._encoded_steps,
             budget_bytes,
-            costed,
             lambda graph: planner(graph, hardware, budget_bytes),
             self._encoded.get(step),
-            encoding=encoding,
+            encoding,
+            placed,
         )
         self._encoded[step] = tuple(storage.name for storage in made.encoded)
         return captured, made

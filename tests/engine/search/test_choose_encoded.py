@@ -18,6 +18,7 @@ from shoal.core.plan import Plan
 from shoal.core.step import Op, StepGraph
 from shoal.engine.search import choose_encoded as choosing
 from shoal.engine.search.choose_encoded import bounding_step, choose_encoded, encoded_by, error_on_normal_numbers
+from shoal.engine.search.encoded_steps import EncodedSteps
 from shoal.engine.search.encoding import IF_FASTER, EncodeBelow, NotFaster
 from shoal.errors import BudgetError
 from shoal.planners.infeasible import fewest_bytes
@@ -48,6 +49,10 @@ def costs(codec_seconds: float) -> Callable[[Captured], StepGraph]:
     return costed
 
 
+def steps(costed: Callable[[Captured], StepGraph]) -> EncodedSteps:
+    return EncodedSteps(step(), LOSSY, costed)
+
+
 def chosen_at(share: float, codec_seconds: float, link: Link | None = None, before: list[str] | None = None) -> Plan:
     costed = costs(codec_seconds)
     budget = int(share * plain_bytes())
@@ -55,9 +60,7 @@ def chosen_at(share: float, codec_seconds: float, link: Link | None = None, befo
     def with_link(captured: Captured) -> StepGraph:
         return replace(costed(captured), link=link)
 
-    captured, plan = choose_encoded(
-        step(), LOSSY, budget, with_link, lambda graph: joint(graph, HARDWARE, budget), before
-    )
+    captured, plan = choose_encoded(steps(with_link), budget, lambda graph: joint(graph, HARDWARE, budget), before)
     assert captured.graph.fingerprint == plan.captured_graph.fingerprint
     assert plan.predicted_peak_bytes <= budget
     return plan
@@ -110,7 +113,7 @@ def test_beside_a_step_that_fits_only_what_is_faster_is_planned_and_nothing_exac
         return joint(graph, HARDWARE, fastest.budget_bytes)
 
     def below(seconds: float) -> Plan:
-        return choose_encoded(step(), LOSSY, fastest.budget_bytes, costs(0.1), plan, encoding=EncodeBelow(seconds))[1]
+        return choose_encoded(steps(costs(0.1)), fastest.budget_bytes, plan, encoding=EncodeBelow(seconds))[1]
 
     found = below(1.1 * fastest.predicted_seconds)
     assert found.predicted_seconds == pytest.approx(fastest.predicted_seconds)
@@ -130,10 +133,10 @@ def test_a_set_of_an_earlier_run_is_not_taken_beside_a_step_that_is_faster(share
 
     def below(seconds: float) -> Plan:
         plan = partial(joint, hardware=HARDWARE, budget_bytes=budget)
-        return choose_encoded(step(), LOSSY, budget, costs(0.1), plan, before, EncodeBelow(seconds))[1]
+        return choose_encoded(steps(costs(0.1)), budget, plan, before, EncodeBelow(seconds))[1]
 
     plan = partial(joint, hardware=HARDWARE, budget_bytes=budget)
-    _, taken = choose_encoded(step(), LOSSY, budget, costs(0.1), plan, before, IF_FASTER)
+    _, taken = choose_encoded(steps(costs(0.1)), budget, plan, before, IF_FASTER)
     assert {storage.name for storage in taken.encoded} == set(before)
     assert below(1.01 * taken.predicted_seconds).predicted_seconds == taken.predicted_seconds
     with pytest.raises(NotFaster):
@@ -167,7 +170,7 @@ def test_where_nothing_fits_one_set_is_searched_and_no_set_needs_less() -> None:
         return joint(graph, HARDWARE, budget)
 
     with pytest.raises(BudgetError) as refused:
-        choose_encoded(step(), LOSSY, budget, costs(0.01), plan)
+        choose_encoded(steps(costs(0.01)), budget, plan)
     assert len(made) == 1
     least = refused.value.least_feasible_bytes
     names = [offer.storage for offer in offers(step(), LOSSY)]
@@ -179,7 +182,7 @@ def test_where_nothing_fits_one_set_is_searched_and_no_set_needs_less() -> None:
 
 def test_with_all_encoded_by_free_codecs_a_step_is_bounded_whatever_is_encoded() -> None:
     names = [offer.storage for offer in offers(step(), LOSSY)]
-    free = bounding_step(step(), LOSSY, costs(0.3), 1.0)
+    free = bounding_step(steps(costs(0.3)), 1.0)
     assert free.plain_seconds == pytest.approx(costs(0.0)(encoded(step(), names, LOSSY)).plain_seconds)
     sets = [names[:size] for size in range(len(names) + 1)] + [names[size:] for size in range(1, len(names))]
     for chosen in sets:
@@ -200,7 +203,7 @@ def test_the_search_ends_where_its_effort_does(monkeypatch: pytest.MonkeyPatch) 
         return joint(graph, HARDWARE, budget)
 
     budget = int(0.6 * plain_bytes())
-    _, made = choose_encoded(step(), LOSSY, budget, costs(0.1), plan)
+    _, made = choose_encoded(steps(costs(0.1)), budget, plan)
     assert len(planned) <= 1 + choosing._PLANNED and made.encoded
 
 

@@ -24,7 +24,6 @@ from shoal.core.plan import Plan
 from shoal.core.progress import doing
 from shoal.core.simulate import simulate
 from shoal.core.sizes import format_bytes
-from shoal.core.step import StepGraph
 from shoal.core.variant import WHOLE, Candidate, Pieces, Variant
 from shoal.engine.search.choose_encoded import BOUNDING_SHARES
 from shoal.engine.search.encoding import IF_FASTER, EncodeBelow, NotFaster
@@ -129,7 +128,6 @@ class _Search(Generic[Graph, Made]):
         self._best: Best[Graph, Made] | None = None
         self._unfit: list[Form[Graph, Made]] = []
         self._refused: dict[tuple[Variant, bool], BudgetError] = {}  # by form and whether storages are encoded
-        self._encoded_graphs: dict[Variant, StepGraph] = {}  # all that may be is encoded, where no bound lets it fit
         self._n_ops = 0
         self._about_bytes: dict[Variant, int] = {}  # what each form needs, where nothing fits in any
         self._no_lower: set[Variant] = set()  # of these on patches, those that need no fewer than the ones before
@@ -214,9 +212,7 @@ class _Search(Generic[Graph, Made]):
         if exact is not None and self._may_gain(exact):
             return True
         for share in BOUNDING_SHARES:
-            step = form.priced.encoded.graph(share)
-            self._encoded_graphs.setdefault(form.variant, step)
-            bound_seconds = least_seconds(step, self._budget_bytes)
+            bound_seconds = least_seconds(form.priced.encoded.graph(share), self._budget_bytes)
             if math.isfinite(bound_seconds) and self._may_gain(bound_seconds):
                 return True
         return False
@@ -437,10 +433,12 @@ class _Search(Generic[Graph, Made]):
         raise nearest if variant == WHOLE else nearest.with_hint(hint)
 
     def _ways_to_the_least(self) -> list[Way[Graph, Made]]:
-        """Each form that does not fit by its bound, exact and encoded, the most promising first."""
+        """Each form that does not fit by its bound, exact and all that may be encoded; the most promising first."""
         ways = [Way(form, False, form.priced.graph) for form in self._unfit]
-        encoded = (form for form in self._unfit if form.variant in self._encoded_graphs)
-        ways += [Way(form, True, self._encoded_graphs[form.variant]) for form in encoded]
+        for form in self._unfit:
+            is_asked = (form.variant, True) in self._refused
+            if form.priced.encoded is not None and self._may_fit(form) and not is_asked:
+                ways.append(Way(form, True, form.priced.encoded.graph(1.0)))
         return nearest_first(ways, self._budget_bytes)
 
     def _planned(self, way: Way[Graph, Made]) -> Best[Graph, Made]:

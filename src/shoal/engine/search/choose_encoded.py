@@ -22,13 +22,14 @@ from functools import lru_cache
 import torch
 
 from shoal.capture.captured import Captured
-from shoal.capture.encode_activations import Offer, encode_residences, encoded, offers, with_free_codecs
+from shoal.capture.encode_activations import Offer, encode_residences, with_free_codecs
 from shoal.core.lossy import LossyOptions
 from shoal.core.plan import Plan
 from shoal.core.residence import Encode
 from shoal.core.simulate import simulate
 from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
+from shoal.engine.search.encoded_steps import EncodedSteps
 from shoal.engine.search.encoding import IF_FASTER, EncodeBelow, EncodeIfFaster, NotFaster
 from shoal.errors import BudgetError, PlanError
 from shoal.kernels.encoded_activation import encode, measured_errors
@@ -53,57 +54,55 @@ _NORMAL_ELEMS = 1 << 16
 
 
 def choose_encoded(
-    captured: Captured,
-    lossy: LossyOptions,
+    steps: EncodedSteps,
     budget_bytes: int,
-    costed: Callable[[Captured], StepGraph],
     plan: Callable[[StepGraph], Plan],
     before: Iterable[str] | None = None,
     encoding: EncodeIfFaster | EncodeBelow = IF_FASTER,
+    in_loop: Callable[[StepGraph], StepGraph] = lambda graph: graph,
 ) -> tuple[Captured, Plan]:
     """The fastest plan inside the budget that may encode convolution inputs, and the step it is for.
 
     Args:
-        captured: the step as it is.
-        lossy: how to encode.
+        steps: the step with whatever is encoded.
         budget_bytes: most bytes in use at any position.
-        costed: the step's graph with seconds, workspaces, static memory and link; for encoded steps too.
-        plan: plans such a graph, or raises BudgetError.
+        plan: plans such a step, or raises BudgetError.
         before: storages that an earlier run of this step encoded: taken again if a plan of them fits.
         encoding: which plans are asked for; beside one that is known the exact step is not planned.
+        in_loop: a step of `steps` → the same with what the training loop holds, to be planned.
 
     Raises:
         BudgetError: no plan fits, of the exact step or of one with encoded storages; the one that came nearest.
         NotFaster: no plan of encoded storages takes less than what `encoding` says.
     """
     below_seconds = encoding.seconds if isinstance(encoding, EncodeBelow) else math.inf
-    search = _Search(captured, lossy, budget_bytes, costed, plan, below_seconds)
+    search = _Search(steps, budget_bytes, plan, in_loop, below_seconds)
+    name = steps.exact.model
     chosen = None if before is None else frozenset(before)
     if chosen is not None and not search.fits(chosen):
-        log.warning("%s: what an earlier run encoded does not fit here; choosing anew", captured.graph.model)
+        log.warning("%s: what an earlier run encoded does not fit here; choosing anew", name)
         chosen = None
     if chosen is None:
         chosen = search.best_below() if isinstance(encoding, EncodeBelow) else search.best()
     elif search.planned(chosen).predicted_seconds >= below_seconds:
         raise NotFaster
-    log.info("%s: %d storages encoded inside %s", captured.graph.model, len(chosen), format_bytes(budget_bytes))
-    return search.step(chosen), as_encoded(search.planned(chosen), search.exact, chosen, lossy)
+    log.info("%s: %d storages encoded inside %s", name, len(chosen), format_bytes(budget_bytes))
+    return steps.traced(chosen), as_encoded(search.planned(chosen), search.exact, chosen, steps.lossy)
 
 
 def bounding_step(
-    captured: Captured, lossy: LossyOptions, costed: Callable[[Captured], StepGraph], share: float
+    steps: EncodedSteps, share: float, in_loop: Callable[[StepGraph], StepGraph] = lambda graph: graph
 ) -> StepGraph:
     """The step with a share of what may be encoded, by codecs that take no time, and no bytes beside exact values.
 
     That share is what takes the most time for its bytes to recompute. Where nothing may be encoded, it is the step.
 
     Args:
-        captured, lossy, costed: as for `choose_encoded`.
+        steps, in_loop: as for `choose_encoded`.
         share: of the storages.
     """
-    names = _by_worth(captured, lossy, costed(captured))
-    chosen = names[: math.ceil(share * len(names))]
-    return with_free_codecs(costed(encoded(captured, chosen, lossy) if chosen else captured))
+    names = _by_worth(steps, in_loop(steps.exact))
+    return with_free_codecs(in_loop(steps.graph(names[: math.ceil(share * len(names))])))
 
 
 def as_encoded(plan: Plan, exact_graph: StepGraph, chosen: Iterable[str], lossy: LossyOptions) -> Plan:
@@ -139,7 +138,7 @@ def error_on_normal_numbers(lossy: LossyOptions) -> float:
     return errors[0]
 
 
-def _by_worth(captured: Captured, lossy: LossyOptions, exact: StepGraph) -> list[str]:
+def _by_worth(steps: EncodedSteps, exact: StepGraph) -> list[str]:
     """What may be encoded, first what would take the most time for its bytes to recompute."""
     choice = recompute_choice(exact)
 
@@ -147,26 +146,24 @@ def _by_worth(captured: Captured, lossy: LossyOptions, exact: StepGraph) -> list
         reruns = choice.reruns.get(choice.graph.storage_called[offer.storage].id, ())
         return sum(choice.graph.ops[op].second.longer_seconds for op in reruns) / offer.nbytes
 
-    return [offer.storage for offer in sorted(offers(captured, lossy), key=worth, reverse=True)]
+    return [offer.storage for offer in sorted(steps.offers, key=worth, reverse=True)]
 
 
 class _Search:
-    """Looks through the sets of storages that may be encoded."""
+    """Looks through the sets of storages that may be encoded; arguments as for `choose_encoded`."""
 
     def __init__(
         self,
-        captured: Captured,
-        lossy: LossyOptions,
+        steps: EncodedSteps,
         budget_bytes: int,
-        costed: Callable[[Captured], StepGraph],
         plan: Callable[[StepGraph], Plan],
-        below_seconds: float = math.inf,
+        in_loop: Callable[[StepGraph], StepGraph],
+        below_seconds: float,
     ) -> None:
         self._below_seconds = below_seconds
-        self._captured = captured
-        self._lossy = lossy
+        self._steps = steps
         self._budget_bytes = budget_bytes
-        self._costed = costed
+        self._in_loop = in_loop
         self._plan = plan
         self._graphs: dict[_Set, StepGraph] = {}
         self._estimates: dict[_Set, tuple[float, float]] = {}
@@ -178,9 +175,10 @@ class _Search:
     def exact(self) -> StepGraph:
         return self._graph(_NOTHING)
 
-    def step(self, chosen: _Set) -> Captured:
-        """The step with these encoded."""
-        return encoded(self._captured, chosen, self._lossy) if chosen else self._captured
+    @property
+    def _is_beside_a_plan(self) -> bool:
+        """Whether a plan that encodes nothing is known: then a set has to be faster, and fitting alone is nothing."""
+        return math.isfinite(self._below_seconds)
 
     def fits(self, chosen: _Set) -> bool:
         """Whether there is a plan with these encoded."""
@@ -220,10 +218,11 @@ class _Search:
 
     def _plan_sets(self) -> None:
         """Plan the best sets by their estimates, then neighbours of the one with the fastest plan."""
-        offered = _by_worth(self._captured, self._lossy, self.exact)
+        offered = _by_worth(self._steps, self.exact)
         starts = [frozenset(offered[: math.ceil(share * len(offered))]) for share in _SHARES if offered]
-        if not any(math.isfinite(self._estimate(chosen)[1]) for chosen in (*starts, _NOTHING)):
-            self._plan_nearest([*starts, _NOTHING])
+        if not any(self._fits_by_estimate(chosen) for chosen in (*starts, _NOTHING)):
+            if not self._is_beside_a_plan:
+                self._plan_nearest([*starts, _NOTHING])
             return
         if not offered:
             return
@@ -233,23 +232,26 @@ class _Search:
             if self._may_be_faster(chosen):
                 self._try(chosen)
                 effort.spend(len(self._graph(chosen).ops))
-        in_vain = 0  # tries since one was better
-        while self._plans and not effort.is_spent and in_vain < (_PLANNED if math.isinf(self._below_seconds) else 1):
+        if self._plans and (not self._is_beside_a_plan or isinstance(self._plans[self._leading()], Plan)):
+            self._plan_neighbours(offered, effort)
+
+    def _plan_neighbours(self, offered: Sequence[str], effort: Effort) -> None:
+        """Plan what differs from the fastest plan's set in one storage, the best by its estimate first."""
+        in_vain, patience = 0, 1 if self._is_beside_a_plan else _PLANNED  # tries since one was better
+        while not effort.is_spent and in_vain < patience:
             leading = self._leading()
-            if math.isfinite(self._below_seconds) and not isinstance(self._plans[leading], Plan):
-                break
             near = (leading ^ {storage} for storage in offered)
             estimated = [one for one in near if one and one not in self._plans and self._has_estimate(one)]
             chosen = next(iter(self._by_estimate(estimated)), _NOTHING)
             if not chosen or not self._may_be_faster(chosen):
-                break
+                return
             self._try(chosen)
             effort.spend(len(self._graph(chosen).ops))
             in_vain = in_vain + 1 if self._leading() == leading else 0
 
     def _plan_nearest(self, sets: Iterable[_Set]) -> None:
         """Where nothing fits by the relaxed program, plan what needs least until that fits: at least one set."""
-        if any(isinstance(made, Plan) for made in self._plans.values()) or math.isfinite(self._below_seconds):
+        if any(isinstance(made, Plan) for made in self._plans.values()):
             return
         about_bytes = {chosen: about_least_bytes(self._graph(chosen)) for chosen in sets}
         for chosen in sorted(about_bytes, key=about_bytes.__getitem__)[:_PLANNED]:
@@ -258,9 +260,12 @@ class _Search:
             if isinstance(self._try(chosen), Plan):
                 return
 
+    def _fits_by_estimate(self, chosen: _Set) -> bool:
+        return math.isfinite(self._estimate(chosen)[1])
+
     def _is_expected_to_fit(self, chosen: _Set) -> bool:
         """Whether a set fits by its relaxed program, or may fit where storages are recomputed again and again."""
-        if math.isfinite(self._estimate(chosen)[1]):
+        if self._fits_by_estimate(chosen):
             return True
         return quick_least(self._graph(chosen), self._budget_bytes).expected_bytes <= self._budget_bytes
 
@@ -307,7 +312,7 @@ class _Search:
 
     def _graph(self, chosen: _Set) -> StepGraph:
         if chosen not in self._graphs:
-            self._graphs[chosen] = self._costed(self.step(chosen))
+            self._graphs[chosen] = self._in_loop(self._steps.graph(chosen))
         return self._graphs[chosen]
 
     def _has_estimate(self, chosen: _Set) -> bool:
