@@ -81,7 +81,7 @@ def check(plain: Plain, allow: str, forward: Forward, who: str) -> str:
         return plain.reference.check(forward, who)
     if means <= EXACT:
         return plain.reference.check_function(forward, who)
-    plain.reference.start()  # or gradients of the contender before would count as held
+    plain.workload.reset()  # or gradients of the contender before would count as held
     plain.workload.step(forward)  # chooses the form
     variant = forward.shoal.plan.variant  # type: ignore[attr-defined]
     if variant == WHOLE:
