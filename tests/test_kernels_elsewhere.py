@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 
@@ -34,15 +34,16 @@ def modules_of_kernels() -> dict[str, dict[str, ast.FunctionDef]]:
     return found
 
 
-def compiling_tests() -> Iterator[str]:
+@cache
+def compiling_tests() -> list[str]:
     """Sources of the tests that hold what was compiled against all kernels of a module."""
-    for path in sorted((ROOT / "tests").rglob("test_*.py")):
-        content = path.read_text()
-        for node in ast.walk(ast.parse(content)):
-            if isinstance(node, ast.FunctionDef) and any(
-                "each_capability" in ast.unparse(d) for d in node.decorator_list
-            ):
-                yield ast.unparse(node)
+    contents = [path.read_text() for path in sorted((ROOT / "tests").rglob("test_*.py"))]
+    found = (node for content in contents if "@each_capability" in content for node in ast.walk(ast.parse(content)))
+    return [
+        ast.unparse(node)
+        for node in found
+        if isinstance(node, ast.FunctionDef) and "each_capability" in map(ast.unparse, node.decorator_list)
+    ]
 
 
 MODULES = modules_of_kernels()

@@ -15,7 +15,7 @@ class Small(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential()
-        for inputs, channels in ((3, 16), (16, 16), (16, 16), (16, 32)):
+        for inputs, channels in ((3, 16), (16, 16), (16, 32)):
             if channels == 32:
                 self.layers.append(nn.MaxPool2d(2))
             self.layers.extend([nn.Conv2d(inputs, channels, 3, padding=1), nn.BatchNorm2d(channels), nn.ReLU()])

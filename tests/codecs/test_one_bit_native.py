@@ -50,8 +50,8 @@ def test_any_tensor_in_any_blocks(level: str, values: list[float], times: int, b
 def test_sums_do_not_depend_on_threads(level: str, block: int | None) -> None:
     """Of magnitudes so different that any other order rounds differently."""
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(300_007, generator=generator) * torch.randn(300_007, generator=generator).mul(9).exp()
-    for threads in (1, 2, 3):
+    x = torch.randn(200_007, generator=generator) * torch.randn(200_007, generator=generator).mul(9).exp()
+    for threads in (1, 3):
         with at_level(level, threads):
             both(x, block)
 

@@ -24,22 +24,19 @@ _MOST_OF_EACH = 1.5  # of each parameter by itself
 
 
 class Encoder(nn.Module):
-    """Patches, two blocks with attention written out, and a linear layer."""
+    """Patches, a block with attention written out, and a linear layer."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
         self.patches, self.last = nn.Conv2d(3, width, 4, 4), nn.Linear(width, 5)
-        self.norms = nn.ModuleList([nn.LayerNorm(width) for _ in range(4)])
-        self.qkv, self.up, self.down = (
-            nn.ModuleList([nn.Linear(a * width, b * width) for _ in range(2)]) for a, b in ((1, 3), (1, 4), (4, 1))
-        )
+        self.norms = nn.ModuleList([nn.LayerNorm(width) for _ in range(2)])
+        self.qkv, self.up, self.down = (nn.Linear(a * width, b * width) for a, b in ((1, 3), (1, 4), (4, 1)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.patches(x).flatten(2).transpose(1, 2)
-        for block in range(2):
-            q, k, v = self.qkv[block](self.norms[2 * block](x)).chunk(3, dim=-1)
-            x = x + torch.softmax(q @ k.transpose(1, 2) / 4, dim=-1) @ v
-            x = x + self.down[block](F.gelu(self.up[block](self.norms[2 * block + 1](x)), approximate="tanh"))
+        q, k, v = self.qkv(self.norms[0](x)).chunk(3, dim=-1)
+        x = x + torch.softmax(q @ k.transpose(1, 2) / 4, dim=-1) @ v
+        x = x + self.down(F.gelu(self.up(self.norms[1](x)), approximate="tanh"))
         return self.last(x)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import logging
 from collections.abc import Callable
@@ -63,9 +64,10 @@ def error(found: list[torch.Tensor], right: list[torch.Tensor]) -> float:
 
 FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 CASES = [
-    *itertools.product(itertools.product((False, True), repeat=3), FORMATS, (1,), (torch.float32,)),
+    *itertools.product(itertools.product((False, True), repeat=3), ["channels_last"], (1,), (torch.float32,)),
+    *itertools.product([(True, True, True), (False, False, False)], ["contiguous"], (1,), (torch.float32,)),
     *itertools.product([(True, True, False), (False, False, True)], ["channels_last"], (1, 2), (torch.bfloat16,)),
-    *itertools.product([(True, True, True), (False, True, False)], ["contiguous"], (2,), (torch.float32,)),
+    ((False, True, False), "contiguous", 2, torch.float32),
 ]
 
 
@@ -91,8 +93,9 @@ def test_networks_train_bit_for_bit_with_a_batch_of_one(network: str) -> None:
     assert_same_training(NETWORKS[network](), images(2, 1, 3, 8, 8))
 
 
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("activation", [nn.ReLU6, nn.Hardswish, nn.Softplus, nn.LeakyReLU])
+@pytest.mark.parametrize(
+    ("activation", "batch"), [(nn.ReLU6, 1), (nn.Hardswish, 2), (nn.Softplus, 1), (nn.LeakyReLU, 2), (nn.LeakyReLU, 1)]
+)
 def test_an_activation_before_a_global_pool_trains_bit_for_bit_in_channels_last(
     activation: type[nn.Module], batch: int
 ) -> None:
@@ -210,6 +213,7 @@ def test_a_first_run_frees_what_the_generated_code_frees() -> None:
 
     def events(run: Callable[..., Any]) -> tuple[list[int], Any]:
         arguments = [torch.ones(8), torch.ones(8), torch.ones(8)]
+        gc.collect()  # not while it is recorded: other tests have left tensors
         result, changes = allocations.record(lambda: run(arguments))
         assert arguments == []
         return changes, result

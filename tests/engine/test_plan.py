@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -117,9 +118,9 @@ def test_a_plan_for_another_device_is_the_same_wherever_the_model_lies() -> None
 def test_networks_with_batch_norm_can_be_planned_on_the_meta_device() -> None:
     with torch.device("meta"):
         net, batch = models.build("resnet18"), torch.empty(64, 3, 224, 224)
-    most = shoal.plan(net, batch, hardware=P100).predicted_peak_bytes
-    plan = shoal.plan(net, batch, int(0.7 * most), hardware=P100)
-    assert plan.offloaded and plan.predicted_peak_bytes <= int(0.7 * most)
+    budget = 830_000_000  # 70 % of what keeping everything takes
+    plan = shoal.plan(net, batch, budget, hardware=P100)
+    assert plan.offloaded and plan.predicted_peak_bytes <= budget < 0.8 * plan.plain_peak_bytes
 
 
 @pytest.mark.parametrize("activation", [nn.PReLU, nn.SELU])
@@ -146,10 +147,15 @@ def test_what_a_model_detaches_on_the_meta_device_needs_no_gradient() -> None:
         assert shoal.plan(Detached(), torch.empty(2, 4), hardware=P100).predicted_peak_bytes
 
 
+@cache
+def most_bytes() -> int:
+    """What a step of the classifier takes with everything kept."""
+    return shoal.plan(classifier(3, 8, 8, 8, 8), BATCH, hardware=P100).predicted_peak_bytes
+
+
 @pytest.mark.parametrize(("offload_to", "host_budget"), [(None, None), ("host", "8KiB")])
 def test_a_device_that_is_not_here_offloads_only_what_it_may(offload_to: str | None, host_budget: str | None) -> None:
-    net = classifier(3, 8, 8, 8, 8)
-    most = shoal.plan(net, BATCH, hardware=P100).predicted_peak_bytes
+    net, most = classifier(3, 8, 8, 8, 8), most_bytes()
     where = {"offload_to": offload_to, "host_budget": host_budget}
     plan = shoal.plan(net, BATCH, int(0.7 * most), hardware=P100, **where)
     assert plan.recomputed
@@ -168,8 +174,7 @@ def test_a_network_too_large_for_this_machine_can_be_planned() -> None:
 
 @pytest.mark.parametrize("planner", ["joint", "chain", "sqrt"])
 def test_a_plan_is_inside_its_budget_by_the_independent_check(planner: str) -> None:
-    net = classifier(3, 8, 8, 8, 8)
-    most = shoal.plan(net, BATCH, hardware=P100).predicted_peak_bytes
+    net, most = classifier(3, 8, 8, 8, 8), most_bytes()
     plan = shoal.plan(net, BATCH, int(0.7 * most), hardware=P100, planner=planner)
     assert plan.planner == planner and (plan.recomputed or plan.offloaded)
     assert plan.budget_bytes == int(0.7 * most)

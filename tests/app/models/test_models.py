@@ -22,11 +22,10 @@ def batch(name: str, samples: int = 2) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", models.names())
-@pytest.mark.parametrize("side", [64, 224])
-def test_output_has_one_row_per_sample_or_one_value_per_pixel(name: str, side: int) -> None:
+def test_output_has_one_row_per_sample_or_one_value_per_pixel(name: str) -> None:
     with torch.device("meta"):
         model = models.build(name, num_classes=5, in_channels=4)
-        x = torch.empty(models.example_shape(name, 2, side, in_channels=4))
+        x = torch.empty(models.example_shape(name, 2, 224, in_channels=4))
     y = model(x)
     assert y.shape == ((2, 5, *x.shape[2:]) if name.startswith("unet") else (2, 5))
 
@@ -53,8 +52,9 @@ def test_eval_mode_repeats_itself_and_moves_no_state(name: str) -> None:
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     x = batch(name)
     with torch.no_grad():
-        assert torch.equal(model(x), model(x))
-        torch.testing.assert_close(model(x)[:1], model(x[:1]))
+        y = model(x)
+        assert torch.equal(y, model(x))
+        torch.testing.assert_close(y[:1], model(x[:1]))
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 

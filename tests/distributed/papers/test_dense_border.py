@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 from torch import fx, nn
@@ -53,17 +56,18 @@ LOCAL = nn.Sequential(
 
 
 @pytest.mark.parametrize(
-    ("model", "layers"),
+    ("make", "layers"),
     [
-        (build("alexnet"), ("classifier.1", "classifier.4", "classifier.6")),
-        (build("vgg19_cifar"), ("classifier",)),
-        (build("resnet18_cifar"), ("fc",)),
-        (Odd(), ("b", "a")),
-        (LOCAL, ("2", "5")),
+        (partial(build, "alexnet"), ("classifier.1", "classifier.4", "classifier.6")),
+        (partial(build, "vgg19_cifar"), ("classifier",)),
+        (partial(build, "resnet18_cifar"), ("fc",)),
+        (Odd, ("b", "a")),
+        (lambda: LOCAL, ("2", "5")),
     ],
     ids=["alexnet", "vgg19_cifar", "resnet18_cifar", "odd", "local"],
 )
-def test_the_parts_make_the_network(model: nn.Module, layers: tuple[str, ...]) -> None:
+def test_the_parts_make_the_network(make: Callable[[], nn.Module], layers: tuple[str, ...]) -> None:
+    model = make()
     border = find_border(model)
 
     assert border.layers == layers

@@ -13,8 +13,10 @@ from torch import nn
 from shoal.app import models
 from shoal.app.models import mobilenet
 from shoal.app.models.densenet import DenseNet
-from shoal.app.models.googlenet import GoogLeNet
+from shoal.app.models.googlenet import GoogLeNet, Inception
 from shoal.app.models.resnet import BasicBlock, Bottleneck, ResNet
+from shoal.app.models.unet import UNet
+from shoal.app.models.vgg import VGG
 from tests.engine.training_laws import assert_same_training, images, keep_by_chance
 
 SIDES = {"alexnet": 67, "unet3d": 8, "densenet121": 32, "unet": 16, "resnet18_cifar": 8}
@@ -23,8 +25,9 @@ OTHER_DEPTHS = ("vgg16", "vgg16_bn", "vgg19", "vgg19_bn", "resnet18", "resnet34"
 
 def shallow_googlenet(**options: Any) -> nn.Module:
     net = GoogLeNet(**options)
-    for name in ("inception4b", "inception4c", "inception5a"):  # they keep the number of channels
-        setattr(net, name, nn.Identity())
+    for name in ("4b", "4c", "4d", "4e", "5a"):
+        setattr(net, f"inception{name}", nn.Identity())
+    net.inception5b = Inception(512, 384, (192, 384), (48, 128), 128)
     return net
 
 
@@ -40,6 +43,9 @@ SHALLOW: dict[str, Callable[..., nn.Module]] = {
     "mobilenet_v2": shallow_mobilenet,
     "resnet18_cifar": partial(ResNet, BasicBlock, (1, 2, 1, 1), cifar=True),
     "resnet50": partial(ResNet, Bottleneck, (1, 2, 1, 1)),
+    "unet": partial(UNet, 2, 2, 8, in_channels=3),
+    "unet3d": partial(UNet, 3, 2, 4, in_channels=3),
+    "vgg19_cifar": partial(VGG, 11, True, cifar=True),
 }
 
 

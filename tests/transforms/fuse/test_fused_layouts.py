@@ -56,7 +56,7 @@ def _trained(net: nn.Module, run: Callable[[torch.Tensor], torch.Tensor], x: tor
     ],
 )
 def test_results_and_masks_are_the_networks(dims: int, dtype: torch.dtype, images: str) -> None:
-    for kernel, batch, weights_last in ((1, 1, False), (1, 3, True), (3, 1, True), (3, 3, False), (3, 3, True)):
+    for kernel, batch, weights_last in ((1, 1, False), (1, 3, True), (3, 1, True), (3, 3, False)):
         net = _net(dims, kernel).to(dtype)
         if weights_last and dims > 1:
             net.to(memory_format=_LAST[dims])
