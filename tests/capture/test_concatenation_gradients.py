@@ -65,8 +65,11 @@ def sums(model: nn.Module) -> int:
     return sum(op.target == "aten.add.Tensor" and op.phase == "backward" for op in graph.ops)
 
 
-@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels_last"])
+@pytest.mark.parametrize(
+    ("layout", "precision"),
+    [(torch.channels_last, torch.float32), (torch.contiguous_format, torch.bfloat16)],
+    ids=["channels_last", "contiguous, bfloat16"],
+)
 def test_a_dense_block_has_eager_bits_and_a_sum_a_layer_in_the_same_bytes(
     layout: torch.memory_format, precision: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -132,7 +132,7 @@ def test_nothing_is_allocated(net: nn.Module) -> None:
 def test_slices_of_the_batch_are_looked_at_too(captured: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.engine.search.variants._PARTS", ())  # patches take long to plan
     with torch.device("meta"):
-        net = nn.Sequential(*blocks(3, 24, 24, 24), nn.MaxPool2d(4), nn.Flatten())
+        net = nn.Sequential(*blocks(3, 24, 24), nn.MaxPool2d(4), nn.Flatten())
     how = HOW | {"allow": "recompute, exact_split"}
 
     def images_of(batch: int) -> torch.Tensor:

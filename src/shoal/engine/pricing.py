@@ -15,7 +15,6 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from shoal import planners
 from shoal.capture.capture_step import InputPlaces, joint_step
 from shoal.capture.captured import Captured
-from shoal.capture.gathered_casts import with_gathered_casts
 from shoal.capture.pieces import choose_elsewhere, choose_faster, choose_pieces, in_pieces
 from shoal.core import presets
 from shoal.core.hardware import Hardware, Link
@@ -30,7 +29,8 @@ from shoal.cost.measure import measure
 from shoal.cost.measure_links import link_to
 from shoal.cost.profile import profile_step
 from shoal.cost.roofline import roofline
-from shoal.engine.compiled_regions import in_compiled_regions, in_unmeasured_regions
+from shoal.engine.compiled_regions import in_unmeasured_regions
+from shoal.engine.launched_step import as_launched
 from shoal.engine.options import CompileOptions
 from shoal.engine.search.choose_encoded import bounding_step, choose_encoded
 from shoal.engine.search.encoded_steps import EncodedSteps
@@ -119,9 +119,7 @@ class Pricing:
 
     def _in_regions(self, captured: Captured) -> Captured:
         if self.target is None:
-            if self.options.compiles(captured.device.type):
-                captured = in_compiled_regions(captured, graphed=self.options.cuda_graphs)
-            return with_gathered_casts(captured)
+            return as_launched(captured, self.options)
         return in_unmeasured_regions(captured) if self.options.kernels == "compiled" else captured
 
     @property

@@ -13,7 +13,6 @@ import torch
 
 from shoal.capture.captured import Captured
 from shoal.capture.dynamo import TooManyCaptures
-from shoal.capture.gathered_casts import with_gathered_casts
 from shoal.capture.traced_strides import Departure
 from shoal.capture.varying_sizes import SizesSeen
 from shoal.core.plan import Plan
@@ -22,9 +21,9 @@ from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
 from shoal.core.validate_plan import check_own_plan
 from shoal.engine import memory_warnings
-from shoal.engine.compiled_regions import in_compiled_regions
 from shoal.engine.cuda_graphs import ReplayedSteps, refuse
 from shoal.engine.early_gradients import EarlyGradients
+from shoal.engine.launched_step import as_launched
 from shoal.engine.loop_memory import LoopMemory, best_case, step_alone
 from shoal.engine.metering import Metered, Metering, Window
 from shoal.engine.observe_loop import observe_loop
@@ -356,11 +355,8 @@ class Session:
         return self.options.compiles("cuda" if "cuda" in types else "cpu")
 
     def in_regions(self, captured: Captured) -> Captured:
-        """The step in compiled regions, where the model is compiled so; see `in_compiled_regions`. What casts are left
-        are gathered."""
-        if self.options.compiles(captured.device.type):
-            captured = in_compiled_regions(captured, self.ready_plan, graphed=self.options.cuda_graphs)
-        return with_gathered_casts(captured)
+        """The step with the ops that this machine launches: see `as_launched`."""
+        return as_launched(captured, self.options, self.ready_plan)
 
     def in_traced_layouts(self, captured: Captured) -> Captured:
         """The step with copies behind the ops whose results were not laid out as traced; see `learn_layouts`."""

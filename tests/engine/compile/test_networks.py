@@ -38,7 +38,7 @@ def shallow_mobilenet(**options: Any) -> nn.Module:
 
 
 SHALLOW: dict[str, Callable[..., nn.Module]] = {
-    "densenet121": partial(DenseNet, (2, 3, 3, 2)),
+    "densenet121": partial(DenseNet, (2, 2, 1, 1)),
     "googlenet": shallow_googlenet,
     "mobilenet_v2": shallow_mobilenet,
     "resnet18_cifar": partial(ResNet, BasicBlock, (1, 2, 1, 1), cifar=True),

@@ -38,7 +38,6 @@ log = logging.getLogger("shoal")
 
 _GOOD_ENOUGH = 0.02  # of the plain step: a plan that adds no more is not looked at in patches
 _WORTH_A_PLAN = 0.005  # of the best plan's step: a form that may gain no more is not planned
-_WORTH_SLICES = 0.1  # likewise on slices of the batch
 _ENOUGH_SLICES = 4  # with which patches that overlap are left out
 _SURE = 0.9  # of what the step on more slices is expected to take
 _LOWER = 0.99  # where nothing fits, patches that need more than so much of what others need are not made finer
@@ -80,7 +79,7 @@ def best_variant(
     search = _Search(variants, price, budget_bytes)
     search.consider([WHOLE, *variants.of_norms()])
     search.consider_smaller_maps()
-    if search.is_slowed:
+    if search.is_short_of_room:
         search.consider_pieces()
     else:
         search.consider_faster()
@@ -128,6 +127,7 @@ class _Search(Generic[Graph, Made]):
         self._best: Best[Graph, Made] | None = None
         self._unfit: list[Form[Graph, Made]] = []
         self._refused: dict[tuple[Variant, bool], BudgetError] = {}  # by form and whether storages are encoded
+        self._encoded: set[Variant] = set()  # forms that were planned with storages encoded
         self._n_ops = 0
         self._about_bytes: dict[Variant, int] = {}  # what each form needs, where nothing fits in any
         self._no_lower: set[Variant] = set()  # of these on patches, those that need no fewer than the ones before
@@ -220,6 +220,7 @@ class _Search(Generic[Graph, Made]):
     def _encode(self, form: Form[Graph, Made]) -> bool:
         """Plan a form with storages encoded, if that takes less; whether anything fits by now."""
         assert form.priced.encoded is not None
+        self._encoded.add(form.variant)
         encoding = EncodeBelow(self._best.plan.predicted_seconds) if self._best else IF_FASTER
         try:
             made, plan = form.priced.encoded.plan(self._budget_bytes, encoding)
@@ -335,6 +336,12 @@ class _Search(Generic[Graph, Made]):
         plain_seconds = next(row.plain_seconds for row in self._rows if row.variant == WHOLE)
         return self._best is None or self._best.plan.predicted_seconds > (1 + _GOOD_ENOUGH) * plain_seconds
 
+    @property
+    def is_short_of_room(self) -> bool:
+        """Whether the best plan so far is slower than the fastest form with everything kept, or there is none."""
+        fastest_seconds = min(form.priced.graph.plain_seconds for form in self._forms.values())
+        return self._best is None or self._best.plan.predicted_seconds > (1 + _GOOD_ENOUGH) * fastest_seconds
+
     def is_worth_capturing(self, variant: Variant) -> bool:
         """Whether a form on patches may be the fastest, and is not too large; the table says why not."""
         try:
@@ -347,7 +354,7 @@ class _Search(Generic[Graph, Made]):
         whole = next(row for row in self._rows if row.variant == WHOLE)
         slowed_share = self._best.plan.predicted_seconds / whole.plain_seconds - 1 if self._best else math.inf
         one_after_another = variant.slices or variant.slabs
-        if one_after_another and slowed_share < _WORTH_SLICES:
+        if one_after_another and slowed_share < _GOOD_ENOUGH:
             return self._left_out(variant, "the other forms are slowed down little")
         if variant.slices and self._best and self._kept_seconds_on(variant.slices) > self._best.plan.predicted_seconds:
             return self._left_out(variant, "more slices take longer than the best, with everything kept")
@@ -385,61 +392,55 @@ class _Search(Generic[Graph, Made]):
         return False
 
     def answer(self) -> Best[Graph, Made]:
-        """The best, with the table of all."""
-        best = self._unless_faster_whole(self._best) if self._best else self._nearest()
+        """The best, with the table of all.
+
+        Raises:
+            BudgetError: there is none; the one that came nearest.
+        """
+        if self.is_slowed:
+            self._consider_unfit()
+        if self._best is None:
+            raise self._nearest()
+        best = self._best
         rows = tuple(replace(row, outcome="chosen") if row.variant == best.variant else row for row in self._rows)
         return replace(best, plan=replace(best.plan, variant=best.variant, candidates=rows))
 
-    def _unless_faster_whole(self, best: Best[Graph, Made]) -> Best[Graph, Made]:
-        """Where pieces are best and the bound alone says that the form does not fit whole: few orders are in it."""
-        whole = replace(best.variant, pieces=())
-        place = next(
-            (n for n, row in enumerate(self._rows) if row.variant == whole and row.bound_seconds is None), None
-        )
-        form = next((form for form in self._unfit if form.variant == whole), None)
-        if whole == best.variant or place is None or form is None:
-            return best
-        try:
-            made, plan = form.priced.plan(self._budget_bytes)
-        except BudgetError:
-            return best
-        seconds, peak_bytes = plan.predicted_seconds, plan.predicted_peak_bytes
-        self._rows[place] = replace(self._rows[place], seconds=seconds, peak_bytes=peak_bytes, outcome="slower")
-        return Best(whole, form.graph, made, plan) if seconds < best.plan.predicted_seconds else best
+    def _consider_unfit(self) -> None:
+        """Plan the forms that do not fit by their bounds, and may by recomputing again and again, or in another order.
 
-    def _nearest(self) -> Best[Graph, Made]:
-        """The fastest of the forms that fit after all, which their bounds did not expect; else what needs least of all.
-
-        A form that is not expected to need fewer bytes than are known to be enough is not asked. One that was asked
-        with storages encoded might have been exact too.
+        While nothing fits, a form is asked that is expected to need fewer bytes than are known to be enough; then one
+        of which a plan was found in a moment that fits. One that was asked with storages encoded might have been exact.
         """
-        fitting: list[Best[Graph, Made]] = []
+        planned: set[Variant] = set()
         for way in self._ways_to_the_least():
             variant = way.form.variant
-            refused = {(variant, way.encoded), (variant, True)} & self._refused.keys()
-            is_known = refused or any(best.variant == variant for best in fitting)
-            if is_known or way.expected_bytes >= self._enough_bytes(fitting):
+            is_known = variant in planned or {(variant, way.encoded), (variant, True)} & self._refused.keys()
+            may_fit = way.expected_bytes < self._enough_bytes if self._best is None else self._fits(way.found_bytes)
+            if is_known or not may_fit or not self._may_gain(way.step.plain_seconds):
                 continue
             try:
-                fitting.append(self._planned(way))
+                found = self._planned(way)
             except BudgetError as error:
                 self._refuse(variant, error, encoded=way.encoded)
-        for best in fitting:
-            self._note_plan(best)
-        if fitting:
-            return min(fitting, key=lambda best: best.plan.predicted_seconds)
+                continue
+            planned.add(variant)
+            self._note_plan(found)
+            if self._best is None or found.plan.predicted_seconds < self._best.plan.predicted_seconds:
+                self._best = found
+
+    def _nearest(self) -> BudgetError:
+        """Of the refusals, the one that names the least."""
         (variant, _), nearest = min(self._refused.items(), key=lambda one: one[1].least_feasible_bytes or math.inf)
         hint = f"computed otherwise than the model says it ({variant}), which needs least of all forms"
-        raise nearest if variant == WHOLE else nearest.with_hint(hint)
+        return nearest if variant == WHOLE else nearest.with_hint(hint)
 
     def _ways_to_the_least(self) -> list[Way[Graph, Made]]:
-        """Each form that does not fit by its bound, exact and all that may be encoded; the most promising first."""
+        """Each form that does not fit by its bound and may gain, exact and all encoded; the most promising first."""
         ways = [Way(form, False, form.priced.graph) for form in self._unfit]
         for form in self._unfit:
-            is_asked = (form.variant, True) in self._refused
-            if form.priced.encoded is not None and self._may_fit(form) and not is_asked:
+            if form.priced.encoded is not None and self._may_fit(form) and form.variant not in self._encoded:
                 ways.append(Way(form, True, form.priced.encoded.graph(1.0)))
-        return nearest_first(ways, self._budget_bytes)
+        return nearest_first((way for way in ways if self._may_gain(way.step.plain_seconds)), self._budget_bytes)
 
     def _planned(self, way: Way[Graph, Made]) -> Best[Graph, Made]:
         """The plan.
@@ -456,12 +457,14 @@ class _Search(Generic[Graph, Made]):
         return Best(form.variant, form.graph, made, plan)
 
     def _may_fit(self, form: Form[Graph, Made]) -> bool:
-        return fewest_bytes(form.priced.graph) <= self._budget_bytes
+        return self._fits(fewest_bytes(form.priced.graph))
 
-    def _enough_bytes(self, fitting: list[Best[Graph, Made]]) -> float:
-        """More than the budget where a form fits in it; else the least that any form was found to need."""
-        if fitting:
-            return self._budget_bytes + 1
+    def _fits(self, nbytes: int) -> bool:
+        return nbytes <= self._budget_bytes
+
+    @property
+    def _enough_bytes(self) -> float:
+        """The least that any form was found to need."""
         return min((error.least_feasible_bytes or math.inf for error in self._refused.values()), default=math.inf)
 
     def _refuse(self, variant: Variant, error: BudgetError, encoded: bool = False) -> str:

@@ -36,12 +36,14 @@ class Way(Generic[Graph, Made]):
         encoded: whether storages may be encoded.
         step: as it is then: with all encoded that may be.
         expected_bytes: what it is expected to need at least; where nothing can fit, about what it needs.
+        found_bytes: the peak of a plan that was found in a moment.
     """
 
     form: Form[Graph, Made]
     encoded: bool
     step: StepGraph
     expected_bytes: int = 0
+    found_bytes: int = 0
 
 
 def nearest_first(ways: Iterable[Way[Graph, Made]], budget_bytes: int) -> list[Way[Graph, Made]]:
@@ -55,12 +57,12 @@ def nearest_first(ways: Iterable[Way[Graph, Made]], budget_bytes: int) -> list[W
     enough_bytes = min((about_bytes for about_bytes, _ in steps), default=0)
     found = []
     for about_bytes, way in sorted(steps, key=lambda one: one[0]):
-        expected_bytes = about_bytes
+        expected_bytes = found_bytes = about_bytes
         if fewest_bytes(way.step) <= budget_bytes:
             least = quick_least(way.step, max(budget_bytes, enough_bytes))
-            enough_bytes = min(enough_bytes, least.found_bytes)
-            expected_bytes = least.expected_bytes
-        found.append(replace(way, expected_bytes=expected_bytes))
+            expected_bytes, found_bytes = least.expected_bytes, least.found_bytes
+            enough_bytes = min(enough_bytes, found_bytes)
+        found.append(replace(way, expected_bytes=expected_bytes, found_bytes=found_bytes))
 
     def place(way: Way[Graph, Made]) -> tuple[bool, float, bool]:
         may_fit = way.expected_bytes <= budget_bytes

@@ -1,0 +1,25 @@
+"""A captured step with the ops that this machine is to launch: regions that are compiled, and casts of several tensors.
+
+What is planned has the same ops as what runs, so whoever prices a step for this machine rewrites it here first.
+"""
+
+from __future__ import annotations
+
+from shoal.capture.captured import Captured
+from shoal.capture.gathered_casts import with_gathered_casts
+from shoal.core.plan import Plan
+from shoal.engine.compiled_regions import in_compiled_regions
+from shoal.engine.options import CompileOptions
+
+
+def as_launched(captured: Captured, options: CompileOptions, plan: Plan | None = None) -> Captured:
+    """The step in compiled regions, where the options let it be compiled, and with the casts that are left gathered.
+
+    Args:
+        captured: the step, to be run on this machine.
+        options: whether it is compiled there, and replayed as CUDA graphs.
+        plan: one that was made for it: see `in_compiled_regions`.
+    """
+    if options.compiles(captured.device.type):
+        captured = in_compiled_regions(captured, plan, graphed=options.cuda_graphs)
+    return with_gathered_casts(captured)
