@@ -12,6 +12,7 @@ import torch
 from shoal.cost import measure as module
 from shoal.cost.measure import measure
 from shoal.errors import InputError
+from shoal.memory.limit import memory_limit
 from tests.made_up_machine import HERE
 
 pytestmark = pytest.mark.usefixtures("real_machine")
@@ -83,3 +84,9 @@ def test_a_missing_gpu_points_to_the_presets():
 def test_a_gpu_outruns_its_link():
     machine = measure("cuda")
     assert machine.device.bytes_per_second > machine.link.to_host_bytes_per_second
+
+
+def test_it_is_no_part_of_a_step_that_is_bounded_or_counted():
+    with memory_limit("1MiB") as limit:
+        measure("cpu")  # streams through 64 MiB
+        assert limit.peak_bytes < 1 << 20

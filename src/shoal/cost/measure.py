@@ -17,6 +17,7 @@ from shoal.cost.device_clock import DeviceClock, DeviceTime
 from shoal.errors import InputError
 from shoal.lowlevel.cuda_calls import l2_bytes, total_bytes
 from shoal.lowlevel.torch_internals import isolated
+from shoal.memory.limit import no_memory_limit
 
 _MIB = 2**20
 _MIN_RUNS = 3
@@ -53,7 +54,7 @@ def measure(device: str | torch.device = "cpu", *, cache: bool = True) -> Hardwa
         else:
             if place.type == "cpu" or hardware.device.host_launch_seconds > 0:  # not so in entries of earlier versions
                 return hardware
-    with isolated(place):  # takes 300 MB of a GPU's memory at most, for L2 caches up to 64 MiB
+    with no_memory_limit(), isolated(place):  # takes 300 MB of a GPU's memory at most, for L2 caches up to 64 MiB
         hardware = _measure(place)
     if cache:
         measurement_cache.remember("rates", place, {"hardware": asdict(hardware)})
