@@ -7,6 +7,7 @@
 
 #include "direct_conv.h"
 #include "norm_threads.h"
+#include "stored_floats.h"
 
 namespace shoal {
 namespace {
@@ -37,25 +38,6 @@ template <typename Body>
 void each_part(std::int64_t value, std::int64_t size, Body body) {
     for (std::int64_t first = 0; first < value; first += size) body(first, std::min(size, value - first));
 }
-
-float from_bfloat16(std::uint16_t bits) {
-    const std::uint32_t wide = std::uint32_t{bits} << 16;
-    float value;
-    std::memcpy(&value, &wide, sizeof value);
-    return value;
-}
-
-std::uint16_t to_bfloat16(float value) {
-    std::uint32_t bits;
-    std::memcpy(&bits, &value, sizeof bits);
-    if ((bits & 0x7fffffffu) > 0x7f800000u) return std::uint16_t(bits >> 16 | 0x40u);  // NaN stays one
-    return std::uint16_t((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
-}
-
-inline float read(const float* from) { return *from; }
-inline float read(const std::uint16_t* from) { return from_bfloat16(*from); }
-inline void write(float* to, float value) { *to = value; }
-inline void write(std::uint16_t* to, float value) { *to = to_bfloat16(value); }
 
 // to[c] = row[(first + c * step) * ld], zero where that is outside of the row, or there is no row.
 template <typename T>

@@ -1,9 +1,8 @@
 // Sweeps of the backward pass over a gradient, in place or not, in the arithmetic of PyTorch's kernels: through a ReLU by
 // a byte a value, and through a batch norm in training mode once its sums are known. And the sign bit of an encoded
 // ReLU's output that says where its gradient does not pass.
-#include <cstring>
-
 #include "shoal_native.h"
+#include "stored_floats.h"
 
 #define SHOAL_INLINE inline __attribute__((always_inline))
 
@@ -38,25 +37,6 @@ SHOAL_INLINE float through_norm(float grad, float x, float mean, float projectio
     return (kFused ? __builtin_fmaf(-centred, projection, rest) : rest - centred * projection) * invstd * weight;
 }
 
-SHOAL_INLINE float widened(float stored) { return stored; }
-
-SHOAL_INLINE float widened(std::uint16_t stored) {
-    const std::uint32_t bits = static_cast<std::uint32_t>(stored) << 16;
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-SHOAL_INLINE void put(float& stored, float value) { stored = value; }
-
-// To the nearest bfloat16, ties to even; a NaN stays one.
-SHOAL_INLINE void put(std::uint16_t& stored, float value) {
-    std::uint32_t bits;
-    std::memcpy(&bits, &value, sizeof bits);
-    const std::uint32_t nearest = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    stored = static_cast<std::uint16_t>(value == value ? nearest : 0x7fffu);
-}
-
 template <typename Stored, bool kFused>
 SHOAL_INLINE void row(const Norm& call, std::int64_t number) {
     const std::int64_t first = number * call.channels;
@@ -66,8 +46,8 @@ SHOAL_INLINE void row(const Norm& call, std::int64_t number) {
     Stored* result = static_cast<Stored*>(call.result) + first;
 #pragma omp simd
     for (std::int64_t c = 0; c < call.channels; ++c)
-        put(result[c], through_norm<kFused>(widened(grad[c]), widened(x[c]), mean[c], projection[c], mean_grad[c],
-                                            invstd[c], weight[c]));
+        shoal::write(result + c, through_norm<kFused>(shoal::read(grad + c), shoal::read(x + c), mean[c], projection[c],
+                                                      mean_grad[c], invstd[c], weight[c]));
 }
 
 using Part = void (*)(const Norm&, std::int64_t first, std::int64_t last);
