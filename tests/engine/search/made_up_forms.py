@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from shoal.capture.layered import Refused
 from shoal.core.plan import Plan
+from shoal.core.simulate import simulate
 from shoal.core.step import StepGraph
 from shoal.core.variant import WHOLE, Variant
 from shoal.engine.search.priced import Priced
@@ -15,6 +16,7 @@ from shoal.errors import BudgetError
 from tests.random_steps import conv_bn_relu_chain
 
 FUSED = Variant(fuse="bnff")
+CROWDED_BYTES = 10**6
 
 
 class Refusing:
@@ -101,3 +103,8 @@ def taking(seconds: float, place: int) -> StepGraph:
 def kept_alone(nbytes: int) -> StepGraph:
     step = conv_bn_relu_chain(6, nbytes)
     return replace(step, ops=tuple(replace(op, recomputable=False) for op in step.ops))
+
+
+def crowded(step: StepGraph) -> StepGraph:
+    """The step with so much beside it that everything kept needs `CROWDED_BYTES`."""
+    return replace(step, static_bytes=CROWDED_BYTES - simulate(step, {}).peak_bytes)

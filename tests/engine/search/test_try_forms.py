@@ -12,7 +12,7 @@ from shoal.core.variant import WHOLE, Pieces, Variant
 from shoal.engine.search.best_variant import best_variant
 from shoal.engine.search.priced import Priced
 from shoal.errors import BudgetError
-from tests.engine.search.made_up_forms import InSeconds, OnPatches, taking
+from tests.engine.search.made_up_forms import CROWDED_BYTES, InSeconds, OnPatches, crowded, taking
 
 
 def test_a_form_that_can_gain_next_to_nothing_is_not_planned() -> None:
@@ -75,12 +75,14 @@ def test_a_form_that_fits_is_planned_in_pieces_only_if_that_lowers_its_bound(
         return None, Plan(taking(seconds, 0), {}, "keep_all")
 
     def price(variant: Variant) -> Priced[None]:
-        cut = Priced(taking(kept_seconds, 1), lambda budget_bytes: made("pieces", 105.0))
+        cut = Priced(crowded(taking(kept_seconds, 1)), lambda budget_bytes: made("pieces", 105.0))
         return Priced(
-            taking(100.0, 0), lambda budget_bytes: made("whole", 110.0), cut=lambda: ((Pieces("conv", 0, 2),), cut)
+            crowded(taking(100.0, 0)),
+            lambda budget_bytes: made("whole", 110.0),
+            cut=lambda: ((Pieces("conv", 0, 2),), cut),
         )
 
-    found = best_variant(forms, price, 2**40, "")
+    found = best_variant(forms, price, CROWDED_BYTES - 1, "")
     assert were_asked == asked and bool(found.variant.pieces) == (len(asked) == 2)
     outcome = found.plan.candidates[-1].outcome
     assert outcome == ("chosen" if found.variant.pieces else "fits without pieces, and gains nothing by its bound")
@@ -118,9 +120,9 @@ def test_fewer_slices_than_fit_are_planned_only_if_that_lowers_the_bound(few_sec
             slowed_seconds = {0: 150.0, 4: 140.0, 10: 120.0}[variant.slices]
             return None, Plan(taking(slowed_seconds, 0), {}, "keep_all")
 
-        return Priced(taking(kept_seconds[variant], variant.slices), plan)
+        return Priced(crowded(taking(kept_seconds[variant], variant.slices)), plan)
 
-    found = best_variant(forms, price, 2**40, "")
+    found = best_variant(forms, price, CROWDED_BYTES - 1, "")
     assert were_asked == [0, *asked] and found.variant.slices == 10
     few = next(one for one in found.plan.candidates if one.variant.slices == 4)
     assert few.outcome == ("slower" if few.seconds else "fits on more slices, and gains nothing by its bound")
@@ -140,11 +142,26 @@ def test_slices_that_must_be_planned_twice_as_near_to_their_bound_as_the_whole_a
             were_asked.append(variant.slices)
             return None, Plan(taking(130.0 if variant.slices else 140.0, 0), {}, "keep_all")
 
-        return Priced(taking(kept_seconds if variant.slices else 100.0, variant.slices), plan)
+        return Priced(crowded(taking(kept_seconds if variant.slices else 100.0, variant.slices)), plan)
 
-    found = best_variant(forms, price, 2**40, "")
+    found = best_variant(forms, price, CROWDED_BYTES - 1, "")
     assert were_asked == asked and found.variant == (on_slices if on_slices.slices in asked else WHOLE)
     outcome = next(one for one in found.plan.candidates if one.variant == on_slices).outcome
     assert outcome == (
         "chosen" if 4 in asked else "faster only if planned twice as near to its bound as the step as it is"
     )
+
+
+def test_a_form_that_fits_with_everything_kept_is_planned_however_far_the_whole_is_from_its_bound() -> None:
+    """Its bound is a plan; in fewer bytes, where the whole was nearer to its bound, it was the fastest."""
+    on_slices = Variant(depth=0.5, slices=4)
+    forms = OnPatches(1)
+    forms.held_bytes = dict.fromkeys([WHOLE, on_slices], 0)
+
+    def price(variant: Variant) -> Priced[None]:
+        kept_seconds, plan_seconds = (118.0, 118.0) if variant.slices else (100.0, 140.0)
+        step = taking(kept_seconds, variant.slices)
+        step = step if variant.slices else crowded(step)
+        return Priced(step, lambda budget_bytes: (None, Plan(taking(plan_seconds, 0), {}, "keep_all")))
+
+    assert best_variant(forms, price, CROWDED_BYTES - 1, "").variant == on_slices

@@ -49,7 +49,7 @@ def _try(state: SearchState[Graph, Made], bound_seconds: float, form: Form[Graph
     )
     if math.isinf(bound_seconds):
         state.unfit.append(form)
-    elif reason := _why_not(state, variant, bound_seconds):
+    elif reason := _why_not(state, row, bound_seconds):
         row = replace(row, outcome=reason)
     else:
         try:
@@ -63,10 +63,13 @@ def _try(state: SearchState[Graph, Made], bound_seconds: float, form: Form[Graph
     state.rows.append(row)
 
 
-def _why_not(state: SearchState[Graph, Made], variant: Variant, bound_seconds: float) -> str:
+def _why_not(state: SearchState[Graph, Made], row: Candidate, bound_seconds: float) -> str:
     """Why a form that fits by its bound is not planned; "" where it is."""
+    variant = row.variant
     if not state.may_gain(bound_seconds):
         return f"cannot be {'much ' if bound_seconds < state.best_seconds else ''}faster, by its bound"
+    if state.fits(row.plain_peak_bytes):
+        return ""  # with everything kept it is a plan
     if variant.pieces and _fits_whole(state, variant, bound_seconds):
         return "fits without pieces, and gains nothing by its bound"
     if variant.slices and _fits_on_more(state, variant, bound_seconds):
