@@ -48,19 +48,20 @@ class _Gpt2(nn.Module):
         return logits.transpose(1, 2)
 
 
-def workload_of(name: str, setting: Setting, seed: int) -> Workload:
+def workload_of(name: str, setting: Setting, seed: int, device: str = "cpu") -> Workload:
     """The step of one network.
 
     Raises:
         Unavailable: the library that it is of does not import here.
     """
     if name != "gpt2":
-        return make_workload(name, setting.batch, setting.image, seed=seed)
+        return make_workload(name, setting.batch, setting.image, seed=seed, device=device)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = _Gpt2().train()
+        model = _Gpt2().train().to(device)
     draw = torch.Generator().manual_seed(seed)
-    tokens, target = (torch.randint(50257, (setting.batch, setting.image), generator=draw) for _ in range(2))
+    shape = (setting.batch, setting.image)
+    tokens, target = (torch.randint(50257, shape, generator=draw).to(device) for _ in range(2))
     return Workload(name, model, tokens, target, seed)
 
 

@@ -2,10 +2,12 @@
 
     python -m bench.gpu --device cuda --part contract     one part; each row is written as soon as it is known
     python -m bench.gpu --device cuda --part verdict      one table of what the parts wrote
+    python -m bench.gpu --device cuda --part speed --network gpt2 --batch 16 --contenders "plain PyTorch,Shoal at 100%"
 
 environment  versions, the allocator, rates of the device and of its link, whether Triton runs
 contract     ResNet-18 in half of its memory, float32: predicted, allocated, requested, reserved bytes; bits
-speed        ResNet-50, bfloat16, channels_last: PyTorch, torch.compile, its activation_memory_budget, Shoal; kernels
+speed        ResNet-50 or another network, bfloat16, channels_last: PyTorch, torch.compile, its setting
+             activation_memory_budget, Shoal; kernels
 wall         the device limited to what Shoal is given: who trains
 offload      the link to the host, and what a step waits for it
 triton       the tests that want a device: the kernels' numbers against their references, links, meters
@@ -28,7 +30,7 @@ import torch
 from rich.markup import escape
 
 from bench.conditions import describe
-from bench.frame import Bench, Run, WrongResult, option, use_exact_kernels
+from bench.frame import Bench, Run, WrongResult, comma_separated, option, some_of, use_exact_kernels
 from bench.gpu_contenders import (
     Contender,
     compared,
@@ -56,6 +58,7 @@ MEASURED = ("environment", "contract", "speed", "wall", "offload", "triton")
 PARTS = (*MEASURED, "verdict")
 _GPU_TESTS = tuple(f"tests/{part}" for part in ("codecs", "core", "cost", "kernels", "memory", "offload"))
 _KERNELS = 40  # rows for each contender
+_PROFILED = 3  # contenders
 _TO_PREPARE = 0.75  # of the time of `speed`; the rest is for all in turns
 
 
@@ -70,6 +73,7 @@ class Rows:
 
     def __init__(self, run: Run, part: str, seconds: float) -> None:
         self._run, self._began, self._seconds = run, time.perf_counter(), seconds
+        self.about: dict[str, Any] = {}  # all rows
         self._path = run.out / f"{part}.json"
         self._rows: list[dict[str, Any]] = []
         self._write()
@@ -89,7 +93,8 @@ class Rows:
         return False
 
     def _write(self) -> None:
-        write_json(self._path, {"conditions": self._run.conditions, "quick": self._run.asked.quick, "rows": self._rows})
+        about = {"conditions": self._run.conditions, "quick": self._run.asked.quick, **self.about}
+        write_json(self._path, {**about, "rows": self._rows})
 
 
 def environment(run: Run, rows: Rows) -> None:
@@ -153,10 +158,14 @@ def contract(run: Run, rows: Rows) -> None:
 
 def speed(run: Run, rows: Rows) -> None:
     """Each contender alone as soon as it is ready, then all in turns; then what the first three run on the device."""
-    workload = workload_of(run, "resnet50", run.asked.batch)
+    asked = run.asked
+    rows.about = {"network": asked.network, "batch": asked.batch, "image": asked.image}
+    workload = workload_of(run, asked.network, asked.batch, asked.image)
     plain_bytes = max(workload.peak_bytes(in_bfloat16(workload.model)) for _ in range(2))
     ready: list[Contender] = []
-    for name, make in contenders(run, workload, plain_bytes).items():
+    known = contenders(run, workload, plain_bytes)
+    for name in some_of("--contenders", asked.contenders or list(known), known):
+        make = known[name]
         if not rows.there_is_time(name, _TO_PREPARE):
             continue
         try:
@@ -172,7 +181,7 @@ def speed(run: Run, rows: Rows) -> None:
         rows.add(
             row=name,
             alone_ms=1e3 * statistics.median(seconds),
-            images_per_second=len(workload.images) / statistics.median(seconds),
+            samples_per_second=len(workload.images) / statistics.median(seconds),
             peak_bytes=workload.peak_bytes(contender.forward) + contender.graph_bytes,
             reserved_bytes=torch.cuda.max_memory_reserved(),
             preparing_seconds=preparing_seconds,
@@ -187,7 +196,7 @@ def speed(run: Run, rows: Rows) -> None:
                 ms=1e3 * statistics.median(each),
                 of_plain=median_ratio(each, found[ready[0].name]),
             )
-    for contender in ready[:3]:
+    for contender in ready[:_PROFILED]:
         if rows.there_is_time(f"kernels of {contender.name}"):
             _profile(rows, workload, contender, run.pick(5, 2))
 
@@ -317,7 +326,12 @@ def _main(run: Run) -> None:
 main = Bench(
     _main,
     option("--part", required=True, choices=PARTS, help="which part"),
-    option("--batch", type=int, default=128, help="images of `speed`"),
+    option(
+        "--network", default="resnet50", minimum=None, help="of `speed`: of the zoo, `timm/` and one of timm's, or gpt2"
+    ),
+    option("--batch", type=int, default=128, help="its images, or sequences"),
+    option("--image", type=int, default=224, help="their pixels along each side, or tokens"),
+    option("--contenders", type=comma_separated, minimum=None, help="of `speed`: comma-separated; by default all"),
     option("--seconds", type=float, default=600.0, help="after which the part begins nothing new"),
     quick="tiny networks: does it run?",
     device=True,

@@ -13,7 +13,9 @@ from torch import nn
 from torch._functorch import config as functorch_config
 
 import shoal
+from bench.compiled_contenders import workload_of as network_on
 from bench.frame import Run
+from bench.network import Setting
 from bench.workload import Forward, Workload, make_workload
 
 
@@ -32,10 +34,10 @@ class Contender:
         return 0 if self.model is None else int(self.model.shoal.graph_bytes or 0)
 
 
-def workload_of(run: Run, name: str, batch: int) -> Workload:
-    """The network on images of 224 pixels; with --quick a few small layers, most of whose step is activations."""
+def workload_of(run: Run, name: str, batch: int, image: int = 224) -> Workload:
+    """The network on the device; with --quick a few small layers, most of whose step is activations."""
     if not run.asked.quick:
-        return make_workload(name, batch, 224, device=str(run.device))
+        return network_on(name, Setting(batch, image), seed=0, device=str(run.device))
     layers: list[nn.Module] = []
     for place in range(6):
         layers += [nn.Conv2d(32 if place else 3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()]

@@ -34,7 +34,16 @@ def tables(result: Mapping[str, Any]) -> Sequence[Table]:
                 kernels.add_row(escape(name), escape(row["kernel"]), str(row["launches"]), f"{row['ms']:.2f}")
         elif "left_out" not in row and "error" not in row:
             contenders.setdefault(name, {"name": name}).update(row)
-    steps = new_table("", _COLUMNS)
+    steps = new_table(_title(result), _COLUMNS)
     for found in contenders.values():
         steps.add_row(*cells(_FORMATS, found))
     return [steps, kernels]
+
+
+def _title(result: Mapping[str, Any]) -> str:
+    """The network of the rows, where they name one.
+
+    >>> _title({"network": "gpt2", "batch": 16, "image": 512})
+    'gpt2, 16 x 512, bfloat16'
+    """
+    return f"{result['network']}, {result['batch']} x {result['image']}, bfloat16" if "network" in result else ""
