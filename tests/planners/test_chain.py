@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import chain as chained
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 from hypothesis import given
@@ -16,6 +16,7 @@ from shoal.core.step import StepGraph
 from shoal.core.validate import check_runs
 from shoal.errors import BudgetError
 from shoal.planners.chain import chain, frontier, smallest_peak
+from shoal.planners.cuts import numbers_of_segments
 from shoal.planners.just_in_time import just_in_time
 from shoal.planners.keep_all import keep_all
 from shoal.planners.papers.sqrt import sqrt
@@ -147,3 +148,11 @@ def test_a_step_without_a_forward_pass_is_planned_too() -> None:
     b = Builder()
     graph = b.step(b.conv(b.input(4), 4))
     assert chain(graph, HARDWARE, 1 << 20).added_seconds == 0
+
+
+def test_of_many_numbers_of_segments_as_many_as_a_schedule_each_is_worth_are_tried() -> None:
+    assert numbers_of_segments(16) == list(range(1, 17))
+    for most in (17, 40, 130, 1000):
+        numbers = numbers_of_segments(most)
+        assert numbers[:2] == [1, 2] and numbers[-1] == most and len(numbers) <= 16
+        assert all(later <= 1.7 * earlier for earlier, later in pairwise(numbers[1:]))

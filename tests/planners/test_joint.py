@@ -17,10 +17,12 @@ from shoal.core.step import StepGraph
 from shoal.core.validate import check_runs
 from shoal.cost.roofline import roofline
 from shoal.errors import BudgetError
+from shoal.planners import joint as joint_module
 from shoal.planners.chain import chain, smallest_peak
+from shoal.planners.estimates import least_peak_bytes
 from shoal.planners.infeasible import fewest_bytes
 from shoal.planners.integer_program import relaxed_choices, solve
-from shoal.planners.joint import joint, least_peak_bytes
+from shoal.planners.joint import joint
 from shoal.planners.just_in_time import just_in_time
 from shoal.planners.keep_all import keep_all
 from shoal.planners.limits import Guard, Limits
@@ -194,3 +196,30 @@ def test_a_plan_that_computes_little_again_is_not_searched_further_in_a_large_st
         plan = joint(graph, HERE, int(0.8 * plain_peak_bytes(graph)), limits=limits)
         assert 0 < plan.added_seconds <= limits.recomputes_little * plan.plain_seconds
         assert bool(searches) == (large_ops > 0)
+
+
+@pytest.mark.parametrize(
+    "share, first",
+    [(0.3, ["_local_searches"]), (0.35, ["_local_searches", "_program"]), (0.45, ["_program"])],
+    ids=["once does not fit", "once is far from the bound", "once is near it"],
+)
+def test_a_step_of_many_ops_is_searched_locally_before_the_program_where_recomputing_once_is_far_from_the_bound(
+    monkeypatch: pytest.MonkeyPatch, share: float, first: list[str]
+) -> None:
+    graph = unet_like(3)
+    budget_bytes = int(share * plain_peak_bytes(graph))
+    asked: list[str] = []
+
+    def watch(part: str) -> None:
+        made = getattr(joint_module._Search, part)
+        watched = lambda self, choice: asked.append(part) or made(self, choice)  # noqa: E731
+        monkeypatch.setattr(joint_module._Search, part, watched)
+
+    watch("_program"), watch("_local_searches")
+    usual = joint(graph, HERE, budget_bytes, limits=Limits(many_ops=10**6))
+    assert asked[0] == "_program"
+    asked.clear()
+    many = joint(graph, HERE, budget_bytes, limits=Limits(many_ops=0))
+    assert asked[: len(first)] == first and ("_program" in asked) == ("_program" in first)
+    assert many.predicted_peak_bytes <= budget_bytes
+    assert many.predicted_seconds <= 1.01 * usual.predicted_seconds

@@ -15,8 +15,9 @@ from shoal.core.simulate import peak_and_seconds
 from shoal.core.step import StepGraph
 from shoal.core.validate import check_runs
 from shoal.errors import BudgetError
+from shoal.planners.estimates import least_seconds
 from shoal.planners.integer_program import lower_bound, solve
-from shoal.planners.joint import joint, least_seconds
+from shoal.planners.joint import joint
 from shoal.planners.just_in_time import just_in_time
 from shoal.planners.launch_rows import add_launch_rows
 from shoal.planners.limits import DEFAULT, Guard

@@ -16,6 +16,7 @@ from shoal.core.step import StepGraph
 from shoal.planners.just_in_time import just_in_time
 
 WORTH_A_CUT = 0.05  # of the saved bytes of an average op
+_MOST_NUMBERS = 16  # of segments that are tried
 
 
 def crossing_sets(graph: StepGraph) -> list[frozenset[int]]:
@@ -84,17 +85,25 @@ def keep_everything(graph: StepGraph) -> Candidate:
 
 
 def evenly_cut(graph: StepGraph) -> list[Candidate]:
-    """For every number of segments up to about 2 sqrt(n): keep what crosses the cuts, recompute all the rest, or all
-    but the last segment, of which everything is read right after the forward pass."""
+    """For numbers of segments up to about 2 sqrt(n): keep what crosses the cuts, recompute all the rest, or all but
+    the last segment, of which everything is read right after the forward pass."""
     crossing = crossing_sets(graph)
     weights = saved_bytes_per_op(graph)
     found = []
-    for n_segments in range(1, min(graph.n_forward, 2 * isqrt(graph.n_forward) + 2) + 1):
+    for n_segments in numbers_of_segments(min(graph.n_forward, 2 * isqrt(graph.n_forward) + 2)):
         cuts = _even_cuts(weights, n_segments)
         kept = {s for cut in cuts for s in crossing[cut]}
         last = {s for op in graph.ops[cuts[-1] if cuts else 0 : graph.n_forward] for s in op.writes}
         found += [candidate(graph, just_in_time(graph, kept)), candidate(graph, just_in_time(graph, kept | last))]
     return found
+
+
+def numbers_of_segments(most: int) -> list[int]:
+    """From 1 to `most`; where these are many, as many at equal ratios: each takes two schedules of the step."""
+    if most <= _MOST_NUMBERS:
+        return list(range(1, most + 1))
+    ratio = most ** (1 / (_MOST_NUMBERS - 1))
+    return sorted({round(ratio**n) for n in range(_MOST_NUMBERS)})
 
 
 def _even_cuts(weights: list[int], n_segments: int) -> list[int]:

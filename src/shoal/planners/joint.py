@@ -21,8 +21,12 @@ Without a link to the host, inside a budget that keeping everything does not fit
 program models the link as divisible bandwidth, so its relaxed solutions are starts for `iterated_search`, which places
 the real copies. The plan of `hmms` and the plans without the link compete.
 
+A step of many ops (`Limits.many_ops`) is given to the local search before the integer program where a linear program
+says that recomputing each storage once is far from the bound.
+
 All of this is done with the ops in the order that `order` finds for what the relaxed program keeps. The order in which
-the step was captured is planned too, unless its lower bound shows that it cannot be much faster. The ops of the faster
+the step was captured is planned too, unless its lower bound shows that it cannot be much faster; of a step of many ops
+only where its bound is lower. The ops of the faster
 plan are ordered once more for what it keeps, and `fill_slack` uses the room.
 
 Without a link the plan equals the optimum among plans in its order of ops that recompute each storage at most once, and
@@ -37,7 +41,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import reduce
 
 from shoal.core.hardware import Hardware
@@ -63,8 +67,6 @@ from shoal.planners.simulated import Simulated, as_chosen, everything_away, in_l
 from shoal.planners.smallest_plan import smallest_plan
 
 _MAX_HELD = 2  # plans on demand that are improved
-_LOWERED = 0.9  # a smallest plan is at most so much lower than that of `least_peak_bytes`
-_QUICKLY_LOWERED = 0.75  # the same of `about_least_bytes`
 
 
 def joint(graph: StepGraph, hardware: Hardware, budget_bytes: int, *, limits: Limits = DEFAULT) -> Plan:
@@ -119,93 +121,19 @@ def _fastest(
         return ordered, ordered.seconds - kept.seconds if graph.has_launches else 0.0
     search = _Search(hardware, budget_bytes, kept.seconds, limits, guard)
     best, bound_seconds = None, math.inf
-    bound = search.bound(graph)
+    bound, bound_in_order = search.bound(graph), math.inf
     if ordered is not None:
         suited = search.suited_to_the_relaxed(recompute_choice(ordered.graph))
-        best, bound_seconds = search.run(suited, search.bound(suited.graph))
-    if search.may_be_faster(bound, graph, best):
+        in_order = search.bound(suited.graph)
+        bound_in_order = in_order.bound_seconds
+        best, bound_seconds = search.run(suited, in_order)
+    if search.may_be_faster(bound, bound_in_order, graph, best):
         as_captured, bound_of_it = search.run(choice, bound)
         if best is None or _faster(best, as_captured) is not best:
             best, bound_seconds = as_captured, bound_of_it
     best, bound_seconds = search.with_lower_peak(best, bound_seconds)
     best, bound_seconds = search.with_shorter_waits(best, bound_seconds)
     return search.or_on_demand(graph, best, bound_seconds)
-
-
-def estimate(
-    graph: StepGraph, budget_bytes: int, *, limits: Limits = DEFAULT, guard: Guard | None = None
-) -> tuple[float, float]:
-    """An estimate of what `joint` finds, in a moment: bytes over the budget, and seconds of the step.
-
-    The seconds are `least_seconds`. Where nothing fits by that, they are infinite, and the bytes are those of the
-    program with the least room; it may still be that recomputing more than once fits.
-    """
-    if math.isfinite(seconds := least_seconds(graph, budget_bytes, limits=limits)):
-        return 0.0, seconds
-    choice = recompute_choice(graph)
-    least = solve(choice, None, whole=False, limits=limits, guard=guard)
-    chosen = least.chosen or Chosen(frozenset())
-    return max(0.0, as_chosen(choice, chosen).peak_bytes - budget_bytes), math.inf
-
-
-def least_seconds(graph: StepGraph, budget_bytes: int, *, limits: Limits = DEFAULT) -> float:
-    """The lower bound of the step inside the budget; infinity where nothing fits by it.
-
-    It is that of the relaxed program, with every storage its choice and parts of storages in several places, for the
-    ops in the order in which they were captured and in that of the lowest peak. In yet another order a plan can be
-    faster, and fit.
-    """
-    choice, guard = recompute_choice(graph), Guard(limits.guard_seconds)
-    kept = as_chosen(choice, Chosen(frozenset(choice.candidates)))
-    if kept.peak_bytes <= budget_bytes:
-        return graph.plain_seconds
-    ordered = in_lower_order(kept, limits, guard)
-    if ordered is not None and ordered.peak_bytes <= budget_bytes:
-        return min(graph.plain_seconds, ordered.graph.plain_seconds) if graph.has_launches else graph.plain_seconds
-    graphs = [graph] if ordered is None else [graph, ordered.graph]
-    wide = [recompute_choice(one, every=True) for one in graphs]
-    found = [solve(one, budget_bytes, early=False, whole=False, limits=limits, guard=guard) for one in wide]
-    return min(one.graph.plain_seconds + bound.bound_seconds for one, bound in zip(wide, found, strict=True))
-
-
-def about_least_bytes(graph: StepGraph) -> int:
-    """The peak of one plan on demand, with the ops in their order: within some percent of the smallest, in a moment."""
-    quick = replace(DEFAULT, order=False, kept_sets_ops=0, min_kept_sets=1)
-    return plans_on_demand(replace(graph, link=None), quick)[0][0].peak_bytes
-
-
-def least_peak_bytes(graph: StepGraph, *, limits: Limits = DEFAULT) -> int:
-    """About the smallest peak that a plan has: of the plans on demand, and of the same program."""
-    choice = recompute_choice(graph)
-    least = solve(choice, None, whole=False, limits=limits)
-    program_bytes = as_chosen(choice, least.chosen or Chosen(frozenset())).peak_bytes
-    if not limits.on_demand:
-        return program_bytes
-    found, _ = plans_on_demand(replace(graph, link=None), limits)
-    return min(found[0].peak_bytes, program_bytes)
-
-
-@dataclass(frozen=True)
-class Least:
-    """About the least that a step needs.
-
-    Attributes:
-        found_bytes: the peak of a plan that was found in a moment.
-        expected_bytes: no plan is expected to have a lower one.
-    """
-
-    found_bytes: int
-    expected_bytes: int
-
-
-def quick_least(graph: StepGraph, enough_bytes: int) -> Least:
-    """About the least that a step needs; more closely where that may be no more than `enough_bytes`."""
-    fewest, about_bytes = fewest_bytes(graph), about_least_bytes(graph)
-    expected_bytes = max(fewest, int(_QUICKLY_LOWERED * about_bytes))
-    if expected_bytes > enough_bytes:
-        return Least(about_bytes, expected_bytes)
-    found_bytes = min(about_bytes, least_peak_bytes(graph))
-    return Least(found_bytes, max(fewest, int(_LOWERED * found_bytes)))
 
 
 class _Search:
@@ -292,22 +220,38 @@ class _Search:
 
     def without_link(self, choice: RecomputeChoice, bound_seconds: float) -> tuple[Simulated | None, float]:
         """The fastest plan of Keep and Recompute, and the lower bound of what it adds."""
-        limits = self._limits
-        best = self._filled(self._program(choice))
+        limits, best, searched = self._limits, None, False
+        once_seconds = self._recomputed_once_seconds(choice)
+        if once_seconds - bound_seconds > limits.far_off * self._plain_seconds:
+            best, searched = self._local_searches(choice), True
+        if math.isfinite(once_seconds) and (best is None or self._plain_seconds + once_seconds < best.seconds):
+            best = _faster(best, self._filled(self._program(choice)))
         is_far = self._is_off(best, bound_seconds, limits.far_off)
         if self._is_off(best, bound_seconds, limits.close_enough) and not (is_far and self._is_large(choice.graph)):
             bound_seconds = max(bound_seconds, self.tight_bound_seconds(choice.graph))
-        if limits.chain and self._is_off(best, bound_seconds, limits.close_enough):
+        in_vain = searched and limits.on_demand and self._is_large(choice.graph)  # it takes long, and that is next
+        if limits.chain and not in_vain and self._is_off(best, bound_seconds, limits.close_enough):
             found = self._dynamic_program(choice.graph)
             if found is not None and self._is_off(found, 0.0, limits.far_slower):
                 found = self.held_longer(found)  # there is too much for `fill_slack` to take back bit by bit
             else:
                 found = self._filled(found)
             best = _faster(best, found)
-        enough = self._is_large(choice.graph) and self._recomputes_little(best)
+        enough = searched or (self._is_large(choice.graph) and self._recomputes_little(best))
         if limits.local_search and self._is_off(best, bound_seconds, limits.far_off) and not enough:
             best = _faster(best, self._local_searches(choice))
         return best, bound_seconds
+
+    def _recomputed_once_seconds(self, choice: RecomputeChoice) -> float:
+        """Of a step of many ops, what the integer program adds at least, in a tenth of its time; of others 0.
+
+        Where that is far from the lower bound, plans that recompute more than once are looked for first: the program
+        itself takes long there, and finds nothing faster.
+        """
+        limits = self._limits
+        if not self._has_many_ops(choice.graph) or not (limits.integer_program and limits.local_search):
+            return 0.0
+        return solve(choice, self._budget_bytes, whole=False, limits=limits, guard=self._guard).bound_seconds
 
     def with_link(self, choice: RecomputeChoice, bound: Solution) -> tuple[Simulated | None, float]:
         """The fastest plan of all three residences, and the lower bound of what it adds."""
@@ -350,8 +294,15 @@ class _Search:
         # In another order of ops the device may wait less for the host, or more, with everything kept.
         return replace(found, bound_seconds=found.bound_seconds + graph.plain_seconds - self._plain_seconds)
 
-    def may_be_faster(self, bound: Solution, graph: StepGraph, best: Simulated | None) -> bool:
-        """Whether a plan in another order of ops, with this bound, may be faster than the best so far."""
+    def may_be_faster(
+        self, bound: Solution, other_bound_seconds: float, graph: StepGraph, best: Simulated | None
+    ) -> bool:
+        """Whether a plan in the captured order of ops, with this bound, may be faster than the best so far.
+
+        A step of many ops is searched in one order, that with the lower bound.
+        """
+        if graph.link is None and self._has_many_ops(graph) and bound.bound_seconds >= other_bound_seconds:
+            return False
         if best is None:
             return math.isfinite(bound.bound_seconds)
         if not self._is_off(best, bound.bound_seconds, self._limits.other_order):
@@ -362,6 +313,9 @@ class _Search:
 
     def _is_large(self, graph: StepGraph) -> bool:
         return len(graph.ops) > self._limits.large_ops
+
+    def _has_many_ops(self, graph: StepGraph) -> bool:
+        return len(graph.ops) > self._limits.many_ops
 
     def _recomputes_little(self, best: Simulated | None) -> bool:
         return best is not None and best.seconds <= (1 + self._limits.recomputes_little) * self._plain_seconds

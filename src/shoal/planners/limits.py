@@ -36,6 +36,9 @@ class Limits:
             nodes, and none of the solver's sub-programs, which are limited by time alone.
         large_ops: a step of more ops gets no tight lower bound where its plan is further off than `far_off`, and no
             local search where the plan adds no more than `recomputes_little`: both take long there and change little.
+        many_ops: a step of more ops is searched in one order, that with the lower bound; and where recomputing each
+            storage once adds more than the bound by `far_off`, by `local_search` before the integer program, which
+            takes long to find that nothing fits so.
         gap, gap_with_link: relative gaps at which a mixed-integer program is solved well enough: of a step without a
             link, and with one.
         max_solves: how often the program is solved again with less room, until its exact peak fits.
@@ -99,6 +102,7 @@ class Limits:
     far_slower: float = 1.0
     recomputes_little: float = 0.3
     large_ops: int = 2_000
+    many_ops: int = 1_000
     more_room: tuple[float, ...] = (0.0, 0.01, 0.02, 0.04, 0.08)
     narrow_share: float = 1 / 3
     way_shares: tuple[float, ...] = (1 / 8, 1 / 16, 1 / 24, 1 / 40)

@@ -16,7 +16,7 @@ from shoal.core.variant import WHOLE, Candidate
 from shoal.engine.search.batch_points import FoundBatches, batch_points
 from shoal.engine.search.max_batch import largest_fitting, one_per_cent
 from shoal.errors import BudgetError, CaptureError
-from shoal.planners.joint import least_seconds
+from shoal.planners.estimates import least_seconds
 from shoal.planners.papers.sqrt import sqrt
 from tests.random_steps import HARDWARE, conv_bn_relu_chain
 

@@ -21,8 +21,9 @@ from shoal.engine.search.choose_encoded import bounding_step, choose_encoded, en
 from shoal.engine.search.encoded_steps import EncodedSteps
 from shoal.engine.search.encoding import IF_FASTER, EncodeBelow, NotFaster
 from shoal.errors import BudgetError
+from shoal.planners.estimates import estimate, least_seconds
 from shoal.planners.infeasible import fewest_bytes
-from shoal.planners.joint import estimate, joint, least_seconds
+from shoal.planners.joint import joint
 from shoal.planners.keep_all import keep_all
 from tests.engine.lossy_steps import CODEC_OP, chain
 from tests.joint_graphs import batch, captured_step

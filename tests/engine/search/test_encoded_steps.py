@@ -11,8 +11,8 @@ from shoal.capture.encode_activations import encoded
 from shoal.core.step import StepGraph
 from shoal.engine.search.encoded_steps import EncodedSteps
 from shoal.errors import PlanError
+from shoal.planners.estimates import least_peak_bytes
 from shoal.planners.infeasible import fewest_bytes
-from shoal.planners.joint import least_peak_bytes
 from tests.engine.search.test_choose_encoded import LOSSY, costs, step
 
 

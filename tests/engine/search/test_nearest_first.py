@@ -10,7 +10,7 @@ from shoal.core.step import StepGraph
 from shoal.core.variant import Variant
 from shoal.engine.search.nearest_first import Form, Way, nearest_first
 from shoal.engine.search.priced import Priced
-from shoal.planners import joint
+from shoal.planners import estimates
 from shoal.planners.infeasible import fewest_bytes
 from shoal.planners.keep_all import keep_all
 from tests.random_steps import HARDWARE, conv_bn_relu_chain
@@ -61,8 +61,8 @@ def test_where_a_single_op_is_over_the_budget_what_a_form_about_needs_counts() -
 
 def test_only_what_comes_near_the_lowest_is_estimated_closely(monkeypatch: pytest.MonkeyPatch) -> None:
     closely: list[StepGraph] = []
-    precise = joint.least_peak_bytes
-    monkeypatch.setattr(joint, "least_peak_bytes", lambda step: closely.append(step) or precise(step))
+    precise = estimates.least_peak_bytes
+    monkeypatch.setattr(estimates, "least_peak_bytes", lambda step: closely.append(step) or precise(step))
     steps = [kept_alone(4000), kept_alone(1000), kept_alone(1100), kept_alone(2500)]
     nearest_first(ways(*steps), fewest_bytes(steps[0]))
     assert closely == [steps[1], steps[2]]

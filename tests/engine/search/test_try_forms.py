@@ -12,7 +12,9 @@ from shoal.core.variant import WHOLE, Pieces, Variant
 from shoal.engine.search.best_variant import best_variant
 from shoal.engine.search.priced import Priced
 from shoal.errors import BudgetError
-from tests.engine.search.made_up_forms import CROWDED_BYTES, InSeconds, OnPatches, crowded, taking
+from shoal.planners.keep_all import keep_all
+from tests.engine.search.made_up_forms import CROWDED_BYTES, InSeconds, OnPatches, crowded, kept_alone, taking
+from tests.random_steps import HARDWARE
 
 
 def test_a_form_that_can_gain_next_to_nothing_is_not_planned() -> None:
@@ -53,6 +55,26 @@ def test_batch_norms_of_the_largest_maps_are_left_until_the_others_fit_fused(
     best = best_variant(forms, forms.price, 2**40, "")
     assert best.variant == Variant(fuse="bnff", up_to=asked[-1])
     assert [variant.up_to for variant in forms.asked if variant.fuse] == asked
+
+
+@pytest.mark.parametrize("nbytes, said", [(2000, "as with fewer fused it does not"), (1000, "changes nothing")])
+def test_where_even_the_fewest_fused_do_not_fit_or_are_what_all_are_the_others_are_not_captured(
+    nbytes: int, said: str
+) -> None:
+    forms = UpTo(0.0)
+    captured: list[float] = []
+
+    def price(variant: Variant) -> Priced[None]:
+        captured.append(variant.up_to if variant.fuse else 0.0)
+        priced = forms.price(variant)
+        step = kept_alone(nbytes if variant.up_to < 1 else 1000)
+        step = replace(step, ops=tuple(replace(op, seconds=1.0) for op in step.ops))
+        return replace(priced, graph=step) if variant.fuse else priced
+
+    found = best_variant(forms, price, keep_all(kept_alone(900), HARDWARE, 0).predicted_peak_bytes, "")
+    assert captured == [0.0, 1.0, 0.25] and found.variant == WHOLE
+    outcomes = {row.variant.up_to: row.outcome for row in found.plan.candidates if row.variant.fuse}
+    assert outcomes.keys() == {1.0, 0.9, 0.5, 0.25} and said in outcomes[0.9] and said in outcomes[0.5]
 
 
 def test_they_are_left_also_where_the_step_as_it_is_adds_nothing_but_fused_would_be_faster() -> None:

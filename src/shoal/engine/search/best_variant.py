@@ -1,7 +1,7 @@
 """The fastest form of a step inside a budget: as it is, with batch norms fused, convolutions in pieces, on patches.
 
 Forms are captured and priced, none is run as a whole. A relaxed program bounds each from below (see
-`planners.joint.least_seconds`), and only what could be faster than the best plan so far is planned in full.
+`planners.estimates.least_seconds`), and only what could be faster than the best plan so far is planned in full.
 Convolutions in pieces take less scratch and mostly more time, so the forms are looked at with them where they are
 slowed down, or do not fit; a form that fits is planned with them only if that lowers its bound. Direct kernels alone
 may be faster than the library's, so forms that are not slowed down are looked at with these. Overlapping patches
@@ -14,7 +14,8 @@ that encodes nothing. Counts of ops end the search, never a clock.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Generic
 
@@ -24,8 +25,8 @@ from shoal.core.variant import WHOLE, Pieces, Variant
 from shoal.engine.search.encode_forms import EncodeForms
 from shoal.engine.search.nearest_first import Form
 from shoal.engine.search.priced import Made, Priced, captured_form
-from shoal.engine.search.search_state import Best, SearchState
-from shoal.engine.search.try_forms import try_forms
+from shoal.engine.search.search_state import WORTH_A_PLAN, Best, SearchState
+from shoal.engine.search.try_forms import bound_forms, plan_forms, try_forms
 from shoal.engine.search.unfit_forms import nearest, plan_unfit
 from shoal.engine.search.variants import Forms, Graph
 from shoal.engine.search.worth_capturing import WorthCapturing
@@ -49,8 +50,7 @@ def best_variant(
         CaptureError: the step cannot be captured as it is.
     """
     search = _Search(variants, price, budget_bytes)
-    search.consider([WHOLE, *variants.of_norms()])
-    search.consider_smaller_maps()
+    search.consider_norms()
     if search.state.is_short_of_room:
         search.consider_pieces()
     else:
@@ -85,30 +85,75 @@ class _Search(Generic[Graph, Made]):
         self._try_captured()
 
     def _capture(self, variant: Variant) -> None:
+        self._captured += self._form(variant)
+
+    def _form(self, variant: Variant) -> list[Form[Graph, Made]]:
+        """The form, captured and priced; none where the step does not have it."""
         try:
             graph, priced = captured_form(self._variants, self._price, variant)
         except Refused as reason:
             self.state.leave_out(variant, str(reason))
-        else:
-            self._captured.append(Form(variant, graph, priced))
+            return []
+        return [Form(variant, graph, priced)]
 
     def _try_captured(self) -> None:
         captured, self._captured = self._captured, []
         try_forms(self.state, captured)
 
-    def consider_smaller_maps(self) -> None:
-        """Where all batch norms fused do not fit, leave those of the largest maps: as few as it takes."""
+    def consider_norms(self) -> None:
+        """The step as it is, and with batch norms fused: all of them, or where they do not fit, but for the largest.
+
+        Fewer fused are captured before anything is planned where all would be faster than the step as it is can be.
+        """
+        state = self.state
+        for variant in (WHOLE, *self._variants.of_norms()):
+            self._capture(variant)
+        captured, self._captured = self._captured, []
+        bounded = bound_forms(state, captured)
+        whole_seconds = next((seconds for seconds, form in bounded if form.variant == WHOLE), math.inf)
+        considered = self._consider_smaller_maps((1 - WORTH_A_PLAN) * whole_seconds, [])
+        plan_forms(state, bounded)
+        self._consider_smaller_maps((1 - WORTH_A_PLAN) * state.best_seconds, considered)
+
+    def _consider_smaller_maps(self, below_seconds: float, considered: Sequence[Variant]) -> list[Variant]:
+        """Where all batch norms fused do not fit, leave those of the largest maps: as few as it takes.
+
+        Args:
+            below_seconds: what the form with all of them fused must be faster than, with everything kept.
+            considered: of these forms those that need not be asked again.
+
+        Returns:
+            Those that were.
+        """
         state = self.state
         if not any(form.variant == WHOLE and state.may_fit(form) for form in state.forms.values()):
-            return
-        unfit = {form.variant for form in state.unfit}
-        for fused in [row.variant for row in state.rows if row.variant in unfit and state.may_gain(row.plain_seconds)]:
-            if not fused.fuse or fused.large_only:
-                continue
-            for fewer in self._variants.of_smaller_maps(fused):
-                self.consider([fewer])
-                if any(row.variant == fewer and row.seconds is not None for row in state.rows):
-                    break
+            return []
+        fused = [form for form in state.unfit if form.variant == Variant(fuse=form.variant.fuse) != WHOLE]
+        may_gain = [form.variant for form in fused if form.priced.graph.plain_seconds < below_seconds]
+        asked = [variant for variant in may_gain if variant not in considered]
+        for variant in asked:
+            self._consider_fewer(list(self._variants.of_smaller_maps(variant)))
+        return asked
+
+    def _consider_fewer(self, fewer: Sequence[Variant]) -> None:
+        """Of forms that fuse fewer and fewer batch norms, the first that fits; none where the last does not."""
+        state, last = self.state, fewer[-1:]
+        least = [form for variant in last for form in self._form(variant)]
+        for form in least:
+            is_known = form.priced.graph.fingerprint in state.forms
+            if is_known or math.isinf(form.priced.least_seconds(state.budget_bytes)):
+                try_forms(state, least)
+                reason = "changes nothing" if is_known else "does not fit, as with fewer fused it does not"
+                for variant in fewer if is_known else fewer[:-1]:
+                    state.leave_out(variant, reason)
+                return
+        for variant in fewer:
+            if [variant] == last:
+                try_forms(state, least)
+            else:
+                self.consider([variant])
+            if any(row.variant == variant and row.seconds is not None for row in state.rows):
+                return
 
     def consider_faster(self) -> None:
         """The forms that fit by their bound once more, with convolutions by direct kernels."""

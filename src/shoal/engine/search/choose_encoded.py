@@ -34,7 +34,7 @@ from shoal.engine.search.encoding import IF_FASTER, EncodeBelow, EncodeIfFaster,
 from shoal.errors import BudgetError, PlanError
 from shoal.kernels.encoded_activation import encode, measured_errors
 from shoal.lowlevel.torch_internals import isolated
-from shoal.planners.joint import about_least_bytes, estimate, quick_least
+from shoal.planners.estimates import about_least_bytes, estimate, quick_least
 from shoal.planners.limits import Effort, Guard
 from shoal.planners.recompute_choice import recompute_choice
 

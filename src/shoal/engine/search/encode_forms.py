@@ -14,7 +14,7 @@ from shoal.engine.search.priced import Made
 from shoal.engine.search.search_state import Best, SearchState
 from shoal.engine.search.variants import Graph
 from shoal.errors import BudgetError
-from shoal.planners.joint import least_seconds
+from shoal.planners.estimates import least_seconds
 
 _MAX_ENCODED = 2  # forms in which storages are encoded, once something fits
 

@@ -26,7 +26,7 @@ from shoal.engine.search.encoding import IF_FASTER, EncodeBelow, NotFaster
 from shoal.engine.search.priced import Priced, captured_form, why_too_many
 from shoal.engine.search.variants import Variants
 from shoal.errors import BudgetError
-from shoal.planners.joint import least_peak_bytes, least_seconds, quick_least
+from shoal.planners.estimates import least_peak_bytes, least_seconds, quick_least
 
 _LITTLE_MORE = (0.02, 0.1, 0.3)  # of the smallest budget, tried where that is not usable
 _MAX_ENCODED = 2  # forms in which storages are encoded inside one budget, once something fits

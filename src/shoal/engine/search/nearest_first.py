@@ -14,8 +14,8 @@ from shoal.core.step import StepGraph
 from shoal.core.variant import Variant
 from shoal.engine.search.priced import Made, Priced
 from shoal.engine.search.variants import Graph
+from shoal.planners.estimates import about_least_bytes, quick_least
 from shoal.planners.infeasible import fewest_bytes
-from shoal.planners.joint import about_least_bytes, quick_least
 
 
 @dataclass(frozen=True)

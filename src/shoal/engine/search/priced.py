@@ -18,7 +18,7 @@ from shoal.engine.search.encoding import EncodeBelow, EncodeIfFaster
 from shoal.engine.search.scaled_step import NotLinear
 from shoal.engine.search.split_forms import PatchWork
 from shoal.engine.search.variants import Forms, Graph
-from shoal.planners.joint import least_seconds
+from shoal.planners.estimates import least_seconds
 
 log = logging.getLogger("shoal")
 
@@ -62,7 +62,7 @@ class Priced(Generic[Made]):
     faster: Callable[[], tuple[tuple[Pieces, ...], Priced[Made]] | None] = lambda: None
 
     def least_seconds(self, budget_bytes: int) -> float:
-        """The lower bound of the step inside the budget, nothing encoded: see `planners.joint.least_seconds`."""
+        """The lower bound of the step inside the budget, nothing encoded: see `planners.estimates.least_seconds`."""
         return least_seconds(self.graph, budget_bytes)
 
 

@@ -15,6 +15,8 @@ from shoal.engine.search.search_state import WORTH_A_PLAN, Best, SearchState
 from shoal.engine.search.variants import Graph
 from shoal.errors import BudgetError
 
+Bounded = list[tuple[float, Form[Graph, Made]]]  # forms that fit by their bounds, with these in seconds
+
 
 def try_forms(state: SearchState[Graph, Made], forms: Iterable[Form[Graph, Made]]) -> None:
     """Bound forms, and plan what may be faster than the best plan so far, the most promising first.
@@ -23,44 +25,56 @@ def try_forms(state: SearchState[Graph, Made], forms: Iterable[Form[Graph, Made]
         state: what is known; each form gets a row in its table.
         forms: those that are like one that was tried before are left out: a form may change nothing.
     """
+    plan_forms(state, bound_forms(state, forms))
+
+
+def bound_forms(state: SearchState[Graph, Made], forms: Iterable[Form[Graph, Made]]) -> Bounded[Graph, Made]:
+    """Bound forms: `try_forms` without planning. Those that do not fit by their bounds get their row.
+
+    Returns:
+        The others.
+    """
     bounded = []
     for form in forms:
         fingerprint = form.priced.graph.fingerprint
-        if fingerprint not in state.forms:
-            state.forms[fingerprint] = form
-            bounded.append((form.priced.least_seconds(state.budget_bytes), form))
+        if fingerprint in state.forms:
+            continue
+        state.forms[fingerprint] = form
+        bound_seconds = form.priced.least_seconds(state.budget_bytes)
+        if math.isfinite(bound_seconds):
+            bounded.append((bound_seconds, form))
+        else:
+            state.unfit.append(form)
+            state.rows.append(_row(form, None))
+    return bounded
+
+
+def plan_forms(state: SearchState[Graph, Made], bounded: Bounded[Graph, Made]) -> None:
+    """Plan those that may be faster than the best plan so far, the most promising first."""
     for bound_seconds, form in sorted(bounded, key=lambda one: one[0]):
-        _try(state, bound_seconds, form)
-
-
-def _try(state: SearchState[Graph, Made], bound_seconds: float, form: Form[Graph, Made]) -> None:
-    variant, priced = form.variant, form.priced
-    doing("plan", f"{len(priced.graph.ops)} ops, {variant}")
-    kept = simulate(priced.graph, {})
-    row = Candidate(
-        variant,
-        len(priced.graph.ops),
-        kept.seconds,
-        kept.peak_bytes,
-        bound_seconds if math.isfinite(bound_seconds) else None,
-        None,
-        None,
-        "does not fit, by its bound",
-    )
-    if math.isinf(bound_seconds):
-        state.unfit.append(form)
-    elif reason := _why_not(state, row, bound_seconds):
-        row = replace(row, outcome=reason)
-    else:
+        row = _row(form, bound_seconds)
+        if reason := _why_not(state, row, bound_seconds):
+            state.rows.append(replace(row, outcome=reason))
+            continue
+        doing("plan", f"{row.n_ops} ops, {form.variant}")
         try:
-            made, plan = priced.plan(state.budget_bytes)
+            made, plan = form.priced.plan(state.budget_bytes)
         except BudgetError as error:
-            row = replace(row, outcome=state.refuse(variant, error))
+            row = replace(row, outcome=state.refuse(form.variant, error))
             state.unfit.append(form)
         else:
-            row = replace(row, seconds=plan.predicted_seconds, peak_bytes=plan.predicted_peak_bytes, outcome="slower")
-            state.take_if_faster(Best(variant, form.graph, made, plan))
-    state.rows.append(row)
+            seconds, peak_bytes = plan.predicted_seconds, plan.predicted_peak_bytes
+            row = replace(row, seconds=seconds, peak_bytes=peak_bytes, outcome="slower")
+            state.take_if_faster(Best(form.variant, form.graph, made, plan))
+        state.rows.append(row)
+
+
+def _row(form: Form[Graph, Made], bound_seconds: float | None) -> Candidate:
+    """The row of a form that has no plan yet."""
+    graph = form.priced.graph
+    kept = simulate(graph, {})
+    outcome = "does not fit, by its bound"
+    return Candidate(form.variant, len(graph.ops), kept.seconds, kept.peak_bytes, bound_seconds, None, None, outcome)
 
 
 def _why_not(state: SearchState[Graph, Made], row: Candidate, bound_seconds: float) -> str:

@@ -12,6 +12,7 @@ from shoal.engine.search.priced import Made
 from shoal.engine.search.search_state import Best, SearchState
 from shoal.engine.search.variants import Graph
 from shoal.errors import BudgetError
+from shoal.planners.infeasible import fewest_bytes
 
 
 def plan_unfit(state: SearchState[Graph, Made], is_encoded: Callable[[Variant], bool]) -> None:
@@ -56,7 +57,10 @@ def _ways_to_the_least(
     for form in state.unfit:
         if form.priced.encoded is not None and state.may_fit(form) and not is_encoded(form.variant):
             ways.append(Way(form, True, form.priced.encoded.graph(1.0)))
-    return nearest_first((way for way in ways if state.may_gain(way.step.plain_seconds)), state.budget_bytes)
+    ways = [way for way in ways if state.may_gain(way.step.plain_seconds)]
+    if state.best is not None:  # what needs more, whatever its plan, is of no use any more
+        ways = [way for way in ways if state.fits(fewest_bytes(way.step))]
+    return nearest_first(ways, state.budget_bytes)
 
 
 def _planned(way: Way[Graph, Made], budget_bytes: int) -> Best[Graph, Made]:

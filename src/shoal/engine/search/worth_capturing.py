@@ -14,8 +14,8 @@ from shoal.engine.search.priced import Made, why_too_many
 from shoal.engine.search.search_state import GOOD_ENOUGH, SearchState
 from shoal.engine.search.split_forms import PatchWork
 from shoal.engine.search.variants import Graph
+from shoal.planners.estimates import about_least_bytes
 from shoal.planners.infeasible import floor_bytes
-from shoal.planners.joint import about_least_bytes
 
 _ENOUGH_SLICES = 4  # with which patches that overlap are left out
 _SURE = 0.9  # of what the step on more slices is expected to take
