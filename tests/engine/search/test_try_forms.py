@@ -13,7 +13,7 @@ from shoal.engine.search.best_variant import best_variant
 from shoal.engine.search.priced import Priced
 from shoal.errors import BudgetError
 from shoal.planners.keep_all import keep_all
-from tests.engine.search.made_up_forms import CROWDED_BYTES, InSeconds, OnPatches, crowded, kept_alone, taking
+from tests.engine.search.made_up_forms import CROWDED_BYTES, FUSED, InSeconds, OnPatches, crowded, kept_alone, taking
 from tests.random_steps import HARDWARE
 
 
@@ -55,6 +55,26 @@ def test_batch_norms_of_the_largest_maps_are_left_until_the_others_fit_fused(
     best = best_variant(forms, forms.price, 2**40, "")
     assert best.variant == Variant(fuse="bnff", up_to=asked[-1])
     assert [variant.up_to for variant in forms.asked if variant.fuse] == asked
+
+
+@pytest.mark.parametrize("op_seconds, asked", [(1.0, [0.9]), (5.0, [WHOLE.up_to])], ids=["faster", "slower"])
+def test_fewer_fused_are_planned_before_the_whole_where_all_fused_would_be_faster_than_it_can_be(
+    op_seconds: float, asked: list[float]
+) -> None:
+    forms = UpTo(1.0)
+
+    def price(variant: Variant) -> Priced[None]:
+        priced = forms.price(variant)
+        too_large = kept_alone(2000)
+        slow = replace(too_large, ops=tuple(replace(op, seconds=op_seconds) for op in too_large.ops))
+        return replace(priced, graph=slow) if variant == FUSED else priced
+
+    found = best_variant(forms, price, keep_all(kept_alone(1900), HARDWARE, 0).predicted_peak_bytes, "")
+    assert [variant.up_to for variant in forms.asked] == asked and found.variant == forms.asked[0]
+    if found.variant != WHOLE:
+        assert "cannot be faster, by its bound" in {
+            row.outcome for row in found.plan.candidates if row.variant == WHOLE
+        }
 
 
 @pytest.mark.parametrize("nbytes, said", [(2000, "as with fewer fused it does not"), (1000, "changes nothing")])
@@ -148,6 +168,34 @@ def test_fewer_slices_than_fit_are_planned_only_if_that_lowers_the_bound(few_sec
     assert were_asked == [0, *asked] and found.variant.slices == 10
     few = next(one for one in found.plan.candidates if one.variant.slices == 4)
     assert few.outcome == ("slower" if few.seconds else "fits on more slices, and gains nothing by its bound")
+
+
+@pytest.mark.parametrize(
+    "few_seconds, short_of_room, captured",
+    [(104.0, False, [0, 4]), (104.0, True, [0, 4, 10]), (96.0, False, [0, 4, 10])],
+)
+def test_more_slices_are_captured_only_where_fewer_are_short_of_room_or_cost_nothing(
+    few_seconds: float, short_of_room: bool, captured: list[int]
+) -> None:
+    few, many = Variant(depth=0.5, slices=4), Variant(depth=0.5, slices=10)
+    forms = OnPatches(1)
+    forms.held_bytes = dict.fromkeys([WHOLE, few, many], 0)
+    were_captured: list[int] = []
+
+    class Bounded(Priced[None]):
+        def least_seconds(self, budget_bytes: int) -> float:
+            return self.graph.plain_seconds * (1.1 if short_of_room else 1.0)
+
+    def price(variant: Variant) -> Priced[None]:
+        were_captured.append(variant.slices)
+        kept_seconds = {0: 100.0, 4: few_seconds, 10: 105.0}[variant.slices]
+        made = None, Plan(taking(150.0 - variant.slices, 0), {}, "keep_all")
+        return Bounded(taking(kept_seconds, variant.slices), lambda budget_bytes: made)
+
+    found = best_variant(forms, price, 2**40, "")
+    assert were_captured == captured
+    outcomes = {row.variant.slices: row.outcome for row in found.plan.candidates}
+    assert ("not short of room" in outcomes[10]) == (10 not in captured)
 
 
 @pytest.mark.parametrize("kept_seconds, asked", [(110.0, [0, 4]), (118.0, [0])])

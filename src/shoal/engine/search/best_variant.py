@@ -6,9 +6,10 @@ Convolutions in pieces take less scratch and mostly more time, so the forms are 
 slowed down, or do not fit; a form that fits is planned with them only if that lowers its bound. Direct kernels alone
 may be faster than the library's, so forms that are not slowed down are looked at with these. Overlapping patches
 compute their halos besides what the network computes, so they are looked at where the other forms are slowed down by
-more than that. All numbers of slices are captured before any is planned; fewer than fit are planned only if their bound
-is lower. Storages are encoded last, in the forms of which the bound says that they may be faster so than the best plan
-that encodes nothing. Counts of ops end the search, never a clock.
+more than that. All numbers of slices are bounded before any is planned; fewer than fit are planned only if their bound
+is lower, and more are captured only where fewer are short of room by their bound. Storages are encoded last, in the
+forms of which the bound says that they may be faster so than the best plan that encodes nothing. Counts of ops end the
+search, never a clock.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from shoal.engine.search.encode_forms import EncodeForms
 from shoal.engine.search.nearest_first import Form
 from shoal.engine.search.priced import Made, Priced, captured_form
 from shoal.engine.search.search_state import WORTH_A_PLAN, Best, SearchState
-from shoal.engine.search.try_forms import bound_forms, plan_forms, try_forms
+from shoal.engine.search.try_forms import Bounded, bound_forms, plan_forms, try_forms
 from shoal.engine.search.unfit_forms import nearest, plan_unfit
 from shoal.engine.search.variants import Forms, Graph
 from shoal.engine.search.worth_capturing import WorthCapturing
@@ -75,17 +76,7 @@ class _Search(Generic[Graph, Made]):
         self._variants, self._price = variants, price
         self.state: SearchState[Graph, Made] = SearchState(budget_bytes)
         self._worth = WorthCapturing(self.state)
-        self._captured: list[Form[Graph, Made]] = []  # and not yet tried
         self._cut: set[str] = set()  # forms that were asked for pieces
-
-    def consider(self, variants: Iterable[Variant]) -> None:
-        """Capture, bound, and plan what may be faster than the best so far, the most promising first."""
-        for variant in variants:
-            self._capture(variant)
-        self._try_captured()
-
-    def _capture(self, variant: Variant) -> None:
-        self._captured += self._form(variant)
 
     def _form(self, variant: Variant) -> list[Form[Graph, Made]]:
         """The form, captured and priced; none where the step does not have it."""
@@ -96,19 +87,13 @@ class _Search(Generic[Graph, Made]):
             return []
         return [Form(variant, graph, priced)]
 
-    def _try_captured(self) -> None:
-        captured, self._captured = self._captured, []
-        try_forms(self.state, captured)
-
     def consider_norms(self) -> None:
         """The step as it is, and with batch norms fused: all of them, or where they do not fit, but for the largest.
 
         Fewer fused are captured before anything is planned where all would be faster than the step as it is can be.
         """
         state = self.state
-        for variant in (WHOLE, *self._variants.of_norms()):
-            self._capture(variant)
-        captured, self._captured = self._captured, []
+        captured = [form for variant in (WHOLE, *self._variants.of_norms()) for form in self._form(variant)]
         bounded = bound_forms(state, captured)
         whole_seconds = next((seconds for seconds, form in bounded if form.variant == WHOLE), math.inf)
         considered = self._consider_smaller_maps((1 - WORTH_A_PLAN) * whole_seconds, [])
@@ -148,10 +133,7 @@ class _Search(Generic[Graph, Made]):
                     state.leave_out(variant, reason)
                 return
         for variant in fewer:
-            if [variant] == last:
-                try_forms(state, least)
-            else:
-                self.consider([variant])
+            try_forms(state, least if [variant] == last else self._form(variant))
             if any(row.variant == variant and row.seconds is not None for row in state.rows):
                 return
 
@@ -169,27 +151,27 @@ class _Search(Generic[Graph, Made]):
         try_forms(self.state, _changed(forms, lambda priced: priced.cut()))
 
     def consider_split(self) -> None:
-        """On slices of the batch, all numbers of them before one is planned; then on slabs and patches."""
-        state = self.state
+        """On slices of the batch, each number bounded before more are captured; then on slabs and patches."""
+        state, bounded = self.state, list[tuple[float, Form[Graph, Made]]]()
         variant = next(split := iter(self._variants.split()), None)
         while variant is not None and variant.slices:
-            if self._is_worth_capturing(variant):
-                self._capture(variant)
+            if self._is_worth_capturing(variant, bounded):
+                bounded += bound_forms(state, self._form(variant))
             variant = next(split, None)
-        self._try_captured()
+        plan_forms(state, bounded)
         if self._worth.most_slices and state.is_slowed:
             self.consider_pieces()
         while variant is not None:
-            if self._is_worth_capturing(variant):
-                self.consider([variant])
+            if self._is_worth_capturing(variant, []):
+                try_forms(state, self._form(variant))
                 if variant.slabs and state.best is None:
                     self.consider_pieces()
             variant = next(split, None)
 
-    def _is_worth_capturing(self, variant: Variant) -> bool:
+    def _is_worth_capturing(self, variant: Variant, bounded: Bounded[Graph, Made]) -> bool:
         """Whether a form may be the fastest, and is not too large; the table says why not."""
         try:
-            reason = self._worth.why_not(variant, self._variants.work(variant), self._captured)
+            reason = self._worth.why_not(variant, self._variants.work(variant), bounded)
         except Refused as refused:
             reason = str(refused)
         if reason:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Generic
 
@@ -11,8 +10,9 @@ from shoal.core.simulate import simulate
 from shoal.core.variant import WHOLE, Candidate, Variant
 from shoal.engine.search.nearest_first import Form
 from shoal.engine.search.priced import Made, why_too_many
-from shoal.engine.search.search_state import GOOD_ENOUGH, SearchState
+from shoal.engine.search.search_state import GOOD_ENOUGH, WORTH_A_PLAN, SearchState
 from shoal.engine.search.split_forms import PatchWork
+from shoal.engine.search.try_forms import Bounded
 from shoal.engine.search.variants import Graph
 from shoal.planners.estimates import about_least_bytes
 from shoal.planners.infeasible import floor_bytes
@@ -34,13 +34,13 @@ class WorthCapturing(Generic[Graph, Made]):
         self._about_bytes: dict[Variant, int] = {}  # what each form needs, where nothing fits in any
         self._no_lower: set[Variant] = set()  # of these on patches, those that need no fewer than the ones before
 
-    def why_not(self, variant: Variant, work: PatchWork, waiting: Iterable[Form[Graph, Made]]) -> str:
+    def why_not(self, variant: Variant, work: PatchWork, bounded: Bounded[Graph, Made]) -> str:
         """Why a form cannot be the fastest, or is too large; "" where it is worth it.
 
         Args:
             variant: the form.
             work: what it takes.
-            waiting: forms that were captured and are not yet bounded.
+            bounded: forms on fewer slices that are not planned yet.
         """
         state = self._state
         self._note_what_is_needed()
@@ -52,8 +52,10 @@ class WorthCapturing(Generic[Graph, Made]):
         one_after_another = variant.slices or variant.slabs
         if one_after_another and slowed_share < GOOD_ENOUGH:
             return "the other forms are slowed down little"
-        if variant.slices and self._kept_seconds_on(variant.slices, waiting) > state.best_seconds:
+        if variant.slices and self._kept_seconds_on(variant.slices, bounded) > state.best_seconds:
             return "more slices take longer than the best, with everything kept"
+        if any(_has_room(seconds, form, whole) for seconds, form in bounded):
+            return "fewer slices are not short of room, by their bound"
         if variant.twice and state.best is not None:
             return "another form fits and measures nothing twice"
         if work.more_share > 0 and self.most_slices >= _ENOUGH_SLICES:
@@ -72,11 +74,11 @@ class WorthCapturing(Generic[Graph, Made]):
             if form.variant.grid and about_bytes > _LOWER * before_bytes:
                 self._no_lower.add(form.variant)
 
-    def _kept_seconds_on(self, slices: int, waiting: Iterable[Form[Graph, Made]]) -> float:
+    def _kept_seconds_on(self, slices: int, bounded: Bounded[Graph, Made]) -> float:
         """About the step with everything kept, from forms on fewer slices: each slice more takes as much more."""
         rows = self._state.rows
         known = {row.variant.slices or 1: row.plain_seconds for row in rows if row.n_ops and _is_on_slices(row)}
-        known |= {form.variant.slices: simulate(form.priced.graph, {}).seconds for form in waiting}
+        known |= {form.variant.slices: simulate(form.priced.graph, {}).seconds for _, form in bounded}
         (few, fast), *more = sorted(known.items())
         if not more:
             return 0.0
@@ -88,6 +90,12 @@ class WorthCapturing(Generic[Graph, Made]):
         """The most slices or slabs of a form that was captured."""
         forms = self._state.forms.values()
         return max((max(form.variant.slices, form.variant.slabs) for form in forms), default=0)
+
+
+def _has_room(bound_seconds: float, form: Form[Graph, Made], whole: Candidate) -> bool:
+    """Whether a form on slices is hardly slowed down for lack of room by its bound; each slice more takes longer."""
+    kept_seconds = simulate(form.priced.graph, {}).seconds
+    return kept_seconds >= whole.plain_seconds and bound_seconds <= (1 + WORTH_A_PLAN) * kept_seconds
 
 
 def _is_on_slices(row: Candidate) -> bool:
