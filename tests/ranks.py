@@ -32,7 +32,8 @@ _PRELOADED = [
     "torch.distributed",
     "torch.distributed.tensor.parallel",
     "torch.nn.parallel",
-    "shoal",
+    "shoal.distributed",
+    "shoal.engine.api",
     "tests.ranks",
 ]
 

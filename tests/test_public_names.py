@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import pkgutil
+import subprocess
+import sys
 from types import ModuleType
 
 import pytest
+import torch
 
 import shoal
+import shoal.kernels
 from shoal import errors
 from shoal.core.plan import Plan
 
@@ -49,6 +55,32 @@ def test_there_are_thirteen_names_beside_the_exceptions() -> None:
 def test_former_names_work_for_one_release_and_say_what_replaces_them(name: str) -> None:
     with pytest.warns(DeprecationWarning, match=f"shoal.{name} is now "):
         assert getattr(shoal, name) is not None
+
+
+def test_a_new_process_that_imports_shoal_has_all_its_ops_but_nothing_that_compiles() -> None:
+    program = """
+import json, sys
+import shoal.app.cli, shoal.app.data, shoal.distributed  # a process that prints help, or loads images
+import torch
+print(json.dumps([sorted(torch._C._dispatch_get_all_op_names()), sorted(sys.modules)]))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    registered, imported = json.loads(done.stdout)
+    for module in pkgutil.walk_packages(shoal.kernels.__path__, "shoal.kernels."):
+        if "triton" not in module.name:
+            importlib.import_module(module.name)
+    ours = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("shoal::")}
+    assert len(ours) > 15 and ours <= set(registered)
+    assert not {"scipy", "sympy", "torch._dynamo", "torch._functorch.aot_autograd", "torch._inductor"} & set(imported)
+    with_kernels = ("codecs.table_codes", "kernels.norm.norm_act", "kernels.invertible_norm.inverted_batch_norm_sweeps")
+    assert {f"shoal.{name}" for name in with_kernels} <= set(imported)
+    assert not [name for name in imported if name.startswith("shoal.") and "kernels" in name and "triton" in name]
+
+
+def test_a_name_that_is_imported_late_is_the_one_of_its_module_and_is_listed() -> None:
+    assert shoal.compile is importlib.import_module("shoal.engine.api").compile
+    assert set(shoal.__all__) <= set(dir(shoal))
 
 
 @pytest.mark.parametrize("name", shoal.__all__)

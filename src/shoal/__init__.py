@@ -7,11 +7,6 @@ from typing import TYPE_CHECKING, Any
 from shoal import codecs, errors
 from shoal.core.plan import Plan
 from shoal.core.version import __version__ as __version__
-from shoal.engine.api import compile
-from shoal.engine.fit import fit
-from shoal.engine.frontier import frontier
-from shoal.engine.plan import plan
-from shoal.engine.shared_budget import Budget
 from shoal.errors import BudgetError, CaptureError, CodecError, InputError, PlanError, ShoalError, TransferError
 from shoal.offload.eager import offload_activations
 from shoal.transforms.fuse.fuse_batchnorm import fuse_batchnorm
@@ -20,6 +15,11 @@ from shoal.transforms.split.split import split
 
 if TYPE_CHECKING:
     from shoal import distributed
+    from shoal.engine.api import compile
+    from shoal.engine.fit import fit
+    from shoal.engine.frontier import frontier
+    from shoal.engine.plan import plan
+    from shoal.engine.shared_budget import Budget
 
 __all__ = [
     "Budget",
@@ -44,6 +44,17 @@ __all__ = [
     "split",
 ]
 
+# Imported when they are asked for: what captures a step imports Dynamo, AOTAutograd and sympy, two seconds that a
+# process which loads images, or runs an exported model, does not need.
+_LATE = {
+    "Budget": "shoal.engine.shared_budget",
+    "compile": "shoal.engine.api",
+    "fit": "shoal.engine.fit",
+    "frontier": "shoal.engine.frontier",
+    "plan": "shoal.engine.plan",
+}
+import_module("shoal.kernels.norm.joined_statistics")  # every op of Shoal is there all the same
+
 # Former public names, for one release: where each is, and what replaces it.
 _FORMER = {
     "invert_batchnorm": ("shoal.transforms.invert.invert_norm", "shoal.invert_norm"),
@@ -55,8 +66,10 @@ _FORMER = {
 
 
 def __getattr__(name: str) -> Any:
-    """`shoal.distributed`, which most programs never ask for, is imported when it is; former names come with a
-    warning."""
+    """Names that most processes never ask for are imported when they are; former ones come with a warning."""
+    if name in _LATE:
+        found = globals()[name] = getattr(import_module(_LATE[name]), name)
+        return found
     if name == "distributed":
         return import_module("shoal.distributed")
     if name in _FORMER:
@@ -65,3 +78,7 @@ def __getattr__(name: str) -> Any:
         found = import_module(module)
         return getattr(found, name, found)
     raise AttributeError(f"module 'shoal' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

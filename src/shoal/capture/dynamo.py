@@ -32,7 +32,7 @@ from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, Guar
 
 from shoal.core.progress import Preparation, preparing
 from shoal.errors import CaptureError, ShoalError
-from shoal.lowlevel.torch_internals import record_captures_without_settings
+from shoal.lowlevel.capture_records import record_captures_without_settings
 from shoal.transforms.split.split import CUTS_ARGUMENT, SplitModule
 
 log = logging.getLogger("shoal")

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import cache, wraps
+from functools import cache
 from typing import Any
 
 import torch
 from torch._C import DispatchKey
-from torch._dynamo import utils as dynamo_utils
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -45,26 +44,6 @@ def eager_kernels() -> Iterator[None]:
         for overload, key, kernel in taken:
             overload.py_kernels[key] = kernel
             overload._dispatch_cache.clear()
-
-
-def record_captures_without_settings() -> None:
-    """Let Dynamo's record of a capture leave out its settings where they cannot be written.
-
-    torch 2.11 writes them as JSON, the functions among them too that a model may log with, and fails: the record that
-    `get_compilation_metrics` would return is lost, and a traceback is logged.
-    """
-    written = dynamo_utils._get_dynamo_config_for_logging
-    if hasattr(written, "__wrapped__"):
-        return
-
-    @wraps(written)
-    def written_if_possible() -> str | None:
-        try:
-            return written()
-        except TypeError:
-            return None
-
-    dynamo_utils._get_dynamo_config_for_logging = written_if_possible
 
 
 @contextmanager

@@ -11,7 +11,6 @@ import typer
 
 from shoal.app.cli import flags
 from shoal.app.cli.console import WRONG, app, errors_reported, search_shown
-from shoal.app.doctor.examine import examine
 from shoal.app.doctor.findings import as_json, as_lines
 from shoal.app.doctor.subject import load_subject
 from shoal.cost.measurement_cache import device_of
@@ -44,6 +43,8 @@ def doctor(
 
     The loss is the mean square of the model's outputs. Exit code 0 where the planned step fits, 2 where it does not.
     """
+    from shoal.app.doctor.examine import examine  # and with it Dynamo, two seconds that `shoal --help` does not need
+
     with errors_reported():
         if device is not None:
             device = str(device_of(device))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from json import dumps
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import torch
 import typer
@@ -17,8 +17,10 @@ from shoal.app.cli.console import app, errors_reported, output, search_shown
 from shoal.app.training.batch_norm_form import in_form
 from shoal.app.training.results import check_writable
 from shoal.core import presets
-from shoal.engine.frontier import BatchFrontier, Frontier
 from shoal.errors import InputError
+
+if TYPE_CHECKING:
+    from shoal.engine.frontier import BatchFrontier, Frontier
 
 
 @app.command()

@@ -14,7 +14,6 @@ from rich.console import Console
 import shoal.app.models
 from shoal.app.cli import flags
 from shoal.app.cli.console import OUT_OF_MEMORY, WRONG, app, errors_reported, patch_grid, report_error
-from shoal.app.training import loop
 from shoal.app.training.display import Display, outcome_table
 from shoal.app.training.options import TrainOptions
 from shoal.app.training.prepare import device as device_called
@@ -179,6 +178,8 @@ def _train(options: TrainOptions, json: Path | None, ranks: Ranks) -> int:
 
 
 def _train_and_show(options: TrainOptions, json: Path | None, ranks: Ranks) -> int:
+    from shoal.app.training import loop  # and with it Dynamo, two seconds that `shoal --help` does not need
+
     if json is not None and ranks.first:
         check_writable(json.absolute().parent)
     with run_folder(options.out) if ranks.first else nullcontext():

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shoal.app.doctor.examine import Examination
 from shoal.core.sizes import format_bytes
 from shoal.lowlevel import cuda_calls
+
+if TYPE_CHECKING:
+    from shoal.app.doctor.examine import Examination
 
 _ONE_GRAPH = "take the named line out: one graph has more means, and less has to be kept"
 _SLOWER = 0.1  # of the plain step: what a plan adds from which on more bytes are worth naming
