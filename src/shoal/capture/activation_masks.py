@@ -41,7 +41,8 @@ def shrink_to_masks(graph: fx.Graph, backward: set[fx.Node]) -> None:
 
 def _may_read_mask(node: fx.Node, backward: set[fx.Node]) -> bool:
     output: Any = node.args[1]
-    computed_forward = output not in backward and output.target is _FORWARDS[node.target]
+    target: Any = node.target
+    computed_forward = output not in backward and output.target is _FORWARDS[target]
     return computed_forward and _reads_sign(node) and not reaches_output(output)
 
 

@@ -26,7 +26,7 @@ Each takes the joint graph of forward and backward (aten ops, functional) and ed
   (`concatenation_gradients`).
 
 They run before planning, so that the planner sees the small storages. What costs an op, and bytes only while the
-backward pass runs, is left to `smaller_waits`.
+backward pass runs, is left to `shrunk`.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from shoal.capture.activation_masks import save_masks
 from shoal.capture.buffers_in_place import change_in_place
 from shoal.capture.concatenation_gradients import add_gradients_whole
 from shoal.capture.cudnn_batch_norms import leave_to_cudnn
-from shoal.capture.fx_nodes import describe_as, held_bytes, is_view, per_axis, reaches_output
+from shoal.capture.fx_nodes import describe_as, is_view, per_axis, reaches_output
 from shoal.capture.gradients_in_place import WRITTEN_OVER, write_over_gradient
 from shoal.capture.kernel_layouts import lay_out_as_kernels_do, type_as_kernels_do
 from shoal.capture.norm_gradients import fold_norm_gradients
 from shoal.capture.op_counts import convolution_backward_flops
-from shoal.capture.symbolic_sizes import as_arguments, usual
+from shoal.capture.symbolic_sizes import as_arguments
 from shoal.codecs import pool_index
 from shoal.kernels.convolution import (
     can_do_without_input,

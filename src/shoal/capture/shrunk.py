@@ -1,4 +1,4 @@
-"""A captured step with what waits within the backward pass in fewer bytes, each at the cost of an op.
+"""A captured step with what waits within the backward pass shrunk, each at the cost of an op.
 
 - The result of a ReLU or leaky ReLU that others read too becomes one boolean an element when the last of them is done
   (`activation_masks`).
@@ -10,8 +10,6 @@ so they are for budgets in which little is kept. No bit of the result changes.
 """
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import torch
 from torch import fx
@@ -27,15 +25,15 @@ _LONG_WAIT_NODES = 24
 _PART_OF_WHOLE = 0.75
 
 
-def with_smaller_waits(captured: Captured) -> Captured:
-    """The step with these; `captured` stays as it is."""
+def shrunk(captured: Captured) -> Captured | None:
+    """The step with these; None where there are none. `captured` stays as it is."""
     joint = copied_joint(captured.joint)
     backward = {node for node in joint.graph.nodes if node.name in captured.backward_names}
     shrink_to_masks(joint.graph, backward)
     _copy_what_waits(joint.graph, backward)
     joint.graph.lint()
-    read_with = replace(captured.read_with, smaller_waits=True)
-    return read_joint(joint, {node.name for node in backward}, read_with)
+    names = {node.name for node in backward}
+    return read_joint(joint, names, captured.read_with) if names != captured.backward_names else None
 
 
 def _copy_what_waits(graph: fx.Graph, backward: set[fx.Node]) -> None:

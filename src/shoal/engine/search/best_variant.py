@@ -3,7 +3,8 @@
 Forms are captured and priced, none is run as a whole. A relaxed program bounds each from below (see
 `planners.joint.least_seconds`), and only what could be faster than the best plan so far is planned in full.
 Convolutions in pieces take less scratch and mostly more time, so the forms are looked at with them where they are
-slowed down, or do not fit; a form that fits is planned with them only if that lowers its bound. Direct kernels alone
+slowed down, or do not fit; a form that fits is planned with them only if that lowers its bound. Likewise where the best
+plan adds a twentieth, with what waits in the backward pass shrunk, which takes an op each time. Direct kernels alone
 may be faster than the library's, so forms that are not slowed down are looked at with these. Overlapping patches
 compute their halos besides what the network computes, so they are looked at where the other forms are slowed down by
 more than that. All numbers of slices are captured before any is planned; fewer than fit are planned only if their bound
@@ -37,6 +38,7 @@ from shoal.planners.joint import about_least_bytes, least_seconds
 log = logging.getLogger("shoal")
 
 _GOOD_ENOUGH = 0.02  # of the plain step: a plan that adds no more is not looked at in patches
+_TIGHT = 0.05  # of the fastest form's step with everything kept: where plans add more, forms are shrunk
 _WORTH_A_PLAN = 0.005  # of the best plan's step: a form that may gain no more is not planned
 _ENOUGH_SLICES = 4  # with which patches that overlap are left out
 _SURE = 0.9  # of what the step on more slices is expected to take
@@ -79,6 +81,7 @@ def best_variant(
     search = _Search(variants, price, budget_bytes)
     search.consider([WHOLE, *variants.of_norms()])
     search.consider_smaller_maps()
+    search.consider_shrunk()
     if search.is_short_of_room:
         search.consider_pieces()
     else:
@@ -90,6 +93,7 @@ def best_variant(
                 search.capture(variant)
             variant = next(split, None)
         search.plan_captured()
+        search.consider_shrunk()
         if search.has_slices and search.is_slowed:
             search.consider_pieces()
         while variant is not None:
@@ -102,6 +106,11 @@ def best_variant(
     best = search.answer()
     log.info("%s: %s inside %s", name or "model", best.variant, format_bytes(budget_bytes))
     return best
+
+
+def _as_written(variant: Variant) -> bool:
+    """Whether it is the model's own form, shrunk in the backward pass or not."""
+    return replace(variant, shrunk=False) == WHOLE
 
 
 def _is_on_slices(row: Candidate) -> bool:
@@ -124,6 +133,7 @@ class _Search(Generic[Graph, Made]):
         self._captured: list[Form[Graph, Made]] = []
         self._forms: dict[str, Form[Graph, Made]] = {}  # by the step's fingerprint
         self._cut: set[str] = set()
+        self._shrunk: set[str] = set()  # forms of which it was asked what they are shrunk
         self._best: Best[Graph, Made] | None = None
         self._unfit: list[Form[Graph, Made]] = []
         self._refused: dict[tuple[Variant, bool], BudgetError] = {}  # by form and whether storages are encoded
@@ -176,11 +186,33 @@ class _Search(Generic[Graph, Made]):
         forms = [form for form in self._forms.values() if form.variant in fitting]
         self._try_each(self._changed(forms, lambda priced: priced.faster()))
 
+    def consider_shrunk(self) -> None:
+        """The same forms once more, shrunk in the backward pass, where the best plan is slowed down or missing."""
+        if not self._is_slowed_by(_TIGHT):
+            return
+        fresh = [form for fingerprint, form in self._forms.items() if fingerprint not in self._shrunk]
+        self._shrunk |= self._forms.keys()
+        forms = []
+        for form in fresh:
+            if form.variant.pieces or form.variant.shrunk or not self._may_gain(form.priced.graph.plain_seconds):
+                continue
+            if (priced := form.priced.shrunk()) is not None:
+                forms.append(Form(replace(form.variant, shrunk=True), form.graph, priced))
+        self._try_each(forms)
+
     def consider_pieces(self) -> None:
-        """The same forms once more, with convolutions in pieces, but for those that were asked already."""
+        """The same forms once more, with convolutions in pieces, but for those that were asked already.
+
+        Of a form that was shrunk, that one alone: pieces too are for the fewest bytes.
+        """
         uncut = self._forms.keys() - self._cut
         self._cut |= uncut
-        forms = [form for fingerprint, form in self._forms.items() if fingerprint in uncut and not form.variant.pieces]
+        shrunk = {replace(form.variant, shrunk=False) for form in self._forms.values() if form.variant.shrunk}
+        forms = [
+            form
+            for fingerprint, form in self._forms.items()
+            if fingerprint in uncut and not form.variant.pieces and form.variant not in shrunk
+        ]
         self._try_each(self._changed(forms, lambda priced: priced.cut()))
 
     @staticmethod
@@ -339,8 +371,11 @@ class _Search(Generic[Graph, Made]):
     @property
     def is_short_of_room(self) -> bool:
         """Whether the best plan so far is slower than the fastest form with everything kept, or there is none."""
+        return self._is_slowed_by(_GOOD_ENOUGH)
+
+    def _is_slowed_by(self, share: float) -> bool:
         fastest_seconds = min(form.priced.graph.plain_seconds for form in self._forms.values())
-        return self._best is None or self._best.plan.predicted_seconds > (1 + _GOOD_ENOUGH) * fastest_seconds
+        return self._best is None or self._best.plan.predicted_seconds > (1 + share) * fastest_seconds
 
     def is_worth_capturing(self, variant: Variant) -> bool:
         """Whether a form on patches may be the fastest, and is not too large; the table says why not."""
@@ -403,7 +438,8 @@ class _Search(Generic[Graph, Made]):
             raise self._nearest()
         best = self._best
         rows = tuple(replace(row, outcome="chosen") if row.variant == best.variant else row for row in self._rows)
-        return replace(best, plan=replace(best.plan, variant=best.variant, candidates=rows))
+        considered = rows if len(rows) > 1 else ()
+        return replace(best, plan=replace(best.plan, variant=best.variant, candidates=considered))
 
     def _consider_unfit(self) -> None:
         """Plan the forms that do not fit by their bounds, and may by recomputing again and again, or in another order.
@@ -432,7 +468,7 @@ class _Search(Generic[Graph, Made]):
         """Of the refusals, the one that names the least."""
         (variant, _), nearest = min(self._refused.items(), key=lambda one: one[1].least_feasible_bytes or math.inf)
         hint = f"computed otherwise than the model says it ({variant}), which needs least of all forms"
-        return nearest if variant == WHOLE else nearest.with_hint(hint)
+        return nearest if _as_written(variant) else nearest.with_hint(hint)
 
     def _ways_to_the_least(self) -> list[Way[Graph, Made]]:
         """Each form that does not fit by its bound and may gain, exact and all encoded; the most promising first."""

@@ -106,11 +106,6 @@ class Variants:
             return str(reason)
 
     @property
-    def any(self) -> bool:
-        """Whether the step has another form than its own, or may have one with convolutions in pieces."""
-        return self._may_cut or self.has_other_graphs
-
-    @property
     def has_other_graphs(self) -> bool:
         """Whether it has a form with a graph of its own."""
         return next(self.of_norms(), None) is not None or next(self.split(), None) is not None
@@ -300,7 +295,7 @@ class Variants:
         Raises:
             Refused: the step does not have that form.
         """
-        if replace(variant, pieces=()) == WHOLE:
+        if replace(variant, pieces=(), shrunk=False) == WHOLE:
             return self.own
         if variant.invert:
             return with_inverted_norms(self.own)
