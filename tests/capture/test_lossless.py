@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from math import prod
 from typing import Any
 
 import pytest
