@@ -168,8 +168,8 @@ def test_a_quick_run_fills_every_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     put_in_place(monkeypatch)
-    monkeypatch.setattr("shoal.engine.search.variants._DEPTHS", (0.5,))
-    monkeypatch.setattr("shoal.engine.search.variants._PARTS", (2,))
+    monkeypatch.setattr("shoal.engine.search.split_forms._DEPTHS", (0.5,))
+    monkeypatch.setattr("shoal.engine.search.split_forms._PARTS", (2,))
     asked = ["--quick", "--networks", "googlenet", "--shares", "80", "--image", "32", "--allow", "recompute,exact"]
     asked += ["--out", str(tmp_path)]
     assert one_plan.main(asked) == 0

@@ -12,7 +12,7 @@ from torch import nn
 import shoal
 from shoal.core.variant import WHOLE
 from shoal.engine import backend, choose_variant
-from shoal.engine.search.best_variant import Best
+from shoal.engine.search.search_state import Best
 from tests.engine.search.test_best_variant import FUSED, batches, normalised, share_of_plain, step
 from tests.engine.training_laws import differences, train
 

@@ -130,7 +130,7 @@ def test_nothing_is_allocated(net: nn.Module) -> None:
 
 
 def test_slices_of_the_batch_are_looked_at_too(captured: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.engine.search.variants._PARTS", ())  # patches take long to plan
+    monkeypatch.setattr("shoal.engine.search.split_forms._PARTS", ())  # patches take long to plan
     with torch.device("meta"):
         net = nn.Sequential(*blocks(3, 24, 24), nn.MaxPool2d(4), nn.Flatten())
     how = HOW | {"allow": "recompute, exact_split"}

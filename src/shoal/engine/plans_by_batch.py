@@ -28,7 +28,8 @@ from shoal.engine.search.best_variant import best_variant
 from shoal.engine.search.max_batch import largest_fitting
 from shoal.engine.search.priced import captured_form
 from shoal.engine.search.scaled_step import NotLinear, scaled_step
-from shoal.engine.search.variants import PatchWork, Variants, forms_up_to, fused_forms, sliced_forms
+from shoal.engine.search.split_forms import PatchWork, sliced_forms
+from shoal.engine.search.variants import Variants, forms_up_to, fused_forms
 from shoal.errors import InputError, brief
 from shoal.memory.static_memory import StaticMemory
 from shoal.memory.storage_bytes import distinct_bytes, reject_without_shape

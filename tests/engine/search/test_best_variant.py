@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,21 +13,13 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.capture.layered import Refused
 from shoal.core.plan import Plan
-from shoal.core.step import StepGraph
-from shoal.core.variant import WHOLE, Pieces, Variant
+from shoal.core.variant import WHOLE, Variant
 from shoal.engine.backend import backend
-from shoal.engine.search.best_variant import best_variant
-from shoal.engine.search.encoding import EncodeBelow, EncodeIfFaster, NotFaster
-from shoal.engine.search.priced import Encodable, Priced
-from shoal.engine.search.variants import PatchWork
 from shoal.errors import BudgetError, CaptureError, InputError, PlanError
-from shoal.planners.keep_all import keep_all
 from shoal.transforms.fuse.fuse_graph import fuse_graph
 from shoal.transforms.split.split import split
 from tests.engine.training_laws import blocks
-from tests.random_steps import HARDWARE, conv_bn_relu_chain
 
 IMAGES = (2, 3, 64, 64)
 FUSED = Variant(fuse="bnff")
@@ -37,9 +27,9 @@ FUSED = Variant(fuse="bnff")
 
 @pytest.fixture(autouse=True)
 def few_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.engine.search.variants._DEPTHS", (0.5,))
-    monkeypatch.setattr("shoal.engine.search.variants._PARTS", (2,))
-    monkeypatch.setattr("shoal.engine.search.variants._SLICES", ())
+    monkeypatch.setattr("shoal.engine.search.split_forms._DEPTHS", (0.5,))
+    monkeypatch.setattr("shoal.engine.search.split_forms._PARTS", (2,))
+    monkeypatch.setattr("shoal.engine.search.split_forms._SLICES", ())
 
 
 def wide_at_first() -> nn.Module:
@@ -256,7 +246,7 @@ def test_below_what_the_whole_needs_it_runs_on_patches_without_changing_its_func
 
 
 def test_below_what_the_whole_needs_it_runs_on_slices_of_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.engine.search.variants._SLICES", (4,))
+    monkeypatch.setattr("shoal.engine.search.split_forms._SLICES", (4,))
     x = batches(1, 6, 3, 32, 32)[0]
 
     def network() -> nn.Module:
@@ -277,7 +267,7 @@ def test_below_what_the_whole_needs_it_runs_on_slices_of_the_batch(monkeypatch: 
 
 def test_instance_norms_run_on_slices_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in nnU-Net's networks for volumes."""
-    monkeypatch.setattr("shoal.engine.search.variants._SLICES", (2,))
+    monkeypatch.setattr("shoal.engine.search.split_forms._SLICES", (2,))
     x = batches(1, 2, 1, 16, 16, 16)[0]
 
     def network() -> nn.Module:
@@ -320,354 +310,6 @@ def test_where_nothing_fits_the_least_of_all_forms_is_told_and_works() -> None:
     least = least_bytes(model, allow="bitwise, exact_split")
     assert 200_000 < least < least_bytes_of_the_whole()
     assert shoal.plan(model, torch.empty(IMAGES), least, allow="bitwise, exact_split").predicted_peak_bytes <= least
-
-
-class Refusing:
-    """Forms of which each needs another number of bytes, with what plans them."""
-
-    def __init__(self, **needed_bytes: int) -> None:
-        self.needed_bytes = {Variant(fuse="" if name == "whole" else name): need for name, need in needed_bytes.items()}
-        self.asked: list[Variant] = []
-
-    def of_norms(self) -> Iterator[Variant]:
-        return (variant for variant in self.needed_bytes if variant != WHOLE)
-
-    def of_smaller_maps(self, fused: Variant) -> Iterator[Variant]:
-        return iter(())
-
-    def split(self) -> Iterator[Variant]:
-        return iter(())
-
-    def work(self, variant: Variant) -> PatchWork:
-        raise Refused(f"{variant} is not on patches")
-
-    def graph(self, variant: Variant) -> Variant:
-        return variant
-
-    def price(self, variant: Variant) -> Priced[None]:
-        def plan(budget_bytes: int) -> tuple[None, Plan]:
-            self.asked.append(variant)
-            raise BudgetError("no plan fits", least_feasible_bytes=self.needed_bytes[variant])
-
-        step = conv_bn_relu_chain(2 + len(self.asked) + list(self.needed_bytes).index(variant))
-        return Priced(replace(step, static_bytes=1000), plan)
-
-
-def test_the_least_of_every_form_is_told_whichever_it_is() -> None:
-    for least in ("whole", "bnff", "icf"):
-        forms = Refusing(**{name: 10**9 - (name == least) for name in ("whole", "bnff", "icf")})
-        with pytest.raises(BudgetError) as refused:
-            best_variant(forms, forms.price, 1, "")
-        assert refused.value.least_feasible_bytes == 10**9 - 1
-        assert ("computed otherwise" in str(refused.value)) == (least != "whole")
-        assert sorted(map(str, forms.asked)) == sorted(map(str, forms.needed_bytes))
-
-
-def test_a_form_whose_ops_alone_need_more_than_another_form_is_not_asked() -> None:
-    forms = Refusing(whole=1001, bnff=1, icf=1)
-    with pytest.raises(BudgetError) as refused:
-        best_variant(forms, forms.price, 1, "")
-    assert forms.asked == [WHOLE] and refused.value.least_feasible_bytes == 1001
-
-
-class OnPatches(Refusing):
-    """Forms that hold so many bytes besides, by the number of patches along each side; 1 is the step as it is."""
-
-    def __init__(self, *held_bytes: int) -> None:
-        super().__init__()
-        patches = [Variant(depth=0.5, grid=(n, n)) for n in range(2, 1 + len(held_bytes))]
-        self.held_bytes = dict(zip([WHOLE, *patches], held_bytes, strict=True))
-        self.captured: list[Variant] = []
-
-    def split(self) -> Iterator[Variant]:
-        return (variant for variant in self.held_bytes if variant != WHOLE)
-
-    def work(self, variant: Variant) -> PatchWork:
-        return PatchWork(0.0, 1)
-
-    def price(self, variant: Variant) -> Priced[None]:
-        def plan(budget_bytes: int) -> tuple[None, Plan]:
-            self.asked.append(variant)
-            raise BudgetError("no plan fits", least_feasible_bytes=self.held_bytes[variant])
-
-        self.captured.append(variant)
-        step = conv_bn_relu_chain(1 + len(self.captured))
-        return Priced(replace(step, static_bytes=self.held_bytes[variant]), plan)
-
-
-def test_where_nothing_fits_patches_become_finer_while_they_need_less_and_one_form_is_searched() -> None:
-    million = 10**6
-    forms = OnPatches(9 * million, 5 * million, 5 * million, million)  # 3 x 3 need what 2 x 2 do: 4 x 4 are not tried
-    with pytest.raises(BudgetError) as refused:
-        best_variant(forms, forms.price, 1, "")
-    _, two, three, _ = forms.held_bytes
-    assert forms.captured == [WHOLE, two, three] and forms.asked == [two]
-    assert refused.value.least_feasible_bytes == 5 * million
-
-
-class InSeconds(Refusing):
-    """Forms by the seconds that they take with everything kept, and that their plans take."""
-
-    def __init__(self, **seconds: tuple[float, float]) -> None:
-        super().__init__(**dict.fromkeys(seconds, 0))
-        self.seconds = dict(zip(self.needed_bytes, seconds.values(), strict=True))
-
-    def price(self, variant: Variant) -> Priced[None]:
-        kept_seconds, plan_seconds = self.seconds[variant]
-        place = list(self.seconds).index(variant)
-
-        def plan(budget_bytes: int) -> tuple[None, Plan]:
-            self.asked.append(variant)
-            return None, Plan(taking(plan_seconds, place), {}, "keep_all")
-
-        return Priced(taking(kept_seconds, place), plan)
-
-
-def taking(seconds: float, place: int) -> StepGraph:
-    step = conv_bn_relu_chain(2 + place)  # another step each
-    first, *others = step.ops
-    others = [replace(op, seconds=0.0) for op in others]
-    return replace(step, ops=(replace(first, seconds=seconds), *others))
-
-
-def test_a_form_that_can_gain_next_to_nothing_is_not_planned() -> None:
-    forms = InSeconds(whole=(100.0, 101.0), bnff=(100.1, 100.1), icf=(100.8, 100.8))
-    found = best_variant(forms, forms.price, 2**40, "")
-    assert forms.asked == [WHOLE, Variant(fuse="bnff")] and found.variant == Variant(fuse="bnff")
-    forms = InSeconds(whole=(100.0, 101.0), bnff=(100.8, 100.8), icf=(101.2, 101.2))
-    outcomes = [one.outcome for one in best_variant(forms, forms.price, 2**40, "").plan.candidates]
-    assert forms.asked == [WHOLE]
-    assert outcomes == ["chosen", "cannot be much faster, by its bound", "cannot be faster, by its bound"]
-
-
-class UpTo(InSeconds):
-    """Fused, what is normalised fits only up to some share of the largest map."""
-
-    def __init__(self, fits_up_to: float, fused_seconds: float = 80.0, whole_seconds: float = 110.0) -> None:
-        super().__init__(whole=(100.0, whole_seconds), bnff=(fused_seconds, fused_seconds))
-        self.fits_up_to = fits_up_to
-        self.seconds |= {Variant(fuse="bnff", up_to=share): (90.0, 92.0) for share in (0.9, 0.5, 0.25)}
-
-    def of_smaller_maps(self, fused: Variant) -> Iterator[Variant]:
-        return (variant for variant in self.seconds if variant.up_to < 1)
-
-    def price(self, variant: Variant) -> Priced[None]:
-        def refuse(budget_bytes: int) -> tuple[None, Plan]:
-            self.asked.append(variant)
-            raise BudgetError("no plan fits", least_feasible_bytes=budget_bytes + 1)
-
-        priced = super().price(variant)
-        return replace(priced, plan=refuse) if variant.fuse and variant.up_to > self.fits_up_to else priced
-
-
-@pytest.mark.parametrize("fits_up_to, asked", [(1.0, [1.0]), (0.9, [1.0, 0.9]), (0.3, [1.0, 0.9, 0.5, 0.25])])
-def test_batch_norms_of_the_largest_maps_are_left_until_the_others_fit_fused(
-    fits_up_to: float, asked: list[float]
-) -> None:
-    forms = UpTo(fits_up_to)
-    best = best_variant(forms, forms.price, 2**40, "")
-    assert best.variant == Variant(fuse="bnff", up_to=asked[-1])
-    assert [variant.up_to for variant in forms.asked if variant.fuse] == asked
-
-
-def test_they_are_left_also_where_the_step_as_it_is_adds_nothing_but_fused_would_be_faster() -> None:
-    forms = UpTo(0.9, whole_seconds=100.0)
-    assert best_variant(forms, forms.price, 2**40, "").variant == Variant(fuse="bnff", up_to=0.9)
-    forms = UpTo(0.9, fused_seconds=99.8, whole_seconds=100.0)
-    assert best_variant(forms, forms.price, 2**40, "").variant == WHOLE
-    assert not any(0 < variant.up_to < 1 for variant in forms.asked)
-
-
-class Encoding(InSeconds):
-    """Forms by their seconds, and by those with storages encoded; what needs infinitely many seconds does not fit.
-
-    `bounds` are lower ones of the seconds with storages encoded: where none is given, of the form with everything kept.
-    """
-
-    def __init__(
-        self, encoded_seconds: dict[str, float], bounds: dict[str, float] | None = None, **seconds: tuple[float, float]
-    ) -> None:
-        super().__init__(**seconds)
-        named = dict(zip(seconds, self.seconds, strict=True))
-        self.bounds = {named[name]: bound for name, bound in (bounds or {}).items()}
-        self.encoded_seconds = dict(zip(self.seconds, map(encoded_seconds.__getitem__, seconds), strict=True))
-        self.asked_encoded: list[tuple[Variant, float]] = []
-
-    def price(self, variant: Variant) -> Priced[None]:
-        place = list(self.seconds).index(variant)
-
-        def encoded(budget_bytes: int, encoding: EncodeIfFaster | EncodeBelow) -> tuple[None, Plan]:
-            below_seconds = encoding.seconds if isinstance(encoding, EncodeBelow) else math.inf
-            self.asked_encoded.append((variant, below_seconds))
-            seconds = self.encoded_seconds[variant]
-            if math.isinf(seconds):
-                raise BudgetError("no plan fits", least_feasible_bytes=budget_bytes + 1)
-            if seconds >= below_seconds:
-                raise NotFaster
-            return None, Plan(taking(seconds, place), {}, "joint")
-
-        def refused(budget_bytes: int) -> tuple[None, Plan]:
-            raise BudgetError("no plan fits", least_feasible_bytes=budget_bytes + 2)
-
-        bound = self.bounds.get(variant, self.seconds[variant][0])
-        priced = replace(super().price(variant), encoded=Encodable(lambda share: taking(bound, place), encoded))
-        return replace(priced, plan=refused) if math.isinf(self.seconds[variant][1]) else priced
-
-
-def test_storages_are_encoded_in_what_is_faster_kept_than_the_best_plan_and_only_a_faster_plan_counts() -> None:
-    encoded = {"whole": 105.0, "bnff": 99.0, "icf": 90.0}
-    forms = Encoding(encoded, whole=(100.0, 110.0), bnff=(98.0, 108.0), icf=(109.0, 120.0))
-    best = best_variant(forms, forms.price, 2**40, "")
-    assert forms.asked_encoded == [(FUSED, 108.0)], "then nothing is faster with everything kept"
-    assert best.variant == FUSED and best.plan.predicted_seconds == pytest.approx(99.0)
-    outcomes = {str(row.variant): (row.seconds, row.outcome) for row in best.plan.candidates}
-    assert outcomes[str(FUSED)] == (pytest.approx(99.0), "chosen")
-    forms = Encoding(dict.fromkeys(encoded, 108.0), whole=(100.0, 110.0), bnff=(98.0, 108.0), icf=(107.0, 120.0))
-    best = best_variant(forms, forms.price, 2**40, "")
-    assert [variant for variant, _ in forms.asked_encoded] == [FUSED, WHOLE], "two forms, where something fits"
-    assert best.variant == FUSED and best.plan.predicted_seconds == pytest.approx(108.0)
-
-
-def test_where_nothing_fits_exactly_each_form_is_asked_until_one_fits_encoded() -> None:
-    nothing = dict.fromkeys(("whole", "bnff", "icf"), math.inf)
-    kept = {"whole": (100.0, math.inf), "bnff": (98.0, math.inf), "icf": (99.0, math.inf)}
-    forms = Encoding(nothing | {"icf": 130.0, "whole": 120.0}, **kept)
-    best = best_variant(forms, forms.price, 2**40, "")
-    assert [below for _, below in forms.asked_encoded] == [math.inf, math.inf, 130.0]
-    assert best.variant == WHOLE and best.plan.predicted_seconds == pytest.approx(120.0)
-    forms = Encoding(nothing, **kept)
-    with pytest.raises(BudgetError) as refused:
-        best_variant(forms, forms.price, 2**40, "")
-    assert refused.value.least_feasible_bytes == 2**40 + 1
-
-
-def test_a_form_that_does_not_fit_exactly_is_encoded_only_where_its_bound_says_that_it_may_be_faster_so() -> None:
-    seconds = {"whole": 110.0, "bnff": 107.0, "icf": 106.0}
-    kept = {"whole": (100.0, 108.0), "bnff": (98.0, 110.0), "icf": (99.0, 112.0)}
-    forms = Encoding(seconds, {"bnff": 107.9, "icf": 104.0}, **kept)
-
-    def price(variant: Variant) -> Priced[None]:
-        priced = forms.price(variant)
-        too_large = kept_alone(2000 + len(str(variant)))
-        first, *others = too_large.ops
-        others = [replace(op, seconds=0.0) for op in others]
-        slow = replace(too_large, ops=(replace(first, seconds=priced.graph.plain_seconds), *others))
-        return priced if variant == WHOLE else replace(priced, graph=slow)
-
-    best = best_variant(forms, price, keep_all(kept_alone(1900), HARDWARE, 0).predicted_peak_bytes, "")
-    icf = Variant(fuse="icf")
-    assert forms.asked == [WHOLE] and forms.asked_encoded == [(icf, 108.0), (WHOLE, 106.0)]
-    assert best.variant == icf
-
-
-def test_where_nothing_fits_with_all_encoded_either_the_form_that_needs_least_is_searched_alone() -> None:
-    nothing = dict.fromkeys(("whole", "bnff", "icf"), math.inf)
-    forms = Encoding(nothing, whole=(9.0, math.inf), bnff=(9.0, math.inf), icf=(9.0, math.inf))
-    sizes = {WHOLE: 1800, FUSED: 1000, Variant(fuse="icf"): 2000}
-
-    def price(variant: Variant) -> Priced[None]:
-        priced = forms.price(variant)
-        assert priced.encoded is not None
-        encoded = kept_alone(sizes[variant] - 10)
-        return replace(
-            priced, graph=kept_alone(sizes[variant]), encoded=replace(priced.encoded, graph=lambda share: encoded)
-        )
-
-    with pytest.raises(BudgetError):
-        best_variant(forms, price, keep_all(kept_alone(1000), HARDWARE, 0).predicted_peak_bytes // 2, "")
-    assert forms.asked == [] and forms.asked_encoded == [(FUSED, math.inf)]
-
-
-def kept_alone(nbytes: int) -> StepGraph:
-    step = conv_bn_relu_chain(6, nbytes)
-    return replace(step, ops=tuple(replace(op, recomputable=False) for op in step.ops))
-
-
-@pytest.mark.parametrize("kept_seconds, asked", [(99.0, ["whole", "pieces"]), (99.8, ["whole"])])
-def test_a_form_that_fits_is_planned_in_pieces_only_if_that_lowers_its_bound(
-    kept_seconds: float, asked: list[str]
-) -> None:
-    forms = InSeconds(whole=(100.0, 110.0))
-    were_asked: list[str] = []
-
-    def made(name: str, seconds: float) -> tuple[None, Plan]:
-        were_asked.append(name)
-        return None, Plan(taking(seconds, 0), {}, "keep_all")
-
-    def price(variant: Variant) -> Priced[None]:
-        cut = Priced(taking(kept_seconds, 1), lambda budget_bytes: made("pieces", 105.0))
-        return Priced(
-            taking(100.0, 0), lambda budget_bytes: made("whole", 110.0), cut=lambda: ((Pieces("conv", 0, 2),), cut)
-        )
-
-    found = best_variant(forms, price, 2**40, "")
-    assert were_asked == asked and bool(found.variant.pieces) == (len(asked) == 2)
-    outcome = found.plan.candidates[-1].outcome
-    assert outcome == ("chosen" if found.variant.pieces else "fits without pieces, and gains nothing by its bound")
-
-
-@pytest.mark.parametrize("direct_seconds, plan_seconds", [(90.0, 100.0), (99.8, 100.0), (90.0, 110.0)])
-def test_where_nothing_is_slowed_direct_kernels_are_looked_at_for_being_faster(
-    direct_seconds: float, plan_seconds: float
-) -> None:
-    """More room never gives a slower plan: where the step is slowed down they are looked at for their scratch."""
-    forms = InSeconds(whole=(100.0, plan_seconds))
-    direct = Pieces("conv", direct=True)
-
-    def planned(budget_bytes: int) -> tuple[None, Plan]:
-        return None, Plan(taking(direct_seconds, 1), {}, "keep_all")
-
-    def price(variant: Variant) -> Priced[None]:
-        changed = (direct,), Priced(taking(direct_seconds, 1), planned)
-        return replace(forms.price(variant), faster=lambda: changed)
-
-    found = best_variant(forms, price, 2**40, "").variant
-    assert found.pieces == ((direct,) if direct_seconds < 99 and plan_seconds == 100.0 else ())
-
-
-@pytest.mark.parametrize("few_seconds, asked", [(90.0, [4, 10]), (97.0, [10])])
-def test_fewer_slices_than_fit_are_planned_only_if_that_lowers_the_bound(few_seconds: float, asked: list[int]) -> None:
-    kept_seconds = {WHOLE: 100.0, Variant(depth=0.5, slices=4): few_seconds, Variant(depth=0.5, slices=10): 96.0}
-    forms = OnPatches(1)
-    forms.held_bytes = dict.fromkeys(kept_seconds, 0)
-    were_asked: list[int] = []
-
-    def price(variant: Variant) -> Priced[None]:
-        def plan(budget_bytes: int) -> tuple[None, Plan]:
-            were_asked.append(variant.slices)
-            slowed_seconds = {0: 150.0, 4: 140.0, 10: 120.0}[variant.slices]
-            return None, Plan(taking(slowed_seconds, 0), {}, "keep_all")
-
-        return Priced(taking(kept_seconds[variant], variant.slices), plan)
-
-    found = best_variant(forms, price, 2**40, "")
-    assert were_asked == [0, *asked] and found.variant.slices == 10
-    few = next(one for one in found.plan.candidates if one.variant.slices == 4)
-    assert few.outcome == ("slower" if few.seconds else "fits on more slices, and gains nothing by its bound")
-
-
-@pytest.mark.parametrize("kept_seconds, asked", [(110.0, [0, 4]), (118.0, [0])])
-def test_slices_that_must_be_planned_twice_as_near_to_their_bound_as_the_whole_are_not_planned(
-    kept_seconds: float, asked: list[int]
-) -> None:
-    on_slices = Variant(depth=0.5, slices=4)
-    forms = OnPatches(1)
-    forms.held_bytes = dict.fromkeys([WHOLE, on_slices], 0)
-    were_asked: list[int] = []
-
-    def price(variant: Variant) -> Priced[None]:
-        def plan(budget_bytes: int) -> tuple[None, Plan]:
-            were_asked.append(variant.slices)
-            return None, Plan(taking(130.0 if variant.slices else 140.0, 0), {}, "keep_all")
-
-        return Priced(taking(kept_seconds if variant.slices else 100.0, variant.slices), plan)
-
-    found = best_variant(forms, price, 2**40, "")
-    assert were_asked == asked and found.variant == (on_slices if on_slices.slices in asked else WHOLE)
-    outcome = next(one for one in found.plan.candidates if one.variant == on_slices).outcome
-    assert outcome == (
-        "chosen" if 4 in asked else "faster only if planned twice as near to its bound as the step as it is"
-    )
 
 
 def test_more_means_never_need_more() -> None:

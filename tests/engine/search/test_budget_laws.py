@@ -19,10 +19,11 @@ from shoal.core.plan import Plan
 from shoal.core.simulate import simulate
 from shoal.core.step import Op, StepGraph, Storage
 from shoal.core.variant import WHOLE, Variant
-from shoal.engine.search.best_variant import _GOOD_ENOUGH, _WORTH_A_PLAN, best_variant
+from shoal.engine.search.best_variant import best_variant
 from shoal.engine.search.encoding import EncodeBelow, EncodeIfFaster, NotFaster
 from shoal.engine.search.priced import Encodable, Priced
-from shoal.engine.search.variants import PatchWork
+from shoal.engine.search.search_state import GOOD_ENOUGH, WORTH_A_PLAN
+from shoal.engine.search.split_forms import PatchWork
 from shoal.errors import BudgetError
 from shoal.planners.infeasible import fewest_bytes
 from shoal.planners.joint import joint
@@ -130,10 +131,10 @@ def test_slices_that_are_the_fastest_in_few_bytes_are_looked_at_in_more(widths: 
     whole = network(*(100 * width for width in widths))
     parts = in_parts(whole, 3, slower)
     forms, plain, least_bytes = Forms({WHOLE: whole, FEW: parts}), simulate(whole, {}), fewest_bytes(parts)
-    enough = (1 + _GOOD_ENOUGH) * plain.seconds
+    enough = (1 + GOOD_ENOUGH) * plain.seconds
     found = [forms.seconds(int(least_bytes + n / 14 * (plain.peak_bytes - least_bytes))) for n in range(15)]
     for seconds, least in zip(found[1:], accumulate(found, min), strict=False):
-        assert seconds * (1 - _WORTH_A_PLAN) <= max(least, enough)
+        assert seconds * (1 - WORTH_A_PLAN) <= max(least, enough)
     assert found[-1] == plain.seconds < found[0]
 
 
@@ -182,8 +183,8 @@ def test_more_bytes_and_more_means_are_never_slower(
         budget_bytes = int(least_bytes + share * (plain.peak_bytes - least_bytes))
         now = {name: forms.seconds(budget_bytes) for name, forms in means.items()}
         for narrow, wide in pairwise(now):
-            assert now[wide] * (1 - _WORTH_A_PLAN) <= now[narrow], (narrow, wide, share)
+            assert now[wide] * (1 - WORTH_A_PLAN) <= now[narrow], (narrow, wide, share)
         for name, seconds in now.items():
-            enough = (1 + _GOOD_ENOUGH) * plain.seconds
-            assert seconds * (1 - _WORTH_A_PLAN) <= max(before[name], enough), (name, share)
+            enough = (1 + GOOD_ENOUGH) * plain.seconds
+            assert seconds * (1 - WORTH_A_PLAN) <= max(before[name], enough), (name, share)
             before[name] = min(before[name], seconds)

@@ -20,7 +20,7 @@ from shoal.core.variant import WHOLE, Variant
 from shoal.engine.search.encoding import EncodeBelow, EncodeIfFaster, NotFaster
 from shoal.engine.search.frontier_points import Found, frontier_points
 from shoal.engine.search.priced import Encodable, Priced
-from shoal.engine.search.variants import PatchWork
+from shoal.engine.search.split_forms import PatchWork
 from shoal.errors import BudgetError
 from shoal.planners.joint import joint
 from tests.random_steps import HARDWARE, conv_bn_relu_chain, steps

@@ -10,7 +10,7 @@ from torch import nn
 
 import shoal
 from shoal.core.variant import Variant
-from shoal.engine.search import variants
+from shoal.engine.search import split_forms, variants
 from shoal.errors import BudgetError
 
 ALLOW = "recompute, exact_split"
@@ -48,9 +48,9 @@ def trained(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 
 @pytest.fixture(autouse=True)
 def _small_tensors_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(variants, "_WORTH_SLABS_BYTES", 1 << 10)
-    monkeypatch.setattr(variants, "_SLABS", ((4, False), (4, True)))
-    monkeypatch.setattr(variants, "_PARTS", ())  # patches take long to plan
+    monkeypatch.setattr(split_forms, "_WORTH_SLABS_BYTES", 1 << 10)
+    monkeypatch.setattr(split_forms, "_SLABS", ((4, False), (4, True)))
+    monkeypatch.setattr(split_forms, "_PARTS", ())  # patches take long to plan
 
 
 def needed_bytes(allow: str) -> int:
@@ -85,7 +85,7 @@ def test_large_volumes_alone_have_such_forms(monkeypatch: pytest.MonkeyPatch) ->
         return gm
 
     torch.compile(made()[0], backend=read)(made()[1])
-    monkeypatch.setattr(variants, "_WORTH_SLABS_BYTES", 4 << 20)
+    monkeypatch.setattr(split_forms, "_WORTH_SLABS_BYTES", 4 << 20)
     torch._dynamo.reset()
     torch.compile(made()[0], backend=read)(made()[1])
     assert forms == [[Variant(slabs=4), Variant(slabs=4, twice=True)], []]

@@ -16,7 +16,8 @@ from shoal.core.step import StepGraph
 from shoal.core.variant import WHOLE, Pieces, Variant
 from shoal.engine.search.encoding import EncodeBelow, EncodeIfFaster
 from shoal.engine.search.scaled_step import NotLinear
-from shoal.engine.search.variants import Forms, Graph, PatchWork
+from shoal.engine.search.split_forms import PatchWork
+from shoal.engine.search.variants import Forms, Graph
 from shoal.planners.joint import least_seconds
 
 log = logging.getLogger("shoal")

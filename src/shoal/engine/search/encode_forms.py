@@ -1,0 +1,74 @@
+"""The forms of a step with storages encoded: those that may be faster so than the best plan that encodes nothing."""
+
+from __future__ import annotations
+
+import math
+from typing import Generic
+
+from shoal.core.progress import doing
+from shoal.core.variant import Variant
+from shoal.engine.search.choose_encoded import BOUNDING_SHARES
+from shoal.engine.search.encoding import IF_FASTER, EncodeBelow, NotFaster
+from shoal.engine.search.nearest_first import Form
+from shoal.engine.search.priced import Made
+from shoal.engine.search.search_state import Best, SearchState
+from shoal.engine.search.variants import Graph
+from shoal.errors import BudgetError
+from shoal.planners.joint import least_seconds
+
+_MAX_ENCODED = 2  # forms in which storages are encoded, once something fits
+
+
+class EncodeForms(Generic[Graph, Made]):
+    """Encodes storages in the forms of a search.
+
+    Args:
+        state: what is known; the best plan is noted there.
+    """
+
+    def __init__(self, state: SearchState[Graph, Made]) -> None:
+        self._state = state
+        self._planned: set[Variant] = set()
+
+    def has_planned(self, variant: Variant) -> bool:
+        """Whether a form was planned with storages encoded."""
+        return variant in self._planned
+
+    def plan(self) -> None:
+        """Plan the forms that may be faster so than the best plan, first what is fastest with everything kept."""
+        state, n_fitting = self._state, 0
+        for form in sorted(state.forms.values(), key=lambda form: form.priced.graph.plain_seconds):
+            if n_fitting == _MAX_ENCODED or not state.may_gain(form.priced.graph.plain_seconds):
+                return
+            if form.priced.encoded is not None and state.may_fit(form) and self._may_gain(form):
+                n_fitting += self._encode(form)
+
+    def _may_gain(self, form: Form[Graph, Made]) -> bool:
+        """Whether the bound of a form, exact or with storages encoded, lets it fit and be faster than the best plan."""
+        assert form.priced.encoded is not None
+        doing("plan", f"{len(form.priced.graph.ops)} ops, {form.variant}, storages encoded")
+        exact = self._state.row(form.variant).bound_seconds
+        if exact is not None and self._state.may_gain(exact):
+            return True
+        for share in BOUNDING_SHARES:
+            bound_seconds = least_seconds(form.priced.encoded.graph(share), self._state.budget_bytes)
+            if math.isfinite(bound_seconds) and self._state.may_gain(bound_seconds):
+                return True
+        return False
+
+    def _encode(self, form: Form[Graph, Made]) -> bool:
+        """Plan a form with storages encoded, if that takes less; whether anything fits by now."""
+        assert form.priced.encoded is not None
+        state = self._state
+        self._planned.add(form.variant)
+        encoding = EncodeBelow(state.best_seconds) if state.best else IF_FASTER
+        try:
+            made, plan = form.priced.encoded.plan(state.budget_bytes, encoding)
+        except NotFaster:
+            return True
+        except BudgetError as error:
+            state.refuse(form.variant, error, encoded=True)
+            return state.best is not None
+        state.best = Best(form.variant, form.graph, made, plan)
+        state.note_plan(state.best)
+        return True

@@ -1,0 +1,133 @@
+"""What a search among the forms of a step knows so far: the forms, a row of the table for each, and the best plan."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Generic
+
+from shoal.core.plan import Plan
+from shoal.core.sizes import format_bytes
+from shoal.core.variant import WHOLE, Candidate, Variant
+from shoal.engine.search.nearest_first import Form
+from shoal.engine.search.priced import Made
+from shoal.engine.search.variants import Graph
+from shoal.errors import BudgetError
+from shoal.planners.infeasible import fewest_bytes
+
+GOOD_ENOUGH = 0.02  # of the plain step: a plan that adds no more is not looked at in patches
+WORTH_A_PLAN = 0.005  # of the best plan's step: a form that may gain no more is not planned
+
+
+@dataclass(frozen=True)
+class Best(Generic[Graph, Made]):
+    """The form that was chosen.
+
+    Attributes:
+        variant: which.
+        graph: of that form, as `Forms` has it.
+        made: what `Priced.plan` made of it.
+        plan: its plan, with the table of all candidates.
+    """
+
+    variant: Variant
+    graph: Graph
+    made: Made
+    plan: Plan
+
+
+@dataclass
+class SearchState(Generic[Graph, Made]):
+    """What is known.
+
+    Attributes:
+        budget_bytes: most bytes in use at any position.
+        rows: the table of candidates.
+        forms: those that were captured, by their fingerprints.
+        unfit: those that do not fit by their bounds, or were planned in vain.
+        refused: what was planned in vain, by form and whether storages were encoded.
+        best: the fastest plan; None while nothing fits.
+    """
+
+    budget_bytes: int
+    rows: list[Candidate] = field(default_factory=list)
+    forms: dict[str, Form[Graph, Made]] = field(default_factory=dict)
+    unfit: list[Form[Graph, Made]] = field(default_factory=list)
+    refused: dict[tuple[Variant, bool], BudgetError] = field(default_factory=dict)
+    best: Best[Graph, Made] | None = None
+
+    @property
+    def best_seconds(self) -> float:
+        """Of the fastest plan; infinity while nothing fits."""
+        return self.best.plan.predicted_seconds if self.best is not None else math.inf
+
+    @property
+    def whole(self) -> Candidate:
+        """The row of the step as it is."""
+        return self.row(WHOLE)
+
+    def row(self, variant: Variant) -> Candidate:
+        """The row of a form."""
+        return next(row for row in self.rows if row.variant == variant)
+
+    def may_gain(self, bound_seconds: float) -> bool:
+        """Whether a form with this lower bound may be faster than the best plan so far, by more than a little."""
+        return self.best is None or bound_seconds < (1 - WORTH_A_PLAN) * self.best_seconds
+
+    def may_fit(self, form: Form[Graph, Made]) -> bool:
+        """Whether the budget has room for what every plan of a form needs."""
+        return self.fits(fewest_bytes(form.priced.graph))
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether the budget has room for so many."""
+        return nbytes <= self.budget_bytes
+
+    @property
+    def is_slowed(self) -> bool:
+        """Whether the best plan so far is slower than the step with everything kept, or there is none."""
+        return self.best_seconds > (1 + GOOD_ENOUGH) * self.whole.plain_seconds
+
+    @property
+    def is_short_of_room(self) -> bool:
+        """Whether the best plan so far is slower than the fastest form with everything kept, or there is none."""
+        return self.is_slowed_by(GOOD_ENOUGH)
+
+    def is_slowed_by(self, share: float) -> bool:
+        """Whether the best plan so far adds more than a share of the fastest form's step with everything kept."""
+        fastest_seconds = min(form.priced.graph.plain_seconds for form in self.forms.values())
+        return self.best_seconds > (1 + share) * fastest_seconds
+
+    def leave_out(self, variant: Variant, reason: str) -> None:
+        """Note why a form is not captured."""
+        self.rows.append(Candidate(variant, 0, 0.0, 0, None, None, None, reason))
+
+    def refuse(self, variant: Variant, error: BudgetError, encoded: bool = False) -> str:
+        """Note what a form needs; in words."""
+        self.refused[variant, encoded] = error
+        least_bytes = error.least_feasible_bytes
+        return f"needs {format_bytes(least_bytes)}" if least_bytes else "does not fit"
+
+    def take_if_faster(self, found: Best[Graph, Made]) -> None:
+        """Let a plan be the best where it is the fastest so far."""
+        if found.plan.predicted_seconds < self.best_seconds:
+            self.best = found
+
+    def note_plan(self, found: Best[Graph, Made]) -> None:
+        """Put a plan that was made after all, or that encodes, into the table."""
+        row = self.row(found.variant)
+        self.rows[self.rows.index(row)] = replace(
+            row,
+            bound_seconds=row.plain_seconds + found.plan.lower_bound_seconds,
+            seconds=found.plan.predicted_seconds,
+            peak_bytes=found.plan.predicted_peak_bytes,
+            outcome="slower",
+        )
+
+    def answer(self) -> Best[Graph, Made] | None:
+        """The best plan, with the table of all candidates."""
+        best = self.best
+        if best is None:
+            return None
+        rows = tuple(replace(row, outcome="chosen") if row.variant == best.variant else row for row in self.rows)
+        considered = rows if len(rows) > 1 else ()
+        return replace(best, plan=replace(best.plan, variant=best.variant, candidates=considered))

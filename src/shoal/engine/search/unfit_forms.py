@@ -1,0 +1,80 @@
+"""Forms that do not fit by their bounds, and may by recomputing again and again, or in another order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from shoal.core.variant import WHOLE, Variant
+from shoal.engine.search.encoding import IF_FASTER
+from shoal.engine.search.nearest_first import Way, nearest_first
+from shoal.engine.search.priced import Made
+from shoal.engine.search.search_state import Best, SearchState
+from shoal.engine.search.variants import Graph
+from shoal.errors import BudgetError
+
+
+def plan_unfit(state: SearchState[Graph, Made], is_encoded: Callable[[Variant], bool]) -> None:
+    """Plan them, exact and with storages encoded.
+
+    While nothing fits, a form is asked that is expected to need fewer bytes than are known to be enough; then one of
+    which a plan was found in a moment that fits. One that was asked with storages encoded might have been exact.
+
+    Args:
+        state: what is known; the best plan is noted there, and what each form needs.
+        is_encoded: whether a form was planned with storages encoded already.
+    """
+    planned: set[Variant] = set()
+    for way in _ways_to_the_least(state, is_encoded):
+        variant = way.form.variant
+        is_known = variant in planned or {(variant, way.encoded), (variant, True)} & state.refused.keys()
+        may_fit = way.expected_bytes < _enough_bytes(state) if state.best is None else state.fits(way.found_bytes)
+        if is_known or not may_fit or not state.may_gain(way.step.plain_seconds):
+            continue
+        try:
+            found = _planned(way, state.budget_bytes)
+        except BudgetError as error:
+            state.refuse(variant, error, encoded=way.encoded)
+            continue
+        planned.add(variant)
+        state.note_plan(found)
+        state.take_if_faster(found)
+
+
+def nearest(state: SearchState[Graph, Made]) -> BudgetError:
+    """Of the refusals, the one that names the least."""
+    (variant, _), error = min(state.refused.items(), key=lambda one: one[1].least_feasible_bytes or math.inf)
+    hint = f"computed otherwise than the model says it ({variant}), which needs least of all forms"
+    return error if replace(variant, shrunk=False) == WHOLE else error.with_hint(hint)
+
+
+def _ways_to_the_least(
+    state: SearchState[Graph, Made], is_encoded: Callable[[Variant], bool]
+) -> list[Way[Graph, Made]]:
+    """Each form that does not fit by its bound and may gain, exact and all encoded; the most promising first."""
+    ways = [Way(form, False, form.priced.graph) for form in state.unfit]
+    for form in state.unfit:
+        if form.priced.encoded is not None and state.may_fit(form) and not is_encoded(form.variant):
+            ways.append(Way(form, True, form.priced.encoded.graph(1.0)))
+    return nearest_first((way for way in ways if state.may_gain(way.step.plain_seconds)), state.budget_bytes)
+
+
+def _planned(way: Way[Graph, Made], budget_bytes: int) -> Best[Graph, Made]:
+    """The plan.
+
+    Raises:
+        BudgetError: there is none.
+    """
+    form = way.form
+    if way.encoded:
+        assert form.priced.encoded is not None
+        made, plan = form.priced.encoded.plan(budget_bytes, IF_FASTER)
+    else:
+        made, plan = form.priced.plan(budget_bytes)
+    return Best(form.variant, form.graph, made, plan)
+
+
+def _enough_bytes(state: SearchState[Graph, Made]) -> float:
+    """The least that any form was found to need."""
+    return min((error.least_feasible_bytes or math.inf for error in state.refused.values()), default=math.inf)

@@ -1,0 +1,96 @@
+"""Which forms on slices, slabs or patches are worth to be captured: capturing one takes as long as many bounds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Generic
+
+from shoal.core.simulate import simulate
+from shoal.core.variant import WHOLE, Candidate, Variant
+from shoal.engine.search.nearest_first import Form
+from shoal.engine.search.priced import Made, why_too_many
+from shoal.engine.search.search_state import GOOD_ENOUGH, SearchState
+from shoal.engine.search.split_forms import PatchWork
+from shoal.engine.search.variants import Graph
+from shoal.planners.infeasible import floor_bytes
+from shoal.planners.joint import about_least_bytes
+
+_ENOUGH_SLICES = 4  # with which patches that overlap are left out
+_SURE = 0.9  # of what the step on more slices is expected to take
+_LOWER = 0.99  # where nothing fits, patches that need more than so much of what others need are not made finer
+
+
+class WorthCapturing(Generic[Graph, Made]):
+    """Judges forms by what they compute, before they are captured.
+
+    Args:
+        state: what is known.
+    """
+
+    def __init__(self, state: SearchState[Graph, Made]) -> None:
+        self._state = state
+        self._about_bytes: dict[Variant, int] = {}  # what each form needs, where nothing fits in any
+        self._no_lower: set[Variant] = set()  # of these on patches, those that need no fewer than the ones before
+
+    def why_not(self, variant: Variant, work: PatchWork, waiting: Iterable[Form[Graph, Made]]) -> str:
+        """Why a form cannot be the fastest, or is too large; "" where it is worth it.
+
+        Args:
+            variant: the form.
+            work: what it takes.
+            waiting: forms that were captured and are not yet bounded.
+        """
+        state = self._state
+        self._note_what_is_needed()
+        if replace(variant, grid=tuple(n - 1 for n in variant.grid)) in self._no_lower:
+            self._no_lower.add(variant)
+            return "fewer patches need no fewer bytes, and nothing fits"
+        whole = state.whole
+        slowed_share = state.best_seconds / whole.plain_seconds - 1
+        one_after_another = variant.slices or variant.slabs
+        if one_after_another and slowed_share < GOOD_ENOUGH:
+            return "the other forms are slowed down little"
+        if variant.slices and self._kept_seconds_on(variant.slices, waiting) > state.best_seconds:
+            return "more slices take longer than the best, with everything kept"
+        if variant.twice and state.best is not None:
+            return "another form fits and measures nothing twice"
+        if work.more_share > 0 and self.most_slices >= _ENOUGH_SLICES:
+            return "slices and slabs compute nothing twice"
+        if work.more_share > slowed_share:
+            return f"computes {100 * work.more_share:.0f} % more"
+        return why_too_many(work, whole.n_ops, 0 if one_after_another else sum(row.n_ops for row in state.rows))
+
+    def _note_what_is_needed(self) -> None:
+        """Where what stays in any form is over the budget, finer patches are for the least alone."""
+        for form in self._state.unfit:
+            if form.variant in self._about_bytes or self._state.fits(floor_bytes(form.priced.graph)):
+                continue
+            before_bytes = min(self._about_bytes.values(), default=math.inf)
+            about_bytes = self._about_bytes[form.variant] = about_least_bytes(form.priced.graph)
+            if form.variant.grid and about_bytes > _LOWER * before_bytes:
+                self._no_lower.add(form.variant)
+
+    def _kept_seconds_on(self, slices: int, waiting: Iterable[Form[Graph, Made]]) -> float:
+        """About the step with everything kept, from forms on fewer slices: each slice more takes as much more."""
+        rows = self._state.rows
+        known = {row.variant.slices or 1: row.plain_seconds for row in rows if row.n_ops and _is_on_slices(row)}
+        known |= {form.variant.slices: simulate(form.priced.graph, {}).seconds for form in waiting}
+        (few, fast), *more = sorted(known.items())
+        if not more:
+            return 0.0
+        many, slow = more[-1]
+        return _SURE * (fast + (slow - fast) * (slices - few) / (many - few))
+
+    @property
+    def most_slices(self) -> int:
+        """The most slices or slabs of a form that was captured."""
+        forms = self._state.forms.values()
+        return max((max(form.variant.slices, form.variant.slabs) for form in forms), default=0)
+
+
+def _is_on_slices(row: Candidate) -> bool:
+    """Whether a form is the step as it is, or that on slices of the batch."""
+    variant = row.variant
+    return not (variant.pieces or variant.shrunk) and (variant == WHOLE or bool(variant.slices))

@@ -1,0 +1,167 @@
+"""Which of the forms that were captured are planned, on forms whose seconds are made up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from shoal.core.plan import Plan
+from shoal.core.variant import WHOLE, Pieces, Variant
+from shoal.engine.search.best_variant import best_variant
+from shoal.engine.search.priced import Priced
+from shoal.errors import BudgetError
+from tests.engine.search.made_up_forms import CROWDED_BYTES, InSeconds, OnPatches, crowded, taking
+
+
+def test_a_form_that_can_gain_next_to_nothing_is_not_planned() -> None:
+    forms = InSeconds(whole=(100.0, 101.0), bnff=(100.1, 100.1), icf=(100.8, 100.8))
+    found = best_variant(forms, forms.price, 2**40, "")
+    assert forms.asked == [WHOLE, Variant(fuse="bnff")] and found.variant == Variant(fuse="bnff")
+    forms = InSeconds(whole=(100.0, 101.0), bnff=(100.8, 100.8), icf=(101.2, 101.2))
+    outcomes = [one.outcome for one in best_variant(forms, forms.price, 2**40, "").plan.candidates]
+    assert forms.asked == [WHOLE]
+    assert outcomes == ["chosen", "cannot be much faster, by its bound", "cannot be faster, by its bound"]
+
+
+class UpTo(InSeconds):
+    """Fused, what is normalised fits only up to some share of the largest map."""
+
+    def __init__(self, fits_up_to: float, fused_seconds: float = 80.0, whole_seconds: float = 110.0) -> None:
+        super().__init__(whole=(100.0, whole_seconds), bnff=(fused_seconds, fused_seconds))
+        self.fits_up_to = fits_up_to
+        self.seconds |= {Variant(fuse="bnff", up_to=share): (90.0, 92.0) for share in (0.9, 0.5, 0.25)}
+
+    def of_smaller_maps(self, fused: Variant) -> Iterator[Variant]:
+        return (variant for variant in self.seconds if variant.up_to < 1)
+
+    def price(self, variant: Variant) -> Priced[None]:
+        def refuse(budget_bytes: int) -> tuple[None, Plan]:
+            self.asked.append(variant)
+            raise BudgetError("no plan fits", least_feasible_bytes=budget_bytes + 1)
+
+        priced = super().price(variant)
+        return replace(priced, plan=refuse) if variant.fuse and variant.up_to > self.fits_up_to else priced
+
+
+@pytest.mark.parametrize("fits_up_to, asked", [(1.0, [1.0]), (0.9, [1.0, 0.9]), (0.3, [1.0, 0.9, 0.5, 0.25])])
+def test_batch_norms_of_the_largest_maps_are_left_until_the_others_fit_fused(
+    fits_up_to: float, asked: list[float]
+) -> None:
+    forms = UpTo(fits_up_to)
+    best = best_variant(forms, forms.price, 2**40, "")
+    assert best.variant == Variant(fuse="bnff", up_to=asked[-1])
+    assert [variant.up_to for variant in forms.asked if variant.fuse] == asked
+
+
+def test_they_are_left_also_where_the_step_as_it_is_adds_nothing_but_fused_would_be_faster() -> None:
+    forms = UpTo(0.9, whole_seconds=100.0)
+    assert best_variant(forms, forms.price, 2**40, "").variant == Variant(fuse="bnff", up_to=0.9)
+    forms = UpTo(0.9, fused_seconds=99.8, whole_seconds=100.0)
+    assert best_variant(forms, forms.price, 2**40, "").variant == WHOLE
+    assert not any(0 < variant.up_to < 1 for variant in forms.asked)
+
+
+@pytest.mark.parametrize("kept_seconds, asked", [(99.0, ["whole", "pieces"]), (99.8, ["whole"])])
+def test_a_form_that_fits_is_planned_in_pieces_only_if_that_lowers_its_bound(
+    kept_seconds: float, asked: list[str]
+) -> None:
+    forms = InSeconds(whole=(100.0, 110.0))
+    were_asked: list[str] = []
+
+    def made(name: str, seconds: float) -> tuple[None, Plan]:
+        were_asked.append(name)
+        return None, Plan(taking(seconds, 0), {}, "keep_all")
+
+    def price(variant: Variant) -> Priced[None]:
+        cut = Priced(crowded(taking(kept_seconds, 1)), lambda budget_bytes: made("pieces", 105.0))
+        return Priced(
+            crowded(taking(100.0, 0)),
+            lambda budget_bytes: made("whole", 110.0),
+            cut=lambda: ((Pieces("conv", 0, 2),), cut),
+        )
+
+    found = best_variant(forms, price, CROWDED_BYTES - 1, "")
+    assert were_asked == asked and bool(found.variant.pieces) == (len(asked) == 2)
+    outcome = found.plan.candidates[-1].outcome
+    assert outcome == ("chosen" if found.variant.pieces else "fits without pieces, and gains nothing by its bound")
+
+
+@pytest.mark.parametrize("direct_seconds, plan_seconds", [(90.0, 100.0), (99.8, 100.0), (90.0, 110.0)])
+def test_where_nothing_is_slowed_direct_kernels_are_looked_at_for_being_faster(
+    direct_seconds: float, plan_seconds: float
+) -> None:
+    """More room never gives a slower plan: where the step is slowed down they are looked at for their scratch."""
+    forms = InSeconds(whole=(100.0, plan_seconds))
+    direct = Pieces("conv", direct=True)
+
+    def planned(budget_bytes: int) -> tuple[None, Plan]:
+        return None, Plan(taking(direct_seconds, 1), {}, "keep_all")
+
+    def price(variant: Variant) -> Priced[None]:
+        changed = (direct,), Priced(taking(direct_seconds, 1), planned)
+        return replace(forms.price(variant), faster=lambda: changed)
+
+    found = best_variant(forms, price, 2**40, "").variant
+    assert found.pieces == ((direct,) if direct_seconds < 99 and plan_seconds == 100.0 else ())
+
+
+@pytest.mark.parametrize("few_seconds, asked", [(90.0, [4, 10]), (97.0, [10])])
+def test_fewer_slices_than_fit_are_planned_only_if_that_lowers_the_bound(few_seconds: float, asked: list[int]) -> None:
+    kept_seconds = {WHOLE: 100.0, Variant(depth=0.5, slices=4): few_seconds, Variant(depth=0.5, slices=10): 96.0}
+    forms = OnPatches(1)
+    forms.held_bytes = dict.fromkeys(kept_seconds, 0)
+    were_asked: list[int] = []
+
+    def price(variant: Variant) -> Priced[None]:
+        def plan(budget_bytes: int) -> tuple[None, Plan]:
+            were_asked.append(variant.slices)
+            slowed_seconds = {0: 150.0, 4: 140.0, 10: 120.0}[variant.slices]
+            return None, Plan(taking(slowed_seconds, 0), {}, "keep_all")
+
+        return Priced(crowded(taking(kept_seconds[variant], variant.slices)), plan)
+
+    found = best_variant(forms, price, CROWDED_BYTES - 1, "")
+    assert were_asked == [0, *asked] and found.variant.slices == 10
+    few = next(one for one in found.plan.candidates if one.variant.slices == 4)
+    assert few.outcome == ("slower" if few.seconds else "fits on more slices, and gains nothing by its bound")
+
+
+@pytest.mark.parametrize("kept_seconds, asked", [(110.0, [0, 4]), (118.0, [0])])
+def test_slices_that_must_be_planned_twice_as_near_to_their_bound_as_the_whole_are_not_planned(
+    kept_seconds: float, asked: list[int]
+) -> None:
+    on_slices = Variant(depth=0.5, slices=4)
+    forms = OnPatches(1)
+    forms.held_bytes = dict.fromkeys([WHOLE, on_slices], 0)
+    were_asked: list[int] = []
+
+    def price(variant: Variant) -> Priced[None]:
+        def plan(budget_bytes: int) -> tuple[None, Plan]:
+            were_asked.append(variant.slices)
+            return None, Plan(taking(130.0 if variant.slices else 140.0, 0), {}, "keep_all")
+
+        return Priced(crowded(taking(kept_seconds if variant.slices else 100.0, variant.slices)), plan)
+
+    found = best_variant(forms, price, CROWDED_BYTES - 1, "")
+    assert were_asked == asked and found.variant == (on_slices if on_slices.slices in asked else WHOLE)
+    outcome = next(one for one in found.plan.candidates if one.variant == on_slices).outcome
+    assert outcome == (
+        "chosen" if 4 in asked else "faster only if planned twice as near to its bound as the step as it is"
+    )
+
+
+def test_a_form_that_fits_with_everything_kept_is_planned_however_far_the_whole_is_from_its_bound() -> None:
+    """Its bound is a plan; in fewer bytes, where the whole was nearer to its bound, it was the fastest."""
+    on_slices = Variant(depth=0.5, slices=4)
+    forms = OnPatches(1)
+    forms.held_bytes = dict.fromkeys([WHOLE, on_slices], 0)
+
+    def price(variant: Variant) -> Priced[None]:
+        kept_seconds, plan_seconds = (118.0, 118.0) if variant.slices else (100.0, 140.0)
+        step = taking(kept_seconds, variant.slices)
+        step = step if variant.slices else crowded(step)
+        return Priced(step, lambda budget_bytes: (None, Plan(taking(plan_seconds, 0), {}, "keep_all")))
+
+    assert best_variant(forms, price, CROWDED_BYTES - 1, "").variant == on_slices
