@@ -28,7 +28,7 @@ from shoal.engine.plan_kernels import check_kernels
 from shoal.engine.search.best_variant import best_variant
 from shoal.engine.search.encoding import EncodeNothing, Encoding
 from shoal.engine.search.priced import Encodable, Priced
-from shoal.engine.search.variants import Variants
+from shoal.engine.search.variants import Forms, OwnForm, Variants
 from shoal.engine.search.without_effect import without_effect
 from shoal.engine.session import Session
 from shoal.engine.step_planning import WHOLE_FORM, Form, Planned
@@ -94,8 +94,7 @@ def own_form(session: Session, gm: fx.GraphModule) -> Form | Choose:
     """The step as its author wrote it, shrunk in the backward pass if it takes that; no other form is looked for."""
     if session.options.budget_bytes is None:
         return WHOLE_FORM
-    variants = Variants(gm, frozenset())
-    return lambda whole: _best_form(session, variants, "", lambda own: whole, frozenset())[1:]
+    return lambda whole: _best_form(session, OwnForm(gm), "", lambda own: whole, frozenset())[1:]
 
 
 def in_form(session: Session, captured: Captured, variant: Variant) -> Captured:
@@ -167,7 +166,7 @@ class _Other(Exception):
 
 def _best_form(
     session: Session,
-    variants: Variants,
+    variants: Forms[fx.GraphModule],
     key: str,
     capture: Callable[[fx.GraphModule], Captured],
     kernel_means: frozenset[str] = KERNEL_MEANS,
@@ -178,7 +177,7 @@ def _best_form(
 
     def launched(captured: Captured, shrinks: bool) -> Priced[_Made]:
         def smaller() -> Priced[_Made] | None:
-            with no_memory_limit(), unset_fake_temporarily():
+            with no_memory_limit():
                 found = shrunk(captured)
             return None if found is None else launched(found, shrinks=False)
 
@@ -231,7 +230,8 @@ def _best_form(
     if key:
         session.status.variants[key] = best.variant
     in_it, laid_out, planned, loop = best.made
-    form = Form(best.variant, best.plan.candidates, time.perf_counter() - started, (laid_out, planned, loop))
+    candidates = best.plan.candidates if len(best.plan.candidates) > 1 else ()  # else there was no choice
+    form = Form(best.variant, candidates, time.perf_counter() - started, (laid_out, planned, loop))
     return best.graph, form, in_it
 
 

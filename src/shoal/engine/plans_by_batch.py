@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from shoal.capture.capture_step import InputPlaces, in_dynamo, joint_step
 from shoal.capture.layered import Refused
@@ -211,8 +210,7 @@ class _CapturedForms:
 
             def step(graph: fx.GraphModule) -> Counted:
                 captured = joint_step(graph, inputs, places, name=pricing.name, runs_here=False)
-                with unset_fake_temporarily():
-                    smaller = shrunk(captured)
+                smaller = shrunk(captured)
                 return Counted(captured.graph, None if smaller is None else smaller.graph)
 
             return read(Variants(gm, pricing.options.means), step)

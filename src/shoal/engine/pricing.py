@@ -122,8 +122,7 @@ class Pricing:
             return replace(priced(captured), shrunk=lambda: smaller(captured))
 
         def smaller(captured: Captured) -> Priced[None] | None:
-            with unset_fake_temporarily():
-                found = shrunk(captured)
+            found = shrunk(captured)
             return None if found is None else priced(found)
 
         def priced(captured: Captured) -> Priced[None]:

@@ -3,8 +3,8 @@
 Forms are captured and priced, none is run as a whole. A relaxed program bounds each from below (see
 `planners.joint.least_seconds`), and only what could be faster than the best plan so far is planned in full.
 Convolutions in pieces take less scratch and mostly more time, so the forms are looked at with them where they are
-slowed down, or do not fit; a form that fits is planned with them only if that lowers its bound. Likewise, where the
-best plan adds a twentieth, with what waits in the backward pass shrunk, at an op each. Direct kernels alone
+slowed down, or do not fit; a form that fits is planned with them only if that lowers its bound. Likewise with what
+waits in the backward pass shrunk, which takes an op each time. Direct kernels alone
 may be faster than the library's, so forms that are not slowed down are looked at with these. Overlapping patches
 compute their halos besides what the network computes, so they are looked at where the other forms are slowed down by
 more than that. All numbers of slices are captured before any is planned; fewer than fit are planned only if their bound
@@ -32,8 +32,6 @@ from shoal.engine.search.variants import Forms, Graph
 from shoal.engine.search.worth_capturing import WorthCapturing
 
 log = logging.getLogger("shoal")
-
-_TIGHT = 0.05  # of the fastest form's step with everything kept: where plans add more, forms are shrunk
 
 
 def best_variant(
@@ -124,7 +122,7 @@ class _Search(Generic[Graph, Made]):
     def consider_shrunk(self) -> None:
         """The same forms once more, shrunk in the backward pass, but for those that were asked already."""
         state = self.state
-        if not state.is_slowed_by(_TIGHT):
+        if not state.is_short_of_room:
             return
         fresh = [form for key, form in state.forms.items() if key not in self._shrunk]
         self._shrunk |= state.forms.keys()

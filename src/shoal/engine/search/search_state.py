@@ -90,12 +90,8 @@ class SearchState(Generic[Graph, Made]):
     @property
     def is_short_of_room(self) -> bool:
         """Whether the best plan so far is slower than the fastest form with everything kept, or there is none."""
-        return self.is_slowed_by(GOOD_ENOUGH)
-
-    def is_slowed_by(self, share: float) -> bool:
-        """Whether the best plan so far adds more than a share of the fastest form's step with everything kept."""
         fastest_seconds = min(form.priced.graph.plain_seconds for form in self.forms.values())
-        return self.best_seconds > (1 + share) * fastest_seconds
+        return self.best_seconds > (1 + GOOD_ENOUGH) * fastest_seconds
 
     def leave_out(self, variant: Variant, reason: str) -> None:
         """Note why a form is not captured."""
@@ -129,5 +125,4 @@ class SearchState(Generic[Graph, Made]):
         if best is None:
             return None
         rows = tuple(replace(row, outcome="chosen") if row.variant == best.variant else row for row in self.rows)
-        considered = rows if len(rows) > 1 else ()
-        return replace(best, plan=replace(best.plan, variant=best.variant, candidates=considered))
+        return replace(best, plan=replace(best.plan, variant=best.variant, candidates=rows))

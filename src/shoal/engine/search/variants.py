@@ -47,6 +47,28 @@ class Forms(Protocol[_Graph]):
         """The graph of a form; raises Refused."""
 
 
+class OwnForm:
+    """A step as its author wrote it, and no other form: see `Forms`."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self._own = gm
+
+    def of_norms(self) -> Iterator[Variant]:
+        return iter(())
+
+    def of_smaller_maps(self, fused: Variant) -> Iterator[Variant]:
+        return iter(())
+
+    def split(self) -> Iterator[Variant]:
+        return iter(())
+
+    def work(self, variant: Variant) -> PatchWork:
+        raise Refused(f"no {variant} is asked for")
+
+    def graph(self, variant: Variant) -> fx.GraphModule:
+        return self._own
+
+
 class Variants:
     """The forms of one step as Dynamo captured it.
 
