@@ -1,7 +1,9 @@
 # `make demo` and `make test` each work alone on a fresh machine that has Python 3.11 or newer; a C++ compiler is used
 # where there is one. Both make .venv and install exactly what requirements/ pins.
 PYTHON ?= python3
-PYTEST_ARGS ?= --numprocesses auto --maxprocesses 4 --dist loadfile
+# Files go to workers in the order of collection, those with slow tests first; xdist's own has files of a single test
+# last, and whole workers wait for one that takes a minute.
+PYTEST_ARGS ?= --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq

@@ -84,7 +84,7 @@ def contenders(run: Run, workload: Workload, plain_bytes: int) -> dict[str, Call
         return make
 
     shares, values = run.pick(((1.0, 0.6, 0.4, 0.3), (0.7, 0.5, 0.3)), ((0.75,), (0.5,)))
-    graphs = f"Shoal at {shares[0]:.0%}, CUDA graphs"
+    graphs = f"Shoal at {shares[0]:.0%} in CUDA graphs"
     return {
         "plain PyTorch": lambda: Contender("plain PyTorch", in_bfloat16(workload.model)),
         "torch.compile": compiled("torch.compile", None),

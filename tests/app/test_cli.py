@@ -303,15 +303,16 @@ def test_a_mistake_about_splitting_is_reported(arguments: list[str], said: str) 
         assert said in error_line(invoke(*command, *budget, *arguments))
 
 
-@pytest.mark.parametrize(("form", "said"), [("fused", "fuse_batchnorm, level bnff: "), ("inverted", " norms inverted")])
 @pytest.mark.usefixtures("tiny")
-def test_batch_norms_in_another_form_save_less(here: Path, form: str, said: str) -> None:
+def test_batch_norms_in_another_form_save_less(here: Path) -> None:
     arguments = ["plan", "--model", "resnet18_cifar", "--batch", "16", "--image", "32", "--hardware", "p100-nvlink"]
     arguments += ["--planner", "keep_all", "--allow", "bitwise"]
     plain = json.loads(invoke(*arguments, "--json").stdout)
-    changed = json.loads(invoke(*arguments, "--json", "--batch-norm", form).stdout)
-    assert changed["kept_bytes"] < 0.9 * plain["kept_bytes"]
-    assert said in invoke(*arguments, "--batch-norm", form).stdout.splitlines()[0]
+    for form, said in (("fused", "fuse_batchnorm, level bnff: "), ("inverted", " norms inverted")):
+        done = invoke(*arguments, "--batch-norm", form, "--out", form)
+        assert said in done.stdout.splitlines()[0]
+        kept = Plan.load(here / form / "plan.json").kept
+        assert sum(storage.nbytes for storage in kept) < 0.9 * plain["kept_bytes"]
 
 
 @pytest.mark.parametrize(
@@ -381,9 +382,9 @@ def test_the_largest_patch_is_that_of_fit(here: Path, monkeypatch: pytest.Monkey
     small = replace(models._NETWORKS["unet"], make=partial(UNet, 2, 1, 4), levels=1)
     monkeypatch.setitem(models._NETWORKS, "unet", small)
     plan = ["plan", "--model", "unet", "--batch", "2", "--hardware", "rtx-3060-12gb", "--planner", "keep_all"]
-    done = invoke(*plan, "--allow", "bitwise", "--image", "16", "--budget", "512KiB", "--max-patch", "--json")
+    done = invoke(*plan, "--allow", "bitwise", "--image", "8", "--budget", "64KiB", "--max-patch", "--json")
     found = json.loads(done.stdout)["max_patch"]
-    assert found["multiple_of"] == [2, 2] and found["predicted_peak_bytes"] <= 2**19
+    assert found["multiple_of"] == [2, 2] and found["predicted_peak_bytes"] <= 2**16
     assert found["patch"] < found["too_large"]
 
 

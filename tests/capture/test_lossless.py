@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from math import prod
 from typing import Any
 
 import pytest
@@ -329,42 +328,6 @@ def test_a_weight_gradient_with_a_large_scratch_comes_in_pieces(monkeypatch: pyt
     tensors = operands(before.joint)
     for ours, theirs in zip(run_joint(after.joint, tensors), run_joint(before.joint, tensors), strict=True):
         torch.testing.assert_close(ours, theirs)
-
-
-class Skipping(nn.Module):
-    """A U-Net of one level: the skip is `share` of what the decoder sees, and waits for `depth` convolutions."""
-
-    def __init__(self, depth: int, skip_channels: int = 4) -> None:
-        super().__init__()
-        self.stem = conv(3, skip_channels)
-        self.path = nn.Sequential(
-            nn.Conv2d(skip_channels, 4, 1), *[layer for _ in range(depth) for layer in (conv(4, 4), nn.Tanh())]
-        )
-        self.head = conv(skip_channels + 4, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.stem(x).sin()
-        return self.head(torch.cat([x, self.path(x)], 1))
-
-
-@pytest.mark.parametrize(
-    ("depth", "skip_channels", "copied"), [(12, 4, True), (2, 4, False), (12, 12, True), (12, 13, False)]
-)
-def test_the_part_of_a_gradient_that_waits_long_waits_alone(depth: int, skip_channels: int, copied: bool) -> None:
-    _, after = before_and_after_rewrites(Skipping(depth, skip_channels))
-    graph = after.graph
-    part_bytes = 4 * prod((2, skip_channels, 8, 8))
-    whole_bytes = 4 * prod((2, skip_channels + 4, 8, 8))
-    # The gradient of the whole concatenation, by size, and who reads it last.
-    (whole,) = [s for s in graph.storages if s.kind == "activation_gradient" and s.nbytes == whole_bytes]
-    clones = [op for op in graph.ops if op.target == "aten.clone.default" and op.phase == "backward"]
-    if copied:
-        (clone,) = clones
-        assert graph.storages[clone.writes[0]].nbytes == part_bytes
-        waits = graph.readers[clone.writes[0]][-1] - clone.id
-        assert waits > graph.readers[whole.id][-1] - graph.producer[whole.id]
-    else:
-        assert not clones
 
 
 def test_copies_that_only_in_place_semantics_need_are_dropped() -> None:

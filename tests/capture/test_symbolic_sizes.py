@@ -16,8 +16,8 @@ from tests.joint_graphs import captured_step
 
 @pytest.fixture(scope="module")
 def drawn() -> Captured:
-    layers = [nn.Conv2d(2, 4, 3, 2, 1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 4, 3, padding=1), nn.Tanh()]
-    return captured_step(split(nn.Sequential(*layers), 1.0, (3, 2), stochastic=0.2), torch.randn(2, 2, 48, 32))
+    layers = [nn.Conv2d(2, 4, 3, 2, 1), nn.ReLU(), nn.MaxPool2d(2), nn.Tanh()]
+    return captured_step(split(nn.Sequential(*layers), 1.0, (3, 2), stochastic=0.2), torch.randn(2, 2, 32, 24))
 
 
 def sizes(captured: Captured) -> list[fx.Node]:

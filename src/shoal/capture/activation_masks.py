@@ -1,4 +1,4 @@
-"""ReLUs and leaky ReLUs that wait as one boolean an element where nobody else needs their results by then."""
+"""ReLUs and leaky ReLUs that wait as one boolean an element where nobody else needs their results, or no more."""
 
 from __future__ import annotations
 
@@ -19,26 +19,49 @@ _FORWARDS = {
 
 
 def save_masks(graph: fx.Graph, backward: set[fx.Node]) -> None:
-    """Let their backward ops read masks, made where the last other reader is done; `backward` is kept up to date."""
+    """Let the backward ops of those whose results nobody else reads in the backward pass read masks, made forward."""
+    for node in [node for node in graph.nodes if node.target in _FORWARDS]:
+        if _may_read_mask(node, backward) and not _other_readers(node, backward):
+            output: Any = node.args[1]
+            _read_mask(graph, node, output)
+
+
+def shrink_to_masks(graph: fx.Graph, backward: set[fx.Node]) -> None:
+    """Let those whose results others read read masks, made where the last of these is done; `backward` gets them."""
     order = {node: number for number, node in enumerate(graph.nodes)}
     for node in [node for node in graph.nodes if node.target in _FORWARDS]:
+        others = _other_readers(node, backward) if _may_read_mask(node, backward) else []
+        if not others or any(order.get(other, -1) > order[node] for other in others):
+            continue
+        last = max(others, key=order.__getitem__)
         output: Any = node.args[1]
-        if not _reads_sign(node) or output in backward or output.target is not _FORWARDS[node.target]:
-            continue
-        others = [user for user in output.users if user in backward and user is not node]
-        if reaches_output(output) or any(order.get(other, -1) > order[node] for other in others):
-            continue
-        value = output.meta["val"]
-        last = max(others, key=order.__getitem__, default=output)
-        if others and (held_bytes(value) < _WORTH_A_MASK_BYTES or last.next is node):
-            continue
-        target, call, rest = _reading_a_mask(node, output, value.device.type)
-        with graph.inserting_after(last):
-            mask = graph.call_function(*call)
-        describe_as(mask, value.new_empty_strided(value.shape, value.stride(), dtype=torch.bool), output)
-        if others:
-            backward.add(mask)
-        node.target, node.args = target, (node.args[0], mask, *rest)
+        if held_bytes(output.meta["val"]) >= _WORTH_A_MASK_BYTES and last.next is not node:
+            backward.add(_read_mask(graph, node, last))
+
+
+def _may_read_mask(node: fx.Node, backward: set[fx.Node]) -> bool:
+    output: Any = node.args[1]
+    target: Any = node.target
+    computed_forward = output not in backward and output.target is _FORWARDS[target]
+    return computed_forward and _reads_sign(node) and not reaches_output(output)
+
+
+def _other_readers(node: fx.Node, backward: set[fx.Node]) -> list[fx.Node]:
+    """Who else reads the result of the ReLU in the backward pass."""
+    output: Any = node.args[1]
+    return [user for user in output.users if user in backward and user is not node]
+
+
+def _read_mask(graph: fx.Graph, node: fx.Node, after: fx.Node) -> fx.Node:
+    """Let a backward op read a mask that is made after another node; the mask."""
+    output: Any = node.args[1]
+    value = output.meta["val"]
+    target, call, rest = _reading_a_mask(node, output, value.device.type)
+    with graph.inserting_after(after):
+        mask: fx.Node = graph.call_function(*call)
+    describe_as(mask, value.new_empty_strided(value.shape, value.stride(), dtype=torch.bool), output)
+    node.target, node.args = target, (node.args[0], mask, *rest)
+    return mask
 
 
 def _reads_sign(node: fx.Node) -> bool:

@@ -17,17 +17,16 @@ Each takes the joint graph of forward and backward (aten ops, functional) and ed
 - a convolution's gradients of weight and input are two ops, the second without the input, so that the input can go
   before its gradient comes;
 - the gradient of a weight larger than its images comes a few output channels at a time where that saves scratch;
-- a ReLU or leaky ReLU whose output is saved for nothing but its own backward waits as one boolean per element, and one
-  whose output has other readers too becomes that when the last of them is done (`activation_masks`);
+- a ReLU or leaky ReLU whose output is saved for nothing but its own backward waits as one boolean per element
+  (`activation_masks`);
 - the backward of batch, instance, group and layer norm and of PReLU runs in place, without the further gradient that
   PyTorch's kernels allocate (`gradients_in_place`);
 - what a fused batch norm's backward hands on is multiplied and added where it is read (`norm_gradients`);
 - gradients of concatenations of the same tensors are added as a whole, not part by part, which saves ops, and no byte
-  (`concatenation_gradients`);
-- the part of a concatenation's gradient that waits long for its reader (a U-Net's skip) waits as a copy of its own, so
-  that it does not hold the whole gradient.
+  (`concatenation_gradients`).
 
-They run before planning, so that the planner sees the small storages.
+They run before planning, so that the planner sees the small storages. What costs an op, and bytes only while the
+backward pass runs, is left to `shrunk`.
 """
 
 from __future__ import annotations
@@ -42,12 +41,12 @@ from shoal.capture.activation_masks import save_masks
 from shoal.capture.buffers_in_place import change_in_place
 from shoal.capture.concatenation_gradients import add_gradients_whole
 from shoal.capture.cudnn_batch_norms import leave_to_cudnn
-from shoal.capture.fx_nodes import describe_as, held_bytes, is_view, per_axis, reaches_output
+from shoal.capture.fx_nodes import describe_as, is_view, per_axis, reaches_output
 from shoal.capture.gradients_in_place import WRITTEN_OVER, write_over_gradient
 from shoal.capture.kernel_layouts import lay_out_as_kernels_do, type_as_kernels_do
 from shoal.capture.norm_gradients import fold_norm_gradients
 from shoal.capture.op_counts import convolution_backward_flops
-from shoal.capture.symbolic_sizes import as_arguments, usual
+from shoal.capture.symbolic_sizes import as_arguments
 from shoal.codecs import pool_index
 from shoal.kernels.convolution import (
     can_do_without_input,
@@ -68,8 +67,6 @@ _TRAINING_OF_BATCH_NORM = 7
 _PRESERVED = (None, torch.preserve_format)
 _OF_SLICES = (torch.ops.shoal.sliced_norm.default, torch.ops.shoal.sliced_norm_gradient.default)
 _WITH_SLICES = (_aten.convolution.default, _aten.constant_pad_nd.default, _aten.cat.default)
-_LONG_WAIT_NODES = 24
-_PART_OF_WHOLE = 0.75
 _POOL_BACKWARDS = {
     _aten.max_pool2d_with_indices_backward.default: 2,
     _aten.max_pool3d_with_indices_backward.default: 3,
@@ -124,7 +121,6 @@ def save_fewer_bytes(joint: fx.GraphModule, backward: set[fx.Node], *, cpu_kerne
     _sink(graph, backward)
     _sink_slices(graph, backward)
     save_masks(graph, backward)
-    _copy_what_waits(graph, backward)
     graph.lint()
 
 
@@ -260,40 +256,6 @@ def _draw_in_layout(graph: fx.Graph, node: fx.Node) -> None:
         node.target, node.args = noise_like, (like, p, value.dtype)
         if not empty.users:
             graph.erase_node(empty)
-
-
-def _copy_what_waits(graph: fx.Graph, backward: set[fx.Node]) -> None:
-    order: dict[fx.Node, float] = {node: number for number, node in enumerate(graph.nodes)}
-
-    def last_reader(node: fx.Node) -> fx.Node:
-        readers = [last_reader(user) if _is_slice(user) else user for user in node.users]
-        return max(readers, key=order.__getitem__)
-
-    for node in [node for node in graph.nodes if node in backward]:  # in order: names are given in turn
-        parts = [user for user in node.users if _is_slice(user) and user.users]
-        if len(parts) < 2 or len(parts) < len(node.users):
-            continue
-        *sooner, longest = sorted(parts, key=lambda part: order[last_reader(part)])
-        done = last_reader(sooner[-1])
-        first_read = min(order[user] for user in longest.users)
-        part_bytes = usual(longest.meta["val"].numel()) * longest.meta["val"].element_size()
-        whole_bytes = held_bytes(node.meta["val"])
-        if first_read - order[done] < _LONG_WAIT_NODES or part_bytes > _PART_OF_WHOLE * whole_bytes:
-            continue
-        with graph.inserting_after(done):
-            view = graph.node_copy(longest)
-        with graph.inserting_after(view):
-            copy = graph.call_function(_aten.clone.default, (view,))
-        order[view] = order[copy] = order[done] + 0.5  # a slice of a slice looks for its last reader among them
-        describe_as(copy, longest.meta["val"].clone(), longest)
-        longest.replace_all_uses_with(copy)
-        graph.erase_node(longest)
-        backward.difference_update({longest})
-        backward.update({view, copy})
-
-
-def _is_slice(node: fx.Node) -> bool:
-    return node.target is _aten.slice.Tensor
 
 
 def _save_clipped_output(node: fx.Node) -> None:

@@ -52,6 +52,7 @@ class Variant:
         slices: of the batch, on which those layers run one after another instead of on patches; 0 for none.
         slabs: of the first spatial dimension, on which large layers run one after another; 0 for none.
         twice: whether what norms measure there is computed again to be normalised, and not held until then.
+        shrunk: whether what waits within the backward pass is shrunk there: results of ReLUs to masks, for one.
         pieces: convolutions that are computed in pieces there, or directly.
 
     >>> print(Variant(), Variant(fuse="icf"), Variant(depth=0.5, grid=(2, 2)), sep="; ")
@@ -68,6 +69,7 @@ class Variant:
     slices: int = 0
     slabs: int = 0
     twice: bool = False
+    shrunk: bool = False
     pieces: tuple[Pieces, ...] = ()
 
     def __str__(self) -> str:
@@ -82,6 +84,8 @@ class Variant:
             )
             cut = ", ".join(f"{count} {kind}" for count, kind in counts if count)
             return cut if others == WHOLE else f"{others}, {cut}"
+        if self.shrunk:
+            return f"{replace(self, shrunk=False)}, shrunk in the backward pass"
         if self.fuse:
             maps = ", large maps" if self.large_only else ""
             if self.up_to < 1:

@@ -18,14 +18,13 @@ from shoal.capture.dynamo import refusals
 from shoal.capture.early_gradients import gradient_order, handed_over
 from shoal.capture.graph_breaks import break_after
 from shoal.capture.lower import lower
-from shoal.capture.pieces import in_pieces
 from shoal.capture.step_reader import capture
 from shoal.capture.symbolic_sizes import Numbers, call_sizes, numbers_of
 from shoal.capture.traced_strides import Departure
 from shoal.capture.varying_sizes import bytes_at, make_static
 from shoal.core.plan import Plan
 from shoal.core.progress import doing, preparing
-from shoal.engine.choose_variant import compile_chosen
+from shoal.engine.choose_variant import Choose, compile_chosen, in_form, own_form
 from shoal.engine.cuda_graphs import GraphedStep, ReplayedSteps, refuse
 from shoal.engine.first_run import checked
 from shoal.engine.gradient_gates import Gradients, gates_or_all, through_gates
@@ -101,9 +100,9 @@ def compile_step(session: Session, gm: fx.GraphModule, example_inputs: Sequence[
     places = replace(places, early=session.early.fates(example_inputs, session.static.step_in_hook_bytes))
 
     def captured(graph: fx.GraphModule) -> Captured:
-        return session.in_regions(joint_step(graph, example_inputs, places, name=session.name))
+        return joint_step(graph, example_inputs, places, name=session.name)
 
-    def compiled(graph: fx.GraphModule, form: Form | Callable[[Captured], Form]) -> Callable[..., Any]:
+    def compiled(graph: fx.GraphModule, form: Form | Choose) -> Callable[..., Any]:
         return PlannedStep(session, places, form).compile(graph, example_inputs)
 
     def of_this_shape() -> Callable[..., Any]:
@@ -116,7 +115,7 @@ def compile_step(session: Session, gm: fx.GraphModule, example_inputs: Sequence[
             make_static(gm)
             step = of_this_shape()
         else:
-            step = compile_for_shapes(session, gm, partial(compiled, gm, WHOLE_FORM), of_this_shape)
+            step = compile_for_shapes(session, gm, lambda: compiled(gm, own_form(session, gm)), of_this_shape)
         step = once_differentiable(step)
         doing("first run")
         return step
@@ -127,14 +126,15 @@ class PlannedStep:
 
     Args:
         session, places: of the model.
-        form: in which form it is compiled; or what chooses that once the step is captured as it is.
+        form: in which form it is compiled; or what chooses that once the step is captured as it is, and returns the
+            step in that form too.
     """
 
     def __init__(
         self,
         session: Session,
         places: InputPlaces,
-        form: Form | Callable[[Captured], Form],
+        form: Form | Choose,
     ) -> None:
         self.session = session
         self.places = places
@@ -195,11 +195,10 @@ class PlannedStep:
                 layers=self.places.layers,
                 early=self.places.early,
             )
-        captured = self.session.in_regions(captured)
         if self._choose is not None:
-            self.form = self._choose(captured)
-        with no_memory_limit():
-            captured = in_pieces(captured, self.form.variant.pieces)
+            self.form, captured = self._choose(captured)
+        else:
+            captured = in_form(self.session, captured, self.form.variant)
         self.fingerprint = captured.graph.fingerprint
         captured = self.session.in_traced_layouts(captured)
         with unset_fake_temporarily():

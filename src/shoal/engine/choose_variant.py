@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -16,17 +17,18 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from shoal.capture.captured import Captured
 from shoal.capture.layered import Refused, is_of_a_module
 from shoal.capture.pieces import choose_faster, choose_pieces, in_pieces
+from shoal.capture.shrunk import shrunk
 from shoal.core.means import KERNEL_MEANS
 from shoal.core.plan import Plan
 from shoal.core.step import StepGraph
-from shoal.core.variant import Pieces
+from shoal.core.variant import Pieces, Variant
 from shoal.engine import form_cache
 from shoal.engine.loop_memory import LoopMemory
 from shoal.engine.plan_kernels import check_kernels
 from shoal.engine.search.best_variant import best_variant
 from shoal.engine.search.encoding import EncodeNothing, Encoding
 from shoal.engine.search.priced import Encodable, Priced
-from shoal.engine.search.variants import Variants
+from shoal.engine.search.variants import Forms, OwnForm, Variants
 from shoal.engine.search.without_effect import without_effect
 from shoal.engine.session import Session
 from shoal.engine.step_planning import WHOLE_FORM, Form, Planned
@@ -37,9 +39,10 @@ from shoal.memory.limit import no_memory_limit
 _WORTH_SECONDS = 0.5  # a form that is found faster is searched for again
 
 log = logging.getLogger("shoal")
-_Made = tuple[Captured, Planned, LoopMemory]
+_Made = tuple[Captured, Captured, Planned, LoopMemory]  # as it runs, and so that results are laid out as traced
 Compiled = Callable[..., Any]
-CompileForm = Callable[[fx.GraphModule, Form | Callable[[Captured], Form]], Compiled]
+Choose = Callable[[Captured], tuple[Form, Captured]]
+CompileForm = Callable[[fx.GraphModule, Form | Choose], Compiled]
 
 
 def compile_chosen(
@@ -55,7 +58,8 @@ def compile_chosen(
         session: of the model.
         gm, example_inputs: as Dynamo hands them to a backend.
         capture: a graph → its training step, captured and not run.
-        compile_form: compiles a graph in one form; or in the one that a function chooses once the step is captured.
+        compile_form: compiles a graph in one form; or in the one that a function chooses once the step is captured,
+            which returns the step in that form too.
 
     Raises:
         BudgetError: no form fits.
@@ -70,8 +74,6 @@ def compile_chosen(
         return compile_form(gm, WHOLE_FORM)
     leaves = session.offloading is not None
     session.say_without_effect(without_effect(variants, session.options, leaves=leaves, runs_here=True))
-    if not variants.any:
-        return compile_form(gm, WHOLE_FORM)
     key = _inputs(gm)
     known = session.status.variants.get(key)
     if known is not None:
@@ -81,11 +83,31 @@ def compile_chosen(
             pass  # there may be another that fits
     if not variants.has_other_graphs:  # its form is chosen while AOTAutograd waits for it, and nothing is traced twice
 
-        def choose(whole: Captured) -> Form:
-            return _best_form(session, variants, key, lambda own: whole)[1]
+        def choose(whole: Captured) -> tuple[Form, Captured]:
+            return _best_form(session, variants, key, lambda own: whole)[1:]
 
         return compile_form(gm, choose)
     return _compile_best(session, variants, key, example_inputs, capture, compile_form)
+
+
+def own_form(session: Session, gm: fx.GraphModule) -> Form | Choose:
+    """The step as its author wrote it, shrunk in the backward pass if it takes that; no other form is looked for."""
+    if session.options.budget_bytes is None:
+        return WHOLE_FORM
+    return lambda whole: _best_form(session, OwnForm(gm), "", lambda own: whole, frozenset())[1:]
+
+
+def in_form(session: Session, captured: Captured, variant: Variant) -> Captured:
+    """A step, captured from the graph of a form, as it runs in that form.
+
+    Raises:
+        PlanError: the form has what this step does not.
+    """
+    if variant.shrunk:
+        captured = shrunk(captured) or captured
+    captured = session.in_regions(captured)
+    with no_memory_limit():
+        return in_pieces(captured, variant.pieces)
 
 
 def _compile_best(
@@ -111,7 +133,7 @@ def _compile_best(
 
     autocast = autocast_state(example_inputs)
 
-    def choose(whole: Captured) -> Form:
+    def choose(whole: Captured) -> tuple[Form, Captured]:
         around = TracingContext.try_get()
         context = TracingContext(around.fake_mode) if around is not None else None  # AOTAutograd writes into its own
 
@@ -122,12 +144,12 @@ def _compile_best(
                 return capture(graph)
 
         with unset_fake_temporarily():
-            graph, form = _best_form(session, variants, key, captured)
+            graph, form, in_it = _best_form(session, variants, key, captured)
         if form.seconds > _WORTH_SECONDS:
             form_cache.remember(digest, form.variant, form.candidates)
         if graph is not variants.own:
             raise _Other(graph, form)
-        return form
+        return form, in_it
 
     try:
         return compile_form(variants.own, choose)
@@ -144,12 +166,23 @@ class _Other(Exception):
 
 def _best_form(
     session: Session,
-    variants: Variants,
+    variants: Forms[fx.GraphModule],
     key: str,
     capture: Callable[[fx.GraphModule], Captured],
-) -> tuple[fx.GraphModule, Form]:
-    """The graph of the form that trains fastest, and its plan."""
+    kernel_means: frozenset[str] = KERNEL_MEANS,
+) -> tuple[fx.GraphModule, Form, Captured]:
+    """The graph of the form that trains fastest, its plan, and the step in that form."""
     started = time.perf_counter()
+    kernel_means &= session.options.form_means
+
+    def launched(captured: Captured, shrinks: bool) -> Priced[_Made]:
+        def smaller() -> Priced[_Made] | None:
+            with no_memory_limit():
+                found = shrunk(captured)
+            return None if found is None else launched(found, shrinks=False)
+
+        in_regions = priced(session.in_regions(captured))
+        return replace(in_regions, shrunk=smaller) if shrinks else in_regions
 
     def priced(captured: Captured) -> Priced[_Made]:
         laid_out = session.in_traced_layouts(captured)
@@ -159,7 +192,7 @@ def _best_form(
         def made(encoding: Encoding) -> tuple[_Made, Plan]:
             with unset_fake_temporarily():
                 planned, loop = session.try_to_plan(planning, encoding)
-            return (laid_out, planned, loop), planned.plan
+            return (captured, laid_out, planned, loop), planned.plan
 
         def plan(budget_bytes: int) -> tuple[_Made, Plan]:  # the session's own
             return made(EncodeNothing())
@@ -174,7 +207,7 @@ def _best_form(
             return changed.priced(session.least_loop(changed))
 
         def changed(choose: Callable[..., tuple[Pieces, ...]]) -> tuple[tuple[Pieces, ...], Priced[_Made]] | None:
-            if not KERNEL_MEANS & session.options.form_means:
+            if not kernel_means:
                 return None
             with no_memory_limit(), unset_fake_temporarily():
                 pieces = choose(captured, known, session.options.form_means, costed)
@@ -191,11 +224,15 @@ def _best_form(
         )
 
     def price(graph: fx.GraphModule) -> Priced[_Made]:
-        return priced(capture(graph))
+        return launched(capture(graph), shrinks=True)
 
     best = best_variant(variants, price, session.options.budget_bytes or 0, session.name)
-    session.status.variants[key] = best.variant
-    return best.graph, Form(best.variant, best.plan.candidates, time.perf_counter() - started, best.made)
+    if key:
+        session.status.variants[key] = best.variant
+    in_it, laid_out, planned, loop = best.made
+    candidates = best.plan.candidates if len(best.plan.candidates) > 1 else ()  # else there was no choice
+    form = Form(best.variant, candidates, time.perf_counter() - started, (laid_out, planned, loop))
+    return best.graph, form, in_it
 
 
 def _compile_as_planned(plan: Plan, variants: Variants, compile_form: CompileForm) -> Compiled:

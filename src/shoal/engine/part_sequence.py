@@ -22,7 +22,7 @@ from shoal.core.plan import Plan
 from shoal.core.progress import preparing
 from shoal.core.residence import Residence
 from shoal.core.step import StepGraph
-from shoal.core.variant import WHOLE, Pieces
+from shoal.core.variant import WHOLE, Pieces, Variant
 from shoal.cost.profile import profile_step
 from shoal.engine.backend import PlannedStep
 from shoal.engine.many_shapes import compile_for_shapes
@@ -30,9 +30,11 @@ from shoal.engine.once_differentiable import once_differentiable
 from shoal.engine.part_planning import fits_easily
 from shoal.engine.part_record import Ports
 from shoal.engine.session import Session
-from shoal.engine.step_planning import WHOLE_FORM
+from shoal.engine.step_planning import WHOLE_FORM, Form
 from shoal.errors import BudgetError
 from shoal.memory.limit import no_memory_limit
+
+_FORM = Form(Variant(shrunk=True))  # how little room there is for a part is known when all have run
 
 
 @dataclass(eq=False)
@@ -99,7 +101,7 @@ class PartStep(PlannedStep):
     in_use_bytes: int
 
     def __init__(self, steps: PartSequence, node: Node, places: InputPlaces) -> None:
-        super().__init__(steps.session, places, WHOLE_FORM)
+        super().__init__(steps.session, places, _FORM if steps.session.status.budget_bytes else WHOLE_FORM)
         self.steps = steps
         self.node = node
         self.trains = False

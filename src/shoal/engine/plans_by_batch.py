@@ -17,11 +17,12 @@ from torch import fx
 
 from shoal.capture.capture_step import InputPlaces, in_dynamo, joint_step
 from shoal.capture.layered import Refused
+from shoal.capture.shrunk import shrunk
 from shoal.core.plan import Plan
 from shoal.core.step import StepGraph
 from shoal.core.variant import WHOLE, Variant
 from shoal.engine.plan import plan_of
-from shoal.engine.pricing import Pricing
+from shoal.engine.pricing import Counted, Pricing
 from shoal.engine.search.best_variant import best_variant
 from shoal.engine.search.max_batch import largest_fitting
 from shoal.engine.search.priced import captured_form
@@ -170,11 +171,11 @@ class _CapturedForms:
     def __init__(self, pricing: Pricing, example: torch.Tensor | Sequence[Any]) -> None:
         self._pricing = pricing
         self._example = example
-        self._graphs: dict[Variant, StepGraph | str] = {}
+        self._graphs: dict[Variant, Counted | str] = {}
 
     @cached_property
     def listed(self) -> _Listed:
-        def read(variants: Variants, step: Callable[[fx.GraphModule], StepGraph]) -> _Listed:
+        def read(variants: Variants, step: Callable[[fx.GraphModule], Counted]) -> _Listed:
             of_norms = tuple(variants.of_norms())
             split = tuple(variants.split())
             for variant in (WHOLE, *of_norms):
@@ -196,19 +197,21 @@ class _CapturedForms:
     def work(self, variant: Variant) -> PatchWork:
         return _unless_refused(self.listed.works[variant])
 
-    def graph(self, variant: Variant) -> StepGraph:
+    def graph(self, variant: Variant) -> Counted:
         if variant not in self._graphs:
             self._graphs[variant] = self._read(lambda variants, step: _captured(variants, step, variant))
         return _unless_refused(self._graphs[variant])
 
-    def _read(self, read: Callable[[Variants, Callable[[fx.GraphModule], StepGraph]], _Read]) -> _Read:
+    def _read(self, read: Callable[[Variants, Callable[[fx.GraphModule], Counted]], _Read]) -> _Read:
         pricing = self._pricing
 
         def with_places(gm: fx.GraphModule, inputs: Sequence[Any]) -> _Read:
             places = InputPlaces.of(gm)
 
-            def step(graph: fx.GraphModule) -> StepGraph:
-                return joint_step(graph, inputs, places, name=pricing.name, runs_here=False).graph
+            def step(graph: fx.GraphModule) -> Counted:
+                captured = joint_step(graph, inputs, places, name=pricing.name, runs_here=False)
+                smaller = shrunk(captured)
+                return Counted(captured.graph, None if smaller is None else smaller.graph)
 
             return read(Variants(gm, pricing.options.means), step)
 
@@ -265,7 +268,7 @@ class _ScaledForms:
                 raise NotLinear
         return _unless_refused(one)
 
-    def graph(self, variant: Variant) -> StepGraph:
+    def graph(self, variant: Variant) -> Counted:
         if variant == WHOLE:
             return self._whole
         if not variant.slices:  # how many there are, and whether they are of one size, differs by batch
@@ -273,14 +276,19 @@ class _ScaledForms:
                 return self._scaled_graph(variant)
         return self._here.graph(variant)
 
-    def _scaled_graph(self, variant: Variant) -> StepGraph:
-        (first, one), (middle, two), (last, three) = sorted(
-            ((n, forms.graph(variant)) for n, forms in self._known.items()), key=lambda known: known[0]
-        )
-        if scaled_step(one, first, three, last, middle) != two:
+    def _scaled_graph(self, variant: Variant) -> Counted:
+        known = {batch: forms.graph(variant) for batch, forms in self._known.items()}
+        smaller = {batch: step.shrunk for batch, step in known.items() if step.shrunk is not None}
+        if smaller and len(smaller) < len(known):
             raise NotLinear
-        below, above = self._known[self._below].graph(variant), self._known[self._above].graph(variant)
-        scaled = scaled_step(below, self._below, above, self._above, self._batch)
+        whole = self._scaled_step({batch: step.graph for batch, step in known.items()})
+        return Counted(whole, self._scaled_step(smaller) if smaller else None)
+
+    def _scaled_step(self, known: Mapping[int, StepGraph]) -> StepGraph:
+        first, middle, last = sorted(known)
+        if scaled_step(known[first], first, known[last], last, middle) != known[middle]:
+            raise NotLinear
+        scaled = scaled_step(known[self._below], self._below, known[self._above], self._above, self._batch)
         if scaled is None:
             raise NotLinear
         return scaled
@@ -325,7 +333,7 @@ def positive(what: str, number: object) -> int:
     return int(number)
 
 
-def _captured(variants: Variants, step: Callable[[fx.GraphModule], StepGraph], variant: Variant) -> StepGraph | str:
+def _captured(variants: Variants, step: Callable[[fx.GraphModule], Counted], variant: Variant) -> Counted | str:
     try:
         return captured_form(variants, step, variant)[1]
     except Refused as reason:

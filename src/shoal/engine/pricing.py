@@ -16,6 +16,7 @@ from shoal import planners
 from shoal.capture.capture_step import InputPlaces, joint_step
 from shoal.capture.captured import Captured
 from shoal.capture.pieces import choose_elsewhere, choose_faster, choose_pieces, in_pieces
+from shoal.capture.shrunk import shrunk
 from shoal.core import presets
 from shoal.core.hardware import Hardware, Link
 from shoal.core.lossy import LossyOptions
@@ -45,6 +46,14 @@ from shoal.memory.optimizer_state import Declared, declared_optimizer
 from shoal.memory.static_memory import StaticMemory
 
 log = logging.getLogger("shoal")
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A step without times, and the same shrunk in the backward pass; None where nothing of it can be."""
+
+    graph: StepGraph
+    shrunk: StepGraph | None
 
 
 @dataclass(frozen=True)
@@ -110,6 +119,13 @@ class Pricing:
 
         def price(graph: fx.GraphModule) -> Priced[None]:
             captured = joint_step(graph, inputs, places, name=self.name, runs_here=self.target is None)
+            return replace(priced(captured), shrunk=lambda: smaller(captured))
+
+        def smaller(captured: Captured) -> Priced[None] | None:
+            found = shrunk(captured)
+            return None if found is None else priced(found)
+
+        def priced(captured: Captured) -> Priced[None]:
             captured = self._in_regions(captured)
             device = torch.device("cpu") if captured.device.type == "meta" else captured.device
             with unset_fake_temporarily():
@@ -143,9 +159,14 @@ class Pricing:
         """Whether what a step costs, and its plan, follow from its counts alone, so that no op of it is needed."""
         return self.target is not None and self.options.lossy is None and self.options.kernels != "compiled"
 
-    def price_of_counts(self, graph: StepGraph) -> Priced[None]:
+    def price_of_counts(self, step: Counted) -> Priced[None]:
         """What a step costs that was captured without times, or scaled from such steps, where `is_of_counts`."""
-        return self._priced(graph, None, torch.device("cpu"))
+        whole, smaller = (
+            None if graph is None else self._priced(graph, None, torch.device("cpu"))
+            for graph in (step.graph, step.shrunk)
+        )
+        assert whole is not None
+        return replace(whole, shrunk=lambda: smaller)
 
     def _priced(self, graph: StepGraph, captured: Captured | None, device: torch.device) -> Priced[None]:
         static_bytes = StaticMemory(self.model, self.optimizer).bytes_beside(graph, runs_here=self.target is None)

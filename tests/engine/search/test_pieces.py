@@ -135,7 +135,7 @@ def test_for_a_gpu_that_is_not_here_gradients_of_norms_are_cut_where_that_needs_
     assert needed[1] is not None and needed[0] is not None and needed[1] < needed[0]
     plan = planned(needed[1], "recompute, pieces")
     assert plan.predicted_peak_bytes <= needed[1]
-    assert str(plan.variant) == "2 norms in pieces" and {one.dim for one in plan.variant.pieces} == {1}
+    assert str(plan.variant).endswith("2 norms in pieces") and {one.dim for one in plan.variant.pieces} == {1}
 
 
 def test_gradients_of_prelus_in_pieces_train_in_less_and_are_no_further_from_float64() -> None:

@@ -11,15 +11,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shoal.capture.capture_step import capture_step
+from shoal.capture.shrunk import shrunk
 from shoal.core.step import StepGraph
 from shoal.engine.search.scaled_step import scaled_step
 from tests.engine.training_laws import blocks
 from tests.random_steps import conv_bn_relu_chain, steps
 
 
-def captured(net: nn.Module, batch: int) -> StepGraph:
-    example = torch.empty(batch, 3, 8, 8, device="meta")
-    return capture_step(net, example, name="net", runs_here=False)[0].graph
+def captured(net: nn.Module, batch: int, *, small: bool = False) -> StepGraph:
+    step = capture_step(net, torch.empty(batch, 3, 8, 8, device="meta"), name="net", runs_here=False)[0]
+    return ((shrunk(step) or step) if small else step).graph
 
 
 def test_a_scaled_step_is_the_captured_one() -> None:
@@ -33,10 +34,10 @@ def test_a_scaled_step_is_the_captured_one() -> None:
 
 
 def test_steps_of_two_forms_are_told_apart() -> None:
-    """Capturing gives a ReLU of a large result a mask of its own."""
+    """Shrunk, a ReLU of a large result has a mask of its own."""
     with torch.device("meta"):
         net = nn.Sequential(nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Conv2d(64, 4, 3))
-    small, large = captured(net, 4), captured(net, 256)
+    small, large = (captured(net, batch, small=True) for batch in (4, 256))
     assert len(small.ops) != len(large.ops)
     assert scaled_step(small, 4, large, 256, 100) is None
 

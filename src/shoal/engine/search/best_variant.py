@@ -3,7 +3,8 @@
 Forms are captured and priced, none is run as a whole. A relaxed program bounds each from below (see
 `planners.estimates.least_seconds`), and only what could be faster than the best plan so far is planned in full.
 Convolutions in pieces take less scratch and mostly more time, so the forms are looked at with them where they are
-slowed down, or do not fit; a form that fits is planned with them only if that lowers its bound. Direct kernels alone
+slowed down, or do not fit; a form that fits is planned with them only if that lowers its bound. Likewise with what
+waits in the backward pass shrunk, which takes an op each time. Direct kernels alone
 may be faster than the library's, so forms that are not slowed down are looked at with these. Overlapping patches
 compute their halos besides what the network computes, so they are looked at where the other forms are slowed down by
 more than that. All numbers of slices are bounded before any is planned; fewer than fit are planned only if their bound
@@ -52,6 +53,7 @@ def best_variant(
     """
     search = _Search(variants, price, budget_bytes)
     search.consider_norms()
+    search.consider_shrunk()
     if search.state.is_short_of_room:
         search.consider_pieces()
     else:
@@ -77,6 +79,7 @@ class _Search(Generic[Graph, Made]):
         self.state: SearchState[Graph, Made] = SearchState(budget_bytes)
         self._worth = WorthCapturing(self.state)
         self._cut: set[str] = set()  # forms that were asked for pieces
+        self._shrunk: set[str] = set()  # forms that were asked to be shrunk
 
     def _form(self, variant: Variant) -> list[Form[Graph, Made]]:
         """The form, captured and priced; none where the step does not have it."""
@@ -143,11 +146,32 @@ class _Search(Generic[Graph, Made]):
         forms = [form for form in self.state.forms.values() if form.variant in fitting]
         try_forms(self.state, _changed(forms, lambda priced: priced.faster()))
 
+    def consider_shrunk(self) -> None:
+        """The same forms once more, shrunk in the backward pass, but for those that were asked already."""
+        state = self.state
+        if not state.is_short_of_room:
+            return
+        fresh = [form for key, form in state.forms.items() if key not in self._shrunk]
+        self._shrunk |= state.forms.keys()
+        forms = []
+        for form in fresh:
+            if form.variant.pieces or form.variant.shrunk or not state.may_gain(form.priced.graph.plain_seconds):
+                continue
+            if (priced := form.priced.shrunk()) is not None:
+                forms.append(Form(replace(form.variant, shrunk=True), form.graph, priced))
+        try_forms(state, forms)
+
     def consider_pieces(self) -> None:
-        """The same forms once more, with convolutions in pieces, but for those that were asked already."""
-        uncut = self.state.forms.keys() - self._cut
+        """The same forms once more, with convolutions in pieces, but for those that were asked already.
+
+        Of a form that was shrunk, that one alone: pieces too are for the fewest bytes.
+        """
+        known = self.state.forms
+        uncut = known.keys() - self._cut
         self._cut |= uncut
-        forms = [form for key, form in self.state.forms.items() if key in uncut and not form.variant.pieces]
+        shrunk = {replace(form.variant, shrunk=False) for form in known.values() if form.variant.shrunk}
+        whole = [form for key, form in known.items() if key in uncut and not form.variant.pieces]
+        forms = [form for form in whole if form.variant not in shrunk]
         try_forms(self.state, _changed(forms, lambda priced: priced.cut()))
 
     def consider_split(self) -> None:
@@ -159,6 +183,7 @@ class _Search(Generic[Graph, Made]):
                 bounded += bound_forms(state, self._form(variant))
             variant = next(split, None)
         plan_forms(state, bounded)
+        self.consider_shrunk()
         if self._worth.most_slices and state.is_slowed:
             self.consider_pieces()
         while variant is not None:

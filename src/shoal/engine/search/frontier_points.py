@@ -218,6 +218,9 @@ def _priced_forms(
         n_ops += len(priced.graph.ops)
         if all(form.priced.graph.fingerprint != priced.graph.fingerprint for form in forms):
             forms.append(_Form(variant, priced))
+            if (smaller := priced.shrunk()) is not None:
+                variant, priced = replace(variant, shrunk=True), smaller
+                forms.append(_Form(variant, priced))
             if (variant.slices or not variant.depth) and (cut := priced.cut()) is not None:
                 forms.append(_Form(replace(variant, pieces=cut[0]), cut[1]))
     return forms, left_out

@@ -51,6 +51,7 @@ class Priced(Generic[Made]):
         graph: with seconds, workspaces and all that the training loop holds.
         plan: plans it inside a budget, or raises BudgetError; what the caller wants of it, and the plan.
         encoded: the same with storages encoded; None where nothing may be.
+        shrunk: the same form with what waits within the backward pass shrunk; None where nothing can be.
         cut: the same form with convolutions in pieces, and which those are; None where there are none.
         faster: likewise with those alone that direct kernels compute, which may be faster.
     """
@@ -58,6 +59,7 @@ class Priced(Generic[Made]):
     graph: StepGraph
     plan: Callable[[int], tuple[Made, Plan]]
     encoded: Encodable[Made] | None = None
+    shrunk: Callable[[], Priced[Made] | None] = lambda: None
     cut: Callable[[], tuple[tuple[Pieces, ...], Priced[Made]] | None] = lambda: None
     faster: Callable[[], tuple[tuple[Pieces, ...], Priced[Made]] | None] = lambda: None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 from shoal.core.variant import WHOLE, Variant
 from shoal.engine.search.encoding import IF_FASTER
@@ -46,7 +47,7 @@ def nearest(state: SearchState[Graph, Made]) -> BudgetError:
     """Of the refusals, the one that names the least."""
     (variant, _), error = min(state.refused.items(), key=lambda one: one[1].least_feasible_bytes or math.inf)
     hint = f"computed otherwise than the model says it ({variant}), which needs least of all forms"
-    return error if variant == WHOLE else error.with_hint(hint)
+    return error if replace(variant, shrunk=False) == WHOLE else error.with_hint(hint)
 
 
 def _ways_to_the_least(

@@ -47,6 +47,28 @@ class Forms(Protocol[_Graph]):
         """The graph of a form; raises Refused."""
 
 
+class OwnForm:
+    """A step as its author wrote it, and no other form: see `Forms`."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self._own = gm
+
+    def of_norms(self) -> Iterator[Variant]:
+        return iter(())
+
+    def of_smaller_maps(self, fused: Variant) -> Iterator[Variant]:
+        return iter(())
+
+    def split(self) -> Iterator[Variant]:
+        return iter(())
+
+    def work(self, variant: Variant) -> PatchWork:
+        raise Refused(f"no {variant} is asked for")
+
+    def graph(self, variant: Variant) -> fx.GraphModule:
+        return self._own
+
+
 class Variants:
     """The forms of one step as Dynamo captured it.
 
@@ -77,11 +99,6 @@ class Variants:
     @cached_property
     def _splits(self) -> SplitForms:
         return SplitForms(self.own, self._source, self._means)
-
-    @property
-    def any(self) -> bool:
-        """Whether the step has another form than its own, or may have one with convolutions in pieces."""
-        return self._pieces.any or self.has_other_graphs
 
     @property
     def has_other_graphs(self) -> bool:
@@ -157,7 +174,7 @@ class Variants:
         Raises:
             Refused: the step does not have that form.
         """
-        if replace(variant, pieces=()) == WHOLE:
+        if replace(variant, pieces=(), shrunk=False) == WHOLE:
             return self.own
         if variant.invert:
             return with_inverted_norms(self.own)

@@ -101,4 +101,4 @@ def _has_room(bound_seconds: float, form: Form[Graph, Made], whole: Candidate) -
 def _is_on_slices(row: Candidate) -> bool:
     """Whether a form is the step as it is, or that on slices of the batch."""
     variant = row.variant
-    return not variant.pieces and (variant == WHOLE or bool(variant.slices))
+    return not (variant.pieces or variant.shrunk) and (variant == WHOLE or bool(variant.slices))
