@@ -41,7 +41,7 @@ class Encoder(nn.Module):
 
 
 def convolutional(width: int = 16) -> nn.Module:
-    widths = (3, width, width, width)
+    widths = (3, width, width)
     layers = [
         layer for a, b in pairwise(widths) for layer in (nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.SiLU())
     ]

@@ -219,7 +219,7 @@ def test_steps_that_go_different_ways_have_plans_of_their_own() -> None:
 )
 def test_one_budget_holds_for_all_parts(kind: type[Looping], between: Between, share: float) -> None:
     """Measured by a counter around whole steps; the plan's prediction is as near as that of one graph."""
-    model = kind(between, [nn.Sequential(*blocks(c, 8, 8)) for c in (3, 8, 8)], channels=8)
+    model = kind(between, [nn.Sequential(*blocks(c, 8, 8)) for c in (3, 8)], channels=8)
     plain_bytes, _ = _peaks(copy.deepcopy(model))
     budget = int(share * plain_bytes)
     shoal.compile(model, budget=budget, allow="recompute")
@@ -304,7 +304,7 @@ def test_two_calls_before_a_backward_pass_share_the_budget() -> None:
     def step(model: nn.Module, x: torch.Tensor) -> None:
         (model(x).square().mean() + model(x.flip(0)).square().mean()).backward()
 
-    model = Looping(prints, [nn.Sequential(*blocks(c, 8, 8)) for c in (3, 8, 8)], channels=8)
+    model = Looping(prints, [nn.Sequential(*blocks(c, 8, 8)) for c in (3, 8)], channels=8)
     plain_bytes, _ = _peaks(copy.deepcopy(model), step)
     budget = int(0.7 * plain_bytes)
     shoal.compile(model, budget=budget, allow="recompute")
@@ -313,7 +313,7 @@ def test_two_calls_before_a_backward_pass_share_the_budget() -> None:
 
 
 def test_a_budget_in_which_no_step_fits_is_refused_before_anything_is_lost() -> None:
-    model = Looping(prints, [nn.Sequential(*blocks(c, 8, 8)) for c in (3, 8, 8)], channels=8)
+    model = Looping(prints, [nn.Sequential(*blocks(c, 8, 8)) for c in (3, 8)], channels=8)
     before = copy.deepcopy(model.state_dict())
     shoal.compile(model, budget=200_000)
     with costs_that_do_not_matter(), pytest.raises(BudgetError, match="one of its graphs needs") as caught:

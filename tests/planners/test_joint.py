@@ -114,8 +114,8 @@ def test_the_least_of_a_vgg_is_two_of_its_first_activations_and_what_a_pooling_l
 @pytest.mark.parametrize("build", [conv_bn_relu_chain, resnet_like, densenet_like, unet_like])
 @pytest.mark.parametrize("share", [0.8, 0.5])
 def test_it_is_never_slower_than_the_chain_planner(build: object, share: float) -> None:
-    size = {conv_bn_relu_chain: (8,), densenet_like: ((2, 3, 2),), resnet_like: ((1, 2, 2, 1),)}.get(build, ())  # type: ignore[call-overload]
-    graph = build(*size)  # type: ignore[operator]
+    sizes = {conv_bn_relu_chain: 8, densenet_like: (2, 3, 2), resnet_like: (1, 2, 2, 1), unet_like: 3}
+    graph = build(sizes[build])  # type: ignore[operator,index]
     budget_bytes = int(share * plain_peak_bytes(graph))
     try:
         theirs = chain(graph, HERE, budget_bytes).added_seconds

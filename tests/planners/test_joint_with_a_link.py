@@ -118,7 +118,7 @@ def test_its_plan_is_legal_inside_both_budgets_and_never_above_what_the_papers_p
 
 @pytest.mark.parametrize("share", [0.8, 0.6])
 def test_a_link_faster_than_the_device_saves_all_recomputation(share: float) -> None:
-    graph = replace(resnet_like(), link=Link("fast", 1e15, 1e15, 0.0))
+    graph = replace(resnet_like((1, 2, 2, 1)), link=Link("fast", 1e15, 1e15, 0.0))
     budget_bytes = int(share * keep_all(graph, HERE, 0).predicted_peak_bytes)
     plan = joint(graph, HERE, budget_bytes)
     assert plan.offloaded and not plan.recomputed
@@ -126,7 +126,7 @@ def test_a_link_faster_than_the_device_saves_all_recomputation(share: float) -> 
 
 
 def test_a_link_too_slow_to_carry_anything_changes_nothing() -> None:
-    alone = resnet_like()
+    alone = resnet_like((1, 2, 2, 1))
     budget_bytes = int(0.7 * keep_all(alone, HERE, 0).predicted_peak_bytes)
     without = joint(alone, HERE, budget_bytes)
     plan = joint(replace(alone, link=Link("slow", 1.0, 1.0, 0.0)), HERE, budget_bytes)

@@ -119,8 +119,9 @@ def test_it_trains_as_plain_pytorch_does_bit_for_bit() -> None:
     for seed in range(3):
         images = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(seed))
         for model in (plain, planned):
+            model.zero_grad()
             model(images).square().sum().backward()
-    for (name, expected), got in zip(plain.named_parameters(), planned.parameters(), strict=True):
-        assert torch.equal(expected.grad, got.grad), name  # type: ignore[arg-type]
+        for (name, expected), got in zip(plain.named_parameters(), planned.parameters(), strict=True):
+            assert torch.equal(expected.grad, got.grad), name  # type: ignore[arg-type]
     for (name, expected), got in zip(plain.named_buffers(), planned.buffers(), strict=True):
         assert torch.equal(expected, got), name
