@@ -6,16 +6,17 @@ import copy
 import itertools
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 import shoal
 from shoal.cost.profile import Costs
 from shoal.engine import compiled_regions
+from shoal.engine.compiled_regions import in_compiled_regions
 from shoal.kernels import compiled_region
 from tests.engine.compile.compiled import Residual, compiled
 from tests.engine.training_laws import (
@@ -255,10 +256,19 @@ def test_a_region_that_takes_longer_than_its_ops_is_taken_apart(monkeypatch: pyt
     assert planned.shoal.plan.graph.fingerprint == plain.shoal.plan.graph.fingerprint
 
 
-@pytest.mark.parametrize(("microseconds", "busy"), [(50, True), (20, False)])
-def test_launches_count_where_the_device_waits_for_them(microseconds: int, busy: bool) -> None:
-    torch.manual_seed(0)
-    captured = captured_step(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.ones(2, 4))
-    keys = {op.signature for op in captured.graph.ops}
-    costs = Costs(dict.fromkeys(keys, 1e-6 * microseconds), dict.fromkeys(keys, 0), dict.fromkeys(keys, 10e-6))
-    assert compiled_regions._keeps_device_busy(captured, costs) == busy
+@pytest.mark.parametrize(("device_microseconds", "n_regions"), [(15, 1), (25, 0)])
+def test_a_region_is_held_against_its_ops_by_time_on_the_device_however_long_its_launch_takes(
+    monkeypatch: pytest.MonkeyPatch, device_microseconds: int, n_regions: int
+) -> None:
+    interpreted(monkeypatch)
+
+    def timed(nodes: Mapping[str, fx.Node], **_: Any) -> Costs:
+        regions = {key for key, node in nodes.items() if isinstance(node.target, compiled_region.CompiledRegion)}
+        seconds = {key: 1e-6 * (device_microseconds if key in regions else 10) for key in nodes}
+        launch_seconds = {key: 1e-3 if key in regions else 1e-6 for key in nodes}
+        return Costs(seconds, dict.fromkeys(nodes, 0), launch_seconds)
+
+    monkeypatch.setattr(compiled_regions, "profile", timed)
+    captured = captured_step(nn.Sequential(nn.Linear(64, 64), nn.Sigmoid(), nn.Tanh()), torch.ones(8, 64))
+    forward = [op for op in in_compiled_regions(captured).graph.ops if op.phase == "forward"]
+    assert sum("compiled_region" in op.target for op in forward) == n_regions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -24,20 +24,17 @@ from shoal.lowlevel.inductor_region import missing_compiler
 from shoal.memory.limit import no_memory_limit
 
 log = logging.getLogger("shoal")
-SecondsOf = Callable[[Costs], Mapping[str, float]]
 _OPERANDS = "regions"  # the cache of what may be written over
-_BUSY = 3.0
 _SLOWER = 1.0  # a region stays where it takes at most as long as its ops
 _HOPELESS = 1.25  # regions of one sort are not compiled where the largest takes so much longer than its ops
 
 
-def in_compiled_regions(captured: Captured, plan: Plan | None = None, *, graphed: bool = False) -> Captured:
+def in_compiled_regions(captured: Captured, plan: Plan | None = None) -> Captured:
     """The step in the regions that are faster compiled than as ops one by one, each compiled.
 
     Args:
         captured: the step, to be run on this machine.
         plan: one that was made for it: what it has as ops of their own stays so, and nothing is measured.
-        graphed: whether the step is replayed as CUDA graphs, so that launches cost nothing.
     """
     device = captured.device
     if reason := missing_compiler(device.type):
@@ -46,7 +43,7 @@ def in_compiled_regions(captured: Captured, plan: Plan | None = None, *, graphed
     with no_memory_limit(), unset_fake_temporarily():
         if plan is not None:
             return _described(in_regions(captured, {op.name for op in plan.captured_graph.ops}), {})
-        return _fastest(captured, device, graphed)
+        return _fastest(captured, device)
 
 
 def in_unmeasured_regions(captured: Captured) -> Captured:
@@ -54,14 +51,13 @@ def in_unmeasured_regions(captured: Captured) -> Captured:
     return _described(drafted(captured).read(), {})
 
 
-def _fastest(captured: Captured, device: torch.device, graphed: bool) -> Captured:
+def _fastest(captured: Captured, device: torch.device) -> Captured:
     left_out: set[str] = set()
     failures: dict[str, str] = {}
     alone = profile(captured.distinct_nodes(), device=device)
-    seconds_of = _device_seconds if graphed or _keeps_device_busy(captured, alone) else _longer_seconds
     while True:  # what loses is taken apart, which may change its neighbours
         draft = drafted(captured, left_out)
-        lost = _losing(draft, alone, device, seconds_of)
+        lost = _losing(draft, alone, device)
         if not lost:  # times may be of an earlier process
             compile_regions(draft.regions.values())
             lost = {op for name, region in draft.regions.items() if region.failure for op in draft.members[name]}
@@ -72,24 +68,6 @@ def _fastest(captured: Captured, device: torch.device, graphed: bool) -> Capture
     regional = draft.compiled()
     _remember_operands(regional.regions.values(), device)
     return _described(regional, failures)
-
-
-def _device_seconds(costs: Costs) -> Mapping[str, float]:
-    return costs.seconds
-
-
-def _longer_seconds(costs: Costs) -> Mapping[str, float]:
-    return costs.longer_seconds
-
-
-def _keeps_device_busy(captured: Captured, alone: Costs) -> bool:
-    """Whether the host runs ahead of the device all step: then it costs nothing that a region takes longer to launch.
-
-    In a step the host takes 2.4 to 3 times what its launches take by themselves (ResNet-50 on an H100).
-    """
-    keys = [op.signature for op in captured.graph.ops]
-    launch_seconds = sum(alone.launch_seconds.get(key, 0.0) for key in keys)
-    return sum(alone.seconds.get(key, 0.0) for key in keys) > _BUSY * launch_seconds
 
 
 @dataclass(frozen=True)
@@ -121,10 +99,14 @@ def _region(node: fx.Node) -> CompiledRegion:
     return region
 
 
-def _losing(draft: Draft, alone: Costs, device: torch.device, seconds_of: SecondsOf) -> set[str]:
-    """Ops of the regions that take longer than these; of many regions of one sort the largest may speak for all."""
+def _losing(draft: Draft, alone: Costs, device: torch.device) -> set[str]:
+    """Ops of the regions that take longer than these; of many regions of one sort the largest may speak for all.
+
+    On CUDA that is time on the device. What the host takes to launch a region by itself is more than its ops' launches
+    by themselves, but in a step, where each op comes from Python with cold caches, it is less.
+    """
     _recall_operands(draft.regions.values(), device)
-    each = seconds_of(alone)
+    each = alone.seconds
     sorts: dict[tuple[str, ...], list[_Unit]] = {}
     for names in _together(draft.members):
         members = frozenset(op for name in names for op in draft.members[name])
@@ -132,11 +114,9 @@ def _losing(draft: Draft, alone: Costs, device: torch.device, seconds_of: Second
         unit = _Unit(tuple(draft.nodes[name] for name in sorted(names)), members, seconds)
         sorts.setdefault(unit.sort, []).append(unit)
     largest = {sort: max(units, key=lambda unit: unit.seconds) for sort, units in sorts.items()}
-    joined = seconds_of(_costs(largest.values(), device))
+    joined = _costs(largest.values(), device).seconds
     hopeless = {sort for sort, unit in largest.items() if unit.slower(joined) > _HOPELESS * _SLOWER}
-    joined = seconds_of(
-        _costs([unit for sort, units in sorts.items() if sort not in hopeless for unit in units], device)
-    )
+    joined = _costs([unit for sort, units in sorts.items() if sort not in hopeless for unit in units], device).seconds
     lost: set[str] = set()
     for sort, units in sorts.items():
         for unit in units:

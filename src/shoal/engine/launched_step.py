@@ -17,9 +17,9 @@ def as_launched(captured: Captured, options: CompileOptions, plan: Plan | None =
 
     Args:
         captured: the step, to be run on this machine.
-        options: whether it is compiled there, and replayed as CUDA graphs.
+        options: whether it is compiled there.
         plan: one that was made for it: see `in_compiled_regions`.
     """
     if options.compiles(captured.device.type):
-        captured = in_compiled_regions(captured, plan, graphed=options.cuda_graphs)
+        captured = in_compiled_regions(captured, plan)
     return with_gathered_casts(captured)
