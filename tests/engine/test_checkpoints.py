@@ -78,6 +78,17 @@ def test_gradients_are_those_of_plain_checkpoints_bit_for_bit(reentrant: bool, b
     assert model.shoal.plan.recomputed
 
 
+def test_every_means_of_the_default_may_be_used_beside_checkpoints() -> None:
+    """Dynamo's path to a layer in a region leads through the function that holds it."""
+    torch.manual_seed(0)
+    plain = Checkpointed(reentrant=False)
+    model = shoal.compile(copy.deepcopy(plain), budget="1GiB")
+    with costs_that_do_not_matter():
+        for ours, theirs in zip(gradients(model), gradients(plain), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
+    assert model.shoal.plan.checkpoints == 2
+
+
 def test_a_region_runs_once_and_what_it_changes_changes_once() -> None:
     torch.manual_seed(0)
     plain = Checkpointed(reentrant=False)

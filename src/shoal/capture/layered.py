@@ -232,6 +232,8 @@ class _Reader:
     def _add(self, layer: nn.Module, source: fx.Node | None, node: fx.Node) -> str:
         """The layer's name in the model, where its parameters tell."""
         path = module_path(str(getattr(getattr(source, "_dynamo_source", None), "name", ""))) or node.name
+        # A layer that a function holds has no path of modules alone: `__dict__` may be on it.
+        path = ".".join(f"{part}_" if hasattr(nn.Module, part) else part for part in path.split("."))
         name, number = path, 1
         while name in self.names or any(other.startswith(f"{name}.") for other in self.names):
             number += 1

@@ -193,7 +193,8 @@ class Variants:
 
     def split(self) -> Iterator[Variant]:
         """On slices of the batch, then on slabs, then on patches, the fewest first."""
-        yield from self._splits
+        if {"exact_split", "split"} & self._means:
+            yield from self._splits
 
     def work(self, variant: Variant) -> PatchWork:
         """What one of these takes, known before it is captured.
