@@ -73,10 +73,12 @@ def a_few_layers() -> nn.Sequential:
 
 
 @pytest.fixture(autouse=True)
-def no_thread_and_no_file_is_left() -> Iterator[None]:
+def no_thread_is_left() -> Iterator[None]:
+    before = set(threading.enumerate())
     yield
     gc.collect()
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("shoal-")]
+    left = set(threading.enumerate()) - before
+    assert not [thread.name for thread in left if thread.name.startswith("shoal-")]
 
 
 @pytest.fixture(params=["host", "file"])

@@ -197,6 +197,7 @@ class PlannedStep:
             )
         if self._choose is not None:
             self.form, captured = self._choose(captured)
+            self._choose = None  # it holds the graph
         else:
             captured = in_form(self.session, captured, self.form.variant)
         self.fingerprint = captured.graph.fingerprint

@@ -249,6 +249,7 @@ class Placement:
         if self._placed and reserved_bytes > (1 + _MORE) * self._expected_bytes:
             self._says_another_course(reserved_bytes, self._expected_bytes)
             self._placed.clear()
+            torch.accelerator.empty_cache()  # pages that were mapped for addresses which are not taken
 
     def _says_another_course(self, reserved_bytes: int, planned_bytes: int) -> None:
         log.info(
