@@ -1,4 +1,4 @@
-"""A captured step with what waits within the backward pass shrunk, each at the cost of an op.
+"""A captured step that holds fewer bytes between the ops of its backward pass, each time at the cost of an op.
 
 - The result of a ReLU or leaky ReLU that others read too becomes one boolean an element when the last of them is done
   (`activation_masks`).
@@ -26,7 +26,7 @@ _PART_OF_WHOLE = 0.75
 
 
 def shrunk(captured: Captured) -> Captured | None:
-    """The step with these; None where there are none. `captured` stays as it is."""
+    """The step rewritten so; None where there is nothing to rewrite. `captured` stays as it is."""
     joint = copied_joint(captured.joint)
     backward = {node for node in joint.graph.nodes if node.name in captured.backward_names}
     shrink_to_masks(joint.graph, backward)

@@ -98,10 +98,10 @@ def own_form(session: Session, gm: fx.GraphModule) -> Form | Choose:
 
 
 def in_form(session: Session, captured: Captured, variant: Variant) -> Captured:
-    """A step, captured from the graph of a form, as it runs in that form.
+    """A step, captured from the graph of a form, as it runs in that form; shrunk where anything of it can be.
 
     Raises:
-        PlanError: the form has what this step does not.
+        PlanError: the form has pieces of ops that this step does not have.
     """
     if variant.shrunk:
         captured = shrunk(captured) or captured

@@ -34,7 +34,7 @@ from shoal.engine.step_planning import WHOLE_FORM, Form
 from shoal.errors import BudgetError
 from shoal.memory.limit import no_memory_limit
 
-_FORM = Form(Variant(shrunk=True))  # how little room there is for a part is known when all have run
+_SHRUNK = Form(Variant(shrunk=True))  # how little room there is for a part is known when all have run
 
 
 @dataclass(eq=False)
@@ -101,7 +101,7 @@ class PartStep(PlannedStep):
     in_use_bytes: int
 
     def __init__(self, steps: PartSequence, node: Node, places: InputPlaces) -> None:
-        super().__init__(steps.session, places, _FORM if steps.session.status.budget_bytes else WHOLE_FORM)
+        super().__init__(steps.session, places, _SHRUNK if steps.session.status.budget_bytes else WHOLE_FORM)
         self.steps = steps
         self.node = node
         self.trains = False
