@@ -102,8 +102,8 @@ def _region(node: fx.Node) -> CompiledRegion:
 def _losing(draft: Draft, alone: Costs, device: torch.device) -> set[str]:
     """Ops of the regions that take longer than these; of many regions of one sort the largest may speak for all.
 
-    On CUDA that is time on the device. By itself a region takes the host longer to launch than its ops by themselves; in
-    the step of ResNet-50 on an H100, the one that was measured, it took the host less.
+    On CUDA that is time on the device. By itself a region takes the host longer to launch than its ops by themselves;
+    in the step of ResNet-50 on an H100, the one that was measured, it took the host less.
     """
     _recall_operands(draft.regions.values(), device)
     each = alone.seconds
