@@ -10,7 +10,6 @@ from shoal.capture.accumulation import ACCUMULATE
 from shoal.capture.early_gradients import HAND_OVER, HAND_OVER_TO_HOOK
 from shoal.core.order import in_order_of, op_names
 from shoal.core.plan import Plan
-from shoal.core.residence import Keep, Recompute, Residence, exact_residence
 from shoal.core.step import Op, StepGraph, Storage, StorageKind
 
 HELD_RESULTS = "results_of_the_step_before"
@@ -77,12 +76,10 @@ class Basis:
             return replace(graph, static_bytes=graph.static_bytes + self.others_bytes)
 
         exact_graph = self.exact_graph and now(self.exact_graph)
-        ordered = now(in_order_of(self.graph, plan.graph) if plan.captured_order else self.graph)
-        captured_order = op_names(now(self.graph)) if plan.captured_order else ()
-        residences = {name: how for name, how in plan.residences.items() if not _is_held(ordered, name, how)}
-        return replace(
-            plan, graph=ordered, residences=residences, exact_graph=exact_graph, captured_order=captured_order
-        )
+        if not plan.captured_order:
+            return replace(plan, graph=now(self.graph), exact_graph=exact_graph)
+        ordered, captured_order = now(in_order_of(self.graph, plan.graph)), op_names(now(self.graph))
+        return replace(plan, graph=ordered, exact_graph=exact_graph, captured_order=captured_order)
 
     def resized(self, nbytes: Mapping[str, int]) -> Basis:
         """With storages of these sizes, by name: a step whose sizes vary, in one of its calls."""
@@ -101,18 +98,6 @@ class Basis:
             return replace(graph, static_bytes=graph.static_bytes + more_bytes)
 
         return replace(self, graph=more(self.graph), exact_graph=self.exact_graph and more(self.exact_graph))
-
-
-def gives_up_what_is_held(plan: Plan, in_a_loop: Plan) -> bool:
-    """Whether the plan computes again what the loop holds: the bytes of `Basis.of`, the second, are too few then."""
-    left = plan.residences.keys() - in_a_loop.residences.keys()
-    return any(exact_residence(plan.residences[name]) != Recompute(()) for name in left)
-
-
-def _is_held(graph: StepGraph, name: str, how: Residence) -> bool:
-    """Whether a storage that a plan gives up is the caller's: it was planned for one who drops it with the loss."""
-    storage = graph.storage_called.get(name)
-    return storage is not None and storage.kind == "output" and not isinstance(exact_residence(how), Keep)
 
 
 def best_case(loop: LoopMemory, places: Collection[int]) -> LoopMemory:

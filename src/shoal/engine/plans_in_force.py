@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from shoal.core.plan import Plan
 from shoal.core.step import StepGraph
-from shoal.engine.loop_memory import Basis, LoopMemory, gives_up_what_is_held
+from shoal.engine.loop_memory import Basis, LoopMemory
 from shoal.engine.metering import Metered
 from shoal.engine.status import Status
 
@@ -46,19 +46,15 @@ class PlansInForce:
             step.basis = step.basis and step.basis.with_static(more_bytes)
 
     def adapt(self, loop: LoopMemory) -> bool:
-        """Count what the loop holds; whether a plan exceeds the budget then, or gives up what the loop holds."""
+        """Count what the loop holds; whether a plan exceeds the budget then."""
         now: dict[int, Plan] = {}
-        gives_up = False
         for step in self._steps:
             if step.plan is not None and step.basis is not None:
                 plan, step.plan = step.plan, step.basis.of(step.plan, loop)
                 now[id(plan)] = step.plan
-                gives_up |= gives_up_what_is_held(plan, step.plan)
         self._status.plans = tuple(now.get(id(plan), plan) for plan in self._status.plans)
         budget_bytes = self._status.budget_bytes
-        return budget_bytes is not None and (
-            gives_up or any(plan.predicted_peak_bytes > budget_bytes for plan in now.values())
-        )
+        return budget_bytes is not None and any(plan.predicted_peak_bytes > budget_bytes for plan in now.values())
 
     def learn_errors(self, plan: Plan, errors: Sequence[float]) -> None:
         """Put what a step's encodings really lost into the plan."""
