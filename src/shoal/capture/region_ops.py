@@ -19,6 +19,7 @@ _aten = torch.ops.aten
 _POINTWISE = frozenset(
     {
         _aten._to_copy.default,
+        _aten.clone.default,
         _aten.elu_backward.default,
         _aten.full_like.default,
         _aten.hardsigmoid_backward.default,
@@ -155,6 +156,7 @@ _COMPOSITE = frozenset(
         group_norm.backward,
         layer_norm.backward,
         prelu.backward,
+        _aten.constant_pad_nd.default,
         _aten.native_batch_norm_backward.default,
         _aten.native_group_norm.default,
         _aten.native_group_norm_backward.default,
