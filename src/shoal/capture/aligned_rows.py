@@ -1,8 +1,8 @@
 """Operands of matrix products whose rows begin at multiples of 16 bytes, where rows of odd length would not.
 
-Tensor cores are fed 16 bytes at a time. A product whose operand has 50,257 columns in bfloat16, as the gradient of GPT-2's
-logits, runs a kernel that loads element by element. Where an op writes that operand anyway, and a region can take the
-op in, it writes longer rows, and products read a part of them.
+Tensor cores are fed 16 bytes at a time. A product whose operand has 50,257 columns in bfloat16, as the gradient of
+GPT-2's logits, runs a kernel that loads element by element. Where an op writes that operand anyway, and a region can
+take the op in, it writes longer rows, and products read a part of them.
 """
 
 from __future__ import annotations
