@@ -194,6 +194,16 @@ def is_composite(node: fx.Node) -> bool:
     return node.target in _COMPOSITE
 
 
+def is_transposition(node: fx.Node) -> bool:
+    """Whether the node copies a tensor into another order of axes on a GPU: Triton does that tile by tile."""
+    if node.target is not _aten.clone.default:
+        return False
+    (operand,) = node.all_input_nodes
+    read, made = operand.meta["val"], node.meta["val"]
+    innermost = [axis for axis in range(made.dim()) if made.stride(axis) == 1 and made.shape[axis] > 1]
+    return made.device.type == "cuda" and any(read.stride(axis) != 1 for axis in innermost)
+
+
 def is_statistics(node: fx.Node) -> bool:
     """Whether the node takes the statistics of a batch norm, which happens once in a step."""
     return node.target is statistics or node.target is statistics_in_place
