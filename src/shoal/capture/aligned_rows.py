@@ -8,6 +8,7 @@ take the op in, it writes longer rows, and products read a part of them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -22,7 +23,7 @@ _aten = torch.ops.aten
 _PAD = _aten.constant_pad_nd.default
 _ON = ("cuda",)
 _DTYPES = (torch.float16, torch.bfloat16)
-_OPERANDS = {  # of matrix products: places of the two matrices
+_OPERANDS: dict[Any, tuple[int, int]] = {  # of matrix products: places of the two matrices
     _aten.mm.default: (0, 1),
     _aten.bmm.default: (0, 1),
     _aten.addmm.default: (1, 2),
