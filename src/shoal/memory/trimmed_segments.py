@@ -8,16 +8,19 @@ from typing import Any
 import torch
 
 from shoal.lowlevel import cuda_allocator
+from shoal.memory.layout.caching_allocator import OLDEST_FIRST
 from shoal.memory.layout.segment_ages import in_order_of_choice
 
 
 def trimmed_segments(device: torch.device) -> list[Mapping[str, Any]]:
     """Give back what is cached, and return what is left; see `CachingAllocator.of_snapshot`.
 
-    All holes that are left are filled for a moment; nothing is written to them.
+    Where ages of segments matter all holes that are left are filled for a moment; nothing is written to them.
     """
     torch.accelerator.empty_cache()
-    segments = cuda_allocator.segments(device)
+    segments: list[Mapping[str, Any]] = [*cuda_allocator.segments(device)]
+    if not OLDEST_FIRST:
+        return segments
     held: dict[int, torch.Tensor] = {}
 
     def allocate(nbytes: int) -> int:
@@ -31,4 +34,4 @@ def trimmed_segments(device: torch.device) -> list[Mapping[str, Any]]:
     try:
         return in_order_of_choice(segments, allocate, release)
     except torch.OutOfMemoryError:  # somebody else took what was free
-        return list(segments)
+        return segments

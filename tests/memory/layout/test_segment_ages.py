@@ -52,7 +52,7 @@ def tried(shown: list[dict[str, Any]], truth: list[dict[str, Any]]) -> list[int]
 
 @pytest.fixture(autouse=True)
 def oldest_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(caching_allocator, "_OLDEST_FIRST", True)
+    monkeypatch.setattr(caching_allocator, "OLDEST_FIRST", True)
 
 
 @given(
