@@ -7,10 +7,12 @@ import itertools
 import logging
 import re
 import time
+import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -41,6 +43,7 @@ OWN_BUDGET = "the model has a budget of its own, given to shoal.compile"  # why 
 _MANY_CAPTURES = 8  # each takes seconds: so many are worth a warning
 _COLLECTED_OBJECTS = 50_000  # new ones since the last collection of the youngest; Python's own is 700
 _OUR_SOURCES = ("L['model']", "L['args']", "L['kwargs']")  # what `call_of` calls what it is given
+_DYNAMO = Path(torch._dynamo.__file__).parent
 _LOGGED = ("debug", "info", "warning", "warn", "error", "exception", "critical", "fatal", "log", "isEnabledFor")
 
 
@@ -78,13 +81,21 @@ class ModelRaised(Exception):
 class GraphBreak(CaptureError):
     """The model is not one graph, though it may be several; `reason` and `place` say what ends the first one."""
 
+    advice = (
+        "take data-dependent control flow, printing and calls into other libraries out of forward(), or compile the "
+        "submodule that is free of them"
+    )
+
     def __init__(self, reason: str, place: str) -> None:
-        super().__init__(
-            f"the model cannot be captured as one graph: {reason} at {place}; take data-dependent control flow, "
-            "printing and calls into other libraries out of forward(), or compile the submodule that is free of them"
-        )
+        super().__init__(f"the model cannot be captured as one graph: {reason} at {place}; {self.advice}")
         self.reason = reason
         self.place = place
+
+
+class FaultOfDynamo(GraphBreak):
+    """Dynamo itself fails on the model, as it does for any backend of `torch.compile`."""
+
+    advice = "keep Dynamo out of the function that stands there: @torch.compiler.disable"
 
 
 class TooManyCaptures(CaptureError):
@@ -110,7 +121,7 @@ def one_graph() -> Iterator[None]:
 
     Raises:
         ShoalError: what the backend raised, as it was.
-        GraphBreak: the model is not one graph.
+        GraphBreak: the model is not one graph, or Dynamo fails on it.
         ModelRaised: the model raises an exception of its own.
         TooManyCaptures: there are as many graphs of it as there may be, and none is of this call.
     """
@@ -125,9 +136,14 @@ def one_graph() -> Iterator[None]:
         reason = f"{type(inner).__name__}: {inner}".strip().splitlines()[0]
         raise CaptureError(f"PyTorch cannot trace the training step of this model and input: {reason}") from inner
     except InternalTorchDynamoError as failure:
-        if isinstance(origin := _origin(failure), (torch.OutOfMemoryError, MemoryError)):
+        origin = _origin(failure)
+        if isinstance(origin, (torch.OutOfMemoryError, MemoryError)):
             raise origin from None
-        raise
+        raise _fault_of_dynamo(origin, failure) from None
+    except AssertionError as failure:
+        if not _is_of_dynamo(failure):
+            raise  # the model's own, in eager code
+        raise _fault_of_dynamo(failure, failure) from None
     except TorchRuntimeError as failure:
         raise ModelRaised(str(_origin(failure)).strip().splitlines()[0]) from None
     except (Unsupported, UserError, ConstraintViolationError) as failure:
@@ -185,7 +201,18 @@ def _capture_error(failure: Unsupported | UserError | ConstraintViolationError) 
     return GraphBreak(what, _place(failure))
 
 
-def _place(failure: Unsupported | UserError | GuardOnDataDependentSymNode) -> str:
+def _is_of_dynamo(failure: BaseException) -> bool:
+    """Whether it was raised in Dynamo's own code, and not in what that traces or runs."""
+    frames = traceback.extract_tb(failure.__traceback__)
+    return bool(frames) and Path(frames[-1].filename).is_relative_to(_DYNAMO)
+
+
+def _fault_of_dynamo(origin: BaseException, failure: BaseException) -> FaultOfDynamo:
+    what = next(iter(str(origin).strip().splitlines()), "")
+    return FaultOfDynamo(f"PyTorch's Dynamo fails ({type(origin).__name__}: {what})", _place(failure))
+
+
+def _place(failure: BaseException) -> str:
     frames = [frame for frame in getattr(failure, "real_stack", None) or () if frame.filename != __file__]
     theirs = [frame for frame in frames if "/torch/" not in frame.filename] or frames  # else a layer of PyTorch's own
     return f"{theirs[-1].filename}:{theirs[-1].lineno} ({theirs[-1].line})" if theirs else "an unknown line"

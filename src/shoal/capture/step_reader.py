@@ -58,8 +58,9 @@ def capture(
         early: place of an input → the fate of its gradient, where that may leave before the backward pass ends.
 
     Raises:
-        CaptureError: the graph has symbolic shapes that nothing bounds.
+        CaptureError: the graph has symbolic shapes that nothing bounds, or tensors that are not strided.
     """
+    _reject_sparse(joint.graph, n_forward_outputs, layers or {})
     write_constants_out(joint.graph)
     outputs: Any = joint.graph.output_node().args[0]
     forward = needed_by(outputs[:n_forward_outputs])
@@ -68,6 +69,22 @@ def capture(
         save_fewer_bytes(joint, backward, cpu_kernels=cpu_kernels)
     options = ReadOptions(n_forward_outputs, static_inputs, model, parameters, layers, static_bytes, early or {})
     return read_joint(joint, {node.name for node in backward}, options)
+
+
+def _reject_sparse(graph: fx.Graph, n_forward_outputs: int, layers: Mapping[int, str]) -> None:
+    outputs: Any = graph.output_node().args[0]
+    gradient_of = {node: place for place, node in enumerate(outputs[n_forward_outputs:])}
+    values = ((node, node.meta.get("val")) for node in graph.nodes)
+    sparse = {n: v.layout for n, v in values if isinstance(v, torch.Tensor) and v.layout is not torch.strided}
+    if sparse:
+        gradients = [node for node in sparse if node in gradient_of]
+        node = (gradients or list(sparse))[0]
+        layer = layers.get(gradient_of.get(node, -1), "")
+        what = f"the gradient of layer {layer or '-'}" if gradients else f"the result of {node.name}"
+        raise CaptureError(
+            f"{what} is {sparse[node]}, whose bytes are not known before the step runs; plan a model whose tensors are "
+            "dense: of an nn.Embedding, one without sparse=True"
+        )
 
 
 def read_joint(joint: fx.GraphModule, backward_names: Collection[str], options: ReadOptions) -> Captured:

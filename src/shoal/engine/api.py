@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal import planners
@@ -31,28 +30,29 @@ from shoal.capture.dynamo import (
 from shoal.core.hardware import Hardware
 from shoal.core.plan import Plan
 from shoal.core.progress import doing, preparing
-from shoal.core.sizes import format_bytes
 from shoal.engine.backend import compile_step
 from shoal.engine.early_gradients import EarlyGradients
 from shoal.engine.lossy_report import LossyReport
 from shoal.engine.lossy_report import lossy_report as report_on
 from shoal.engine.model_call import ModelCall, reject_function_transforms
+from shoal.engine.model_refusals import reject_compiled, reject_hopeless
 from shoal.engine.options import CompileOptions
 from shoal.engine.parts import PartedSteps
 from shoal.engine.repair import run_again_where_repaired
 from shoal.engine.reserved_budget import grow_segments
 from shoal.engine.search.without_effect import in_several_graphs
 from shoal.engine.session import Session
-from shoal.engine.shared_budget import Budget, reject_member
+from shoal.engine.set_up import SetUp
+from shoal.engine.shared_budget import Budget
 from shoal.engine.status import Status
 from shoal.engine.tensor_subclass import call_as_function, subclass_among
 from shoal.engine.unreplicated import Unreplicated
-from shoal.errors import BudgetError, CaptureError, InputError
-from shoal.lowlevel.torch_state import active_ddp_module, has_gradient_hook, in_trace, is_exporting
+from shoal.errors import CaptureError, InputError
+from shoal.lowlevel.torch_state import active_ddp_module, in_trace, is_exporting
 from shoal.memory.budget import budget_bytes
 from shoal.memory.optimizer_state import declared_optimizer, reject_copy
 from shoal.memory.static_memory import StaticMemory
-from shoal.memory.storage_bytes import distinct_bytes, reject_without_shape
+from shoal.memory.storage_bytes import reject_without_shape
 from shoal.offload.policy import AUTO
 
 log = logging.getLogger("shoal")
@@ -192,7 +192,7 @@ def compile(
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
     network: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
-    _reject_compiled(network)
+    reject_compiled(network)
     if isinstance(budget, Budget):
         given = {
             "offload_to": offload_to not in (AUTO, None),
@@ -242,7 +242,7 @@ def compile(
     weakref.finalize(network, session.let_go)  # Dynamo keeps the compiled code for good, and the session with it
     if status.budget_bytes is not None:
         reject_without_shape(network)
-        _reject_hopeless(network, session)
+        reject_hopeless(network, session)
         session.check_optimizer_step()
     caller = _Caller(network, session, strict=strict)
     forget = weakref.WeakMethod(caller.forget)
@@ -275,6 +275,7 @@ class _Caller(ModelCall):
         self.session = session
         self._may_break = not strict and session.ready_plan is None
         self._parts: PartedSteps | None = None
+        self._before_first: SetUp | None = None  # how the model was before it broke at its first call
         self._planned: dict[Any, Callable[..., Any]] = {}
         self._logging: Collection[Callable[..., Any]] = ()
         forget_sizes(model)
@@ -317,6 +318,8 @@ class _Caller(ModelCall):
 
     def _train(self, kind: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         model = self.model
+        if self._is_set_up():
+            return self._train_as_one(kind, args, kwargs)
         if kind not in self._planned:
             self._logging = logging_functions()
         try:
@@ -355,12 +358,42 @@ class _Caller(ModelCall):
                 in_several_graphs(self.session.options, "a model of several graphs", leaves=leaves)
             )
             self._planned.clear()
+            self._before_first = SetUp(model)
             self._parts = PartedSteps(self.session, f"{broken.place}: {broken.reason}")
         except ModelRaised as failure:
             plain_call(model, *args, **kwargs)  # raises as the plain model does
             raise CaptureError(f"the model cannot be captured as one graph: {failure.reason}") from None
         with settings(self._logging), one_graph():
             return self._parts.call(model, self._planned, kind, args, kwargs)
+
+    def _is_set_up(self) -> bool:
+        """Whether the first call, at which the model broke, has set it up, so that the next may be one graph."""
+        before, parts = self._before_first, self._parts
+        if before is None or parts is None or not parts.is_between_steps():
+            return False
+        self._before_first = None
+        return before != SetUp(self.model)
+
+    def _train_as_one(self, kind: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """A step of a model that was several graphs when it set itself up, and may be one now."""
+        session, parts, captured = self.session, self._parts, dict(self._planned)
+        in_parts = session.as_one_graph()
+        self._parts, self._may_break = None, False
+        self._planned.clear()
+        try:
+            outputs = self._train(kind, args, kwargs)
+        except GraphBreak:
+            session.in_parts_again(in_parts)
+            self._parts = parts
+            self._planned.update(captured)
+            return self._train(kind, args, kwargs)
+        finally:
+            self._may_break = True
+        log.warning(
+            "%s is one graph since its first call, in which it set itself up; from here on it is planned as one",
+            session.name,
+        )
+        return outputs
 
     def _why(self, kind: tuple[Any, ...]) -> str:
         """Why the model is captured anew although nothing of what it is called with has changed; "" the first time."""
@@ -375,34 +408,3 @@ class _Caller(ModelCall):
             return compile_step(session, gm, example_inputs)
 
         return shoal
-
-
-def _reject_compiled(network: nn.Module) -> None:
-    if isinstance(network, OptimizedModule):
-        raise InputError("model is what torch.compile returned; give shoal.compile the model itself, in place of that")
-    if isinstance(network, nn.DataParallel):
-        raise InputError("model is a DataParallel; wrap it in DistributedDataParallel, where each rank has its budget")
-    for name, module in network.named_modules():
-        if name and isinstance(module._compiled_call_impl, ModelCall):
-            raise InputError(
-                f"the model's part {name!r} has a budget of its own already; compile the whole model or that part alone"
-            )
-    reject_member(network)
-    if network._compiled_call_impl is not None and not isinstance(network._compiled_call_impl, ModelCall):
-        log.warning("%s was compiled by model.compile(); shoal.compile replaces that", type(network).__name__)
-
-
-def _reject_hopeless(model: nn.Module, session: Session) -> None:
-    budget_bytes = session.status.budget_bytes or 0
-    parameter_bytes = distinct_bytes(model.parameters())
-    gradient_bytes = distinct_bytes(p for p in model.parameters() if p.requires_grad and not has_gradient_hook(p))
-    state_bytes = session.static.state_bytes()
-    floor_bytes = parameter_bytes + gradient_bytes + state_bytes + distinct_bytes(model.buffers())
-    if budget_bytes < floor_bytes:
-        raise BudgetError(
-            f"budget {format_bytes(budget_bytes)} is less than {session.name} needs before any activation: "
-            f"{format_bytes(floor_bytes)} (parameters {format_bytes(parameter_bytes)}, gradients "
-            f"{format_bytes(gradient_bytes)}, optimizer state {format_bytes(state_bytes)}), and more to train: "
-            "shoal.plan tells how much; give more bytes or a smaller model",
-            budget_bytes=budget_bytes,
-        )

@@ -102,6 +102,11 @@ class PartedSteps(PartSequence):
         self.forget()
         return self._run(model, captured, kind, args, kwargs, is_new_shape=is_new_shape)
 
+    def is_between_steps(self) -> bool:
+        """Whether no call of the model is under way, and none is being metered."""
+        self.metering.settle()
+        return not self.metering.calls.under_way()
+
     def _run(
         self,
         model: nn.Module,

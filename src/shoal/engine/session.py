@@ -7,7 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -51,6 +51,15 @@ log = logging.getLogger("shoal")
 
 _ROOM = 0.05  # of the budget: what a plan leaves free, once the loop is known, for it to be made anew
 _SLOWER = 0.01  # of the plain step: what it must add for that
+
+
+class InParts(NamedTuple):
+    """What a session has of a model of several graphs."""
+
+    metering: Metering
+    plans: tuple[Plan, ...]
+    measured_peak_bytes: int | None
+    without_effect: tuple[str, ...]
 
 
 @dataclass(eq=False)
@@ -197,6 +206,22 @@ class Session:
     def has_new_plans(self) -> bool:
         """Whether the next step may be one that is metered."""
         return not self.status.plans or self._in_force.any_is_to_be_metered()
+
+    def as_one_graph(self) -> InParts:
+        """Let the next step be that of a model of one graph, of which nothing is planned yet; for `in_parts_again`."""
+        status = self.status
+        before = InParts(self.metering, status.plans, status.measured_peak_bytes, self.without_effect)
+        self.metering = Metering(self.static, self.learn, self.ran_out)
+        self.metering.calls.begins()
+        self.metering.gradients_are_used = before.metering.gradients_are_used
+        self.without_effect = ()
+        self._in_force.end()
+        return before
+
+    def in_parts_again(self, before: InParts) -> None:
+        """Go on with the steps of several graphs: the model is not one."""
+        self.metering, self.without_effect = before.metering, before.without_effect
+        self.status.plans, self.status.measured_peak_bytes = before.plans, before.measured_peak_bytes
 
     def start_over(self, reached: TooManyCaptures) -> None:
         """Forget every captured step: there are as many as there may be. Each is captured again when it comes."""

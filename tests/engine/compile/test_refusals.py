@@ -17,6 +17,7 @@ import shoal
 from shoal.errors import BudgetError, CaptureError, InputError
 from tests.engine.compile.compiled import ROOMY, compiled
 from tests.engine.training_laws import (
+    assert_same_training,
     blocks,
     classifier,
     costs_that_do_not_matter,
@@ -32,6 +33,50 @@ def test_a_batch_norm_with_a_cumulative_average_is_refused_as_no_graph_at_all() 
     planned = shoal.compile(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8, momentum=None)), budget=ROOMY)
     with pytest.raises(CaptureError, match=r"batchnorm.py:\d+"):
         planned(torch.randn(2, 3, 8, 8))
+
+
+class _Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.mark_non_differentiable()  # of nothing: Dynamo of torch 2.13 fails on it, with an AssertionError
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient
+
+
+class Rounding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Tanh()), nn.Linear(8, 8)
+
+    def rounded(self, x: torch.Tensor) -> torch.Tensor:
+        return _Rounded.apply(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.two(self.rounded(self.one(x)))
+
+
+class RoundingEagerly(Rounding):
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def rounded(self, x: torch.Tensor) -> torch.Tensor:
+        return super().rounded(x)
+
+
+def test_what_dynamo_itself_fails_on_is_refused_with_its_line_and_what_helps_does() -> None:
+    with pytest.raises(
+        CaptureError, match=r"AssertionError: .*test_refusals.py:\d+.*torch.compiler.disable"
+    ) as refused:
+        shoal.compile(Rounding(), budget=ROOMY)(torch.randn(2, 8))
+    assert "\n" not in str(refused.value)
+    assert_same_training(RoundingEagerly(), images(2, 4, 8))
+
+
+def test_a_gradient_that_is_sparse_is_refused_with_its_layer() -> None:
+    model = shoal.compile(nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 2)), budget=ROOMY)
+    with pytest.raises(CaptureError, match=r"the gradient of layer 0 is torch.sparse_coo.*sparse=True"):
+        model(torch.tensor([[1, 2]]))
 
 
 @pytest.mark.parametrize(

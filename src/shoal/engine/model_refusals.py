@@ -1,0 +1,51 @@
+"""Models that are refused before anything of them is captured."""
+
+from __future__ import annotations
+
+import logging
+
+from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
+
+from shoal.core.sizes import format_bytes
+from shoal.engine.model_call import ModelCall
+from shoal.engine.session import Session
+from shoal.engine.shared_budget import reject_member
+from shoal.errors import BudgetError, InputError
+from shoal.lowlevel.torch_state import has_gradient_hook
+from shoal.memory.storage_bytes import distinct_bytes
+
+log = logging.getLogger("shoal")
+
+
+def reject_compiled(network: nn.Module) -> None:
+    """Raise InputError where the model or a part of it is compiled in a way that would take the budget away."""
+    if isinstance(network, OptimizedModule):
+        raise InputError("model is what torch.compile returned; give shoal.compile the model itself, in place of that")
+    if isinstance(network, nn.DataParallel):
+        raise InputError("model is a DataParallel; wrap it in DistributedDataParallel, where each rank has its budget")
+    for name, module in network.named_modules():
+        if name and isinstance(module._compiled_call_impl, ModelCall):
+            raise InputError(
+                f"the model's part {name!r} has a budget of its own already; compile the whole model or that part alone"
+            )
+    reject_member(network)
+    if network._compiled_call_impl is not None and not isinstance(network._compiled_call_impl, ModelCall):
+        log.warning("%s was compiled by model.compile(); shoal.compile replaces that", type(network).__name__)
+
+
+def reject_hopeless(model: nn.Module, session: Session) -> None:
+    """Raise BudgetError where parameters, gradients and optimizer state alone are over the budget."""
+    budget_bytes = session.status.budget_bytes or 0
+    parameter_bytes = distinct_bytes(model.parameters())
+    gradient_bytes = distinct_bytes(p for p in model.parameters() if p.requires_grad and not has_gradient_hook(p))
+    state_bytes = session.static.state_bytes()
+    floor_bytes = parameter_bytes + gradient_bytes + state_bytes + distinct_bytes(model.buffers())
+    if budget_bytes < floor_bytes:
+        raise BudgetError(
+            f"budget {format_bytes(budget_bytes)} is less than {session.name} needs before any activation: "
+            f"{format_bytes(floor_bytes)} (parameters {format_bytes(parameter_bytes)}, gradients "
+            f"{format_bytes(gradient_bytes)}, optimizer state {format_bytes(state_bytes)}), and more to train: "
+            "shoal.plan tells how much; give more bytes or a smaller model",
+            budget_bytes=budget_bytes,
+        )

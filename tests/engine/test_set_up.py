@@ -1,0 +1,96 @@
+"""Models that set themselves up in their first call: several graphs in that, and one from the next call on."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import shoal
+from tests.engine.training_laws import (
+    assert_same_training,
+    classifier,
+    costs_that_do_not_matter,
+    differences,
+    images,
+    train,
+)
+
+LOCK = threading.Lock()
+
+
+class HookingItself(nn.Module):
+    """Registers its hooks in its first call, under a lock, as the backbones of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = classifier(3, 4, 4)
+        self.is_hooked = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.is_hooked:
+            with LOCK:
+                self.net[0].register_forward_hook(lambda layer, inputs, output: output * 1.5)
+                self.is_hooked = True
+        return self.net(x)
+
+
+class HookingItselfAndBreaking(HookingItself):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        torch._dynamo.graph_break()
+        return out * 2
+
+
+def test_it_is_planned_as_one_graph_from_its_second_step_on(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "shoal"):
+        planned = assert_same_training(HookingItself(), images(4, 2, 3, 8, 8))
+    assert not planned.shoal.plan.breaks
+    assert len(planned.shoal.plans) == 1
+    assert "HookingItself is one graph since its first call" in caplog.text
+
+
+def test_one_that_breaks_in_later_calls_too_is_still_planned_as_several_graphs() -> None:
+    planned = assert_same_training(HookingItselfAndBreaking(), images(4, 2, 3, 8, 8))
+    assert planned.shoal.plan.breaks
+
+
+def test_it_is_tried_again_once_no_call_is_under_way() -> None:
+    batches = [torch.cat(pair) for pair in zip(*[iter(images(8, 2, 3, 8, 8))] * 2, strict=True)]
+
+    class Twice(nn.Module):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.model(x[:2]) + self.model(x[2:])
+
+    torch.manual_seed(0)
+    model = HookingItself()
+    plain = Twice(copy.deepcopy(model))
+    with costs_that_do_not_matter():
+        found = train(Twice(shoal.compile(model, budget="1GiB", allow="bitwise")), batches)
+    assert not differences(found, train(plain, batches))
+    assert not model.shoal.plan.breaks
+
+
+def test_what_changes_in_every_call_makes_no_new_graph() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = classifier(3, 4, 4)
+            self.calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            torch._dynamo.graph_break()
+            return self.net(x)
+
+    planned = assert_same_training(Counting(), images(3, 2, 3, 8, 8))
+    assert planned.shoal.plan.breaks
+    assert planned.calls == 3
