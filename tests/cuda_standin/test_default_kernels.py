@@ -74,7 +74,4 @@ def test_a_step_launches_no_more_at_any_budget_than_115_percent_of_eager_pytorch
         planned = trained(replace(LARGE, share=share))
         assert planned.n_recomputed > 0
         assert planned.steps[-1].launches <= 1.15 * eager
-        # At 40 % holes of one size are told apart by the age of their segments, which no snapshot tells.
-        allowed = [1.1, *[1.1 if share > 0.5 else 1.36] * (len(planned.steps) - 1)]
-        shares = (step.reserved_bytes / planned.budget_bytes for step in planned.steps)
-        assert all(share <= most for share, most in zip(shares, allowed, strict=True))
+        assert all(step.reserved_bytes <= 1.1 * planned.budget_bytes for step in planned.steps)

@@ -15,6 +15,7 @@ from random import Random
 import torch
 from shoal.lowlevel.cuda_allocator import segments, set_expandable_segments
 from shoal.memory.layout.caching_allocator import CachingAllocator
+from shoal.memory.trimmed_segments import trimmed_segments
 
 random, live, cuda = Random(1), [], torch.device("cuda", 0)
 
@@ -26,13 +27,18 @@ def change():
     live.append(torch.empty(nbytes, dtype=torch.uint8, device=cuda))
     return nbytes, live[-1].data_ptr()
 
+sizes = [1 << 24, 49 << 20, 3 << 20, 3 << 20, 9 << 17, 9 << 17]
+for n in range(FIXED):  # of a fixed size, in another order than their addresses
+    change()
+    if n % 40 == 39:
+        torch.cuda.empty_cache()
 set_expandable_segments()
-sizes = [1 << 24, 49 << 20, 3 << 20, 3 << 20]
 lowest = [torch.empty(nbytes, dtype=torch.uint8, device=cuda) for nbytes in (1 << 29, 1 << 20, 1 << 20, 1 << 20)]
 for _ in range(200):
     change()
-torch.cuda.empty_cache()
-model, n_same = CachingAllocator.of_snapshot(segments(cuda)), 0
+found = trimmed_segments(cuda)
+assert found != segments(cuda) or not FIXED or torch.__version__ < "2.13", "the order of addresses"
+model, n_same = CachingAllocator.of_snapshot(found), 0
 for _ in range(1500):
     nbytes, address = change()
     if nbytes:
@@ -71,15 +77,21 @@ for n in range(1500):
     assert model.allocate(nbytes).address == live[-1].data_ptr()
     assert model.reserved_bytes == torch.cuda.memory_reserved() <= model.limit_bytes + PASSES_LIMIT_BYTES
     n_same += 1
-assert n_same > 500 and n_refused > 5, (n_same, n_refused)
+assert n_same > 500 and n_refused > 1, (n_same, n_refused)
 print("the same", flush=True)
 os._exit(0)
 """
 
 
-def test_the_model_of_the_allocator_puts_each_block_where_the_allocator_does() -> None:
-    """Also in a limit, in which it gives cached pages back, and where it runs out of memory."""
-    ran = subprocess.run([sys.executable, "-c", COMPARE + IN_A_LIMIT], capture_output=True, text=True, check=False)
+@pytest.mark.parametrize("n_fixed", [0, 400])
+def test_the_model_of_the_allocator_puts_each_block_where_the_allocator_does(n_fixed: int) -> None:
+    """Also in a limit, in which it gives cached pages back, and where it runs out of memory.
+
+    Args:
+        n_fixed: changes before segments grow.
+    """
+    script = f"FIXED = {n_fixed}" + COMPARE + IN_A_LIMIT
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert ran.stdout.split("\n")[:2] == ["1500", "the same"], ran.stderr
 
 

@@ -240,6 +240,28 @@ def test_what_eager_code_uses_is_counted_where_a_part_saves_its_inputs_alone() -
     assert max(used_bytes) >= 4 * 4 * 16 * 16 * 4  # one result of eager code
 
 
+class Skip(nn.Module):
+    """A ReLU whose result is read by a convolution that is done with it long before the ReLU is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).relu()
+        longer = self.first((x + 1).tanh())
+        return self.last(x) + longer
+
+
+@needs_compiler
+@pytest.mark.parametrize(("last", "form"), [(nn.GELU, "as it is"), (Skip, "as it is, shrunk in the backward pass")])
+def test_it_is_said_that_a_part_is_shrunk_where_a_budget_has_it_so(last: Callable[[], nn.Module], form: str) -> None:
+    for budget, expected in (("64MiB", form), (None, "as it is")):
+        model = shoal.compile(Chain(prints, [*blocks(3, 4), last()]), budget=budget)
+        train(model, images(2, 1, 3, 256, 256))
+        assert f"computed        {expected}\n" in str(model.shoal)
+
+
 class Masking(nn.Module):
     def __init__(self) -> None:
         super().__init__()

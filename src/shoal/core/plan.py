@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from shoal.core.files import write_json
-from shoal.core.joined_step import describe_breaks
-from shoal.core.lossy import LossyOptions
 from shoal.core.order import reordered
 from shoal.core.records import read_json, read_object, read_value
 from shoal.core.residence import (
@@ -26,10 +24,10 @@ from shoal.core.residence import (
 from shoal.core.simulate import simulate
 from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph, Storage
-from shoal.core.timeline import WAITS, Timeline
+from shoal.core.timeline import Timeline
 from shoal.core.validate_order import check_order
 from shoal.core.validate_plan import check_plan
-from shoal.core.variant import WHOLE, Candidate, Variant, describe_candidates
+from shoal.core.variant import WHOLE, Candidate, Variant
 from shoal.errors import InputError, PlanError, brief
 
 FORMAT = "shoal-plan"
@@ -223,62 +221,9 @@ class Plan:
 
     def explain(self) -> str:
         """The plan as text: what it costs, what fills the peak, and the residences of the largest storages."""
-        peak = self.timeline.peak
-        budget = format_bytes(self.budget_bytes) if self.budget_bytes else "none"
-        lines = [
-            f"{self.graph.model or 'model'}, planner {self.planner}, times for {self.hardware or 'unknown hardware'}",
-            f"budget          {budget}",
-            *self._describe_cost(),
-            f"kept            {len(self.kept)} saved storages, {format_bytes(sum(s.nbytes for s in self.kept))}",
-            f"recomputed      {len(self.recomputed)} storages, {format_bytes(sum(s.nbytes for s in self.recomputed))}",
-            *([f"order           {self.order}"] if self.order else []),
-            *describe_breaks(self.graph, self.breaks),
-            *self._describe_checkpoints(),
-            *(f"compiled        {line}" for line in self.compiled),
-            *self._describe_launches(),
-            *self._describe_transfers(),
-            *self._describe_encodings(),
-            *self._describe_stops(),
-            *(f"allowed         {line}" for line in self.without_effect),
-            *describe_candidates(self.variant, self.candidates),
-            f"at the peak     {peak.op} ({peak.phase}, layer {peak.layer or '-'}): "
-            f"resident {format_bytes(peak.resident_bytes)}, kept {format_bytes(peak.kept_bytes)}, "
-            f"recomputed {format_bytes(peak.recomputed_bytes)}, fetched {format_bytes(peak.fetched_bytes)}, "
-            f"activation gradients {format_bytes(peak.activation_gradient_bytes)}, "
-            f"gradients {format_bytes(peak.gradient_bytes)}, workspace {format_bytes(peak.workspace_bytes)}",
-            "largest saved storages",
-        ]
-        for storage in sorted(self._waiting(), key=lambda s: -s.nbytes)[:10]:
-            what = storage.layer or storage.name
-            lines.append(f"  {format_bytes(storage.nbytes):>10}  {what:<28} {self.fate(storage)}")
-        return "\n".join(lines)
+        from shoal.report import explained  # a text is written of a plan, not a plan from a text
 
-    def _describe_cost(self) -> list[str]:
-        peak, plain_peak = format_bytes(self.predicted_peak_bytes), format_bytes(self.plain_peak_bytes)
-        share = _percent(self.predicted_peak_bytes, self.plain_peak_bytes)
-        step, bound_ms = f"{1e3 * self.predicted_seconds:.1f} ms", 1e3 * self.lower_bound_seconds
-        alike = "no plan in this order of ops" + (" that encodes these" if self.encoded else "")
-        if self._as_written is None:
-            return [
-                f"predicted peak  {peak} ({share} of keeping everything, {plain_peak})",
-                f"predicted step  {step}, of which {1e3 * self.added_seconds:.1f} ms added "
-                f"(+{_percent(self.added_seconds, self.plain_seconds)}); {alike} can add less than {bound_ms:.1f} ms",
-            ]
-        kept, added = self.plain_timeline, _percent(abs(self.added_seconds), self.plain_seconds)
-        kept_seconds, sign = kept.seconds, "+" if self.added_seconds >= 0 else "-"
-        return [
-            f"predicted peak  {peak} ({share} of plain PyTorch's {plain_peak}; in this form keeping everything takes "
-            f"{format_bytes(kept.peak_bytes)})",
-            f"predicted step  {step}, {sign}{added} of plain PyTorch's {1e3 * self.plain_seconds:.1f} ms; in this form "
-            f"keeping everything takes {1e3 * kept_seconds:.1f} ms, and {alike} less than "
-            f"{1e3 * kept_seconds + bound_ms:.1f} ms",
-        ]
-
-    def _waiting(self) -> tuple[Storage, ...]:
-        """The saved storages, and in the place of each payload the storage whose encoded form it is."""
-        payloads = {self._payload(storage) for storage in self.encoded}
-        saved = (self.graph.storages[i] for i in self.graph.saved)
-        return tuple(dict.fromkeys([*(s for s in saved if s not in payloads), *self.encoded]))
+        return explained(self)
 
     @property
     def order(self) -> str:
@@ -299,65 +244,6 @@ class Plan:
         else:
             saved = f"the peak of {what} " + (f"is {now} instead of {before}" if now != before else f"stays {now}")
         return f"{moved} of {len(self.graph.ops)} ops run earlier or later than captured: {saved}"
-
-    def _describe_checkpoints(self) -> list[str]:
-        if not self.checkpoints:
-            return []
-        return [
-            f"checkpoints     {self.checkpoints} of torch.utils.checkpoint, taken as hints: each region runs once, "
-            "what it changes (running statistics) changes once, and the plan decides what of it is computed again"
-        ]
-
-    def _describe_launches(self) -> list[str]:
-        if not self.graph.has_launches:
-            return []
-        runs = [moment for moment in self.timeline.moments if moment.phase not in WAITS]
-        by_name, again = self.graph.op_called, "recompute"
-        ops = [by_name[one.op].second if one.phase == again else by_name[one.op] for one in runs]
-        return [
-            f"launches        {len(ops)}, which take the host {1e3 * sum(op.launch_seconds for op in ops):.1f} ms; the "
-            f"device waits {1e3 * self.timeline.launch_wait_seconds:.1f} ms of the step for them"
-        ]
-
-    def _describe_transfers(self) -> list[str]:
-        if not self.offloaded or self.graph.link is None:
-            return []
-        link = self.graph.link
-        return [
-            f"offloaded       {len(self.offloaded)} storages, {format_bytes(self.host_bytes)} on the host, by "
-            f"{link.name} at {link.to_host_bytes_per_second / 1e9:.3g} GB/s there and "
-            f"{link.to_device_bytes_per_second / 1e9:.3g} GB/s back; the device waits "
-            f"{1e3 * self.timeline.stall_seconds:.1f} ms for it",
-        ]
-
-    def _describe_encodings(self) -> list[str]:
-        lines = []
-        if small := self.small_forms:
-            lines.append(
-                f"lossless        {len(small)} saved storages, {format_bytes(sum(s.nbytes for s in small))}: "
-                "ReLU masks and places in pooling windows, a byte each"
-            )
-        if encoded := self.encoded:
-            forms = {(r.codec, r.block_elems, r.seed) for r in self.residences.values() if isinstance(r, Encode)}
-            form = ", ".join(sorted(LossyOptions(*form).describe() for form in forms))
-            lines.append(
-                f"encoded         {len(encoded)} storages, {format_bytes(sum(s.nbytes for s in encoded))} in "
-                f"{format_bytes(self.payload_bytes)}, {form}; "
-                f"{1e3 * self.codec_seconds:.1f} ms to encode and decode; {self._describe_errors()}"
-            )
-        return lines
-
-    def _describe_stops(self) -> list[str]:
-        if not self.stopped_early:
-            return []
-        return [f"stopped early   {', '.join(self.stopped_early)}: by a time limit; planned again, the plan may differ"]
-
-    def _describe_errors(self) -> str:
-        if not self.errors:
-            return "error not measured"
-        smallest, largest = min(self.errors.values()), max(self.errors.values())
-        where = "in a step" if self.errors_measured else "for normal numbers, until a step is run"
-        return f"relative error {100 * smallest:.2g} to {100 * largest:.2g} % (measured {where})"
 
     def _form(self, storage: Storage) -> str:
         """What a small storage losslessly encodes of a large one; "" where it does not."""
@@ -511,7 +397,3 @@ def _error(storage: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InputError(f"errors.{brief(storage)} is {brief(value)}, expected a number")
     return value if isinstance(value, float) else read_value(float, value, "errors")
-
-
-def _percent(part: float, whole: float) -> str:
-    return f"{100 * part / whole:.1f} %" if whole else "n/a"

@@ -15,6 +15,7 @@ from shoal.capture.capture_step import InputPlaces
 from shoal.capture.captured import Captured
 from shoal.capture.graph_breaks import break_after
 from shoal.capture.pieces import choose_pieces, in_pieces
+from shoal.capture.shrunk import shrunk
 from shoal.capture.varying_sizes import SizesSeen, bytes_at, make_static, shape_of
 from shoal.core.joined_step import label
 from shoal.core.means import KERNEL_MEANS
@@ -25,16 +26,15 @@ from shoal.core.step import StepGraph
 from shoal.core.variant import WHOLE, Pieces, Variant
 from shoal.cost.profile import profile_step
 from shoal.engine.backend import PlannedStep
+from shoal.engine.choose_variant import in_form
 from shoal.engine.many_shapes import compile_for_shapes
 from shoal.engine.once_differentiable import once_differentiable
 from shoal.engine.part_planning import fits_easily
 from shoal.engine.part_record import Ports
 from shoal.engine.session import Session
-from shoal.engine.step_planning import WHOLE_FORM, Form
+from shoal.engine.step_planning import Form
 from shoal.errors import BudgetError
 from shoal.memory.limit import no_memory_limit
-
-_SHRUNK = Form(Variant(shrunk=True))  # how little room there is for a part is known when all have run
 
 
 @dataclass(eq=False)
@@ -101,12 +101,18 @@ class PartStep(PlannedStep):
     in_use_bytes: int
 
     def __init__(self, steps: PartSequence, node: Node, places: InputPlaces) -> None:
-        super().__init__(steps.session, places, _SHRUNK if steps.session.status.budget_bytes else WHOLE_FORM)
+        super().__init__(steps.session, places, self._in_its_form)
         self.steps = steps
         self.node = node
         self.trains = False
         self.share: Mapping[str, Residence] = {}
         self.checkpoints = 0
+
+    def _in_its_form(self, captured: Captured) -> tuple[Form, Captured]:
+        """Shrunk wherever there is a budget: how little room there is for a part is known when all have run."""
+        smaller = shrunk(captured) if self.session.status.budget_bytes else None
+        form = Form(Variant(shrunk=smaller is not None))
+        return form, in_form(self.session, smaller or captured, WHOLE)
 
     def make_plan(self, captured: Captured) -> Captured:
         """Take the part's share of the plan, or for a first run what leaves most room."""
@@ -129,7 +135,7 @@ class PartStep(PlannedStep):
 
 
 def described(plan: Plan, nodes: Sequence[Node], broken: str = "") -> Plan:
-    """The plan with what is told of its graphs: convolutions in pieces, checkpointed regions, where the model breaks.
+    """The plan with what is told of its graphs: their form, checkpointed regions, where the model breaks.
 
     Args:
         plan: of the parts joined into one step.
@@ -140,7 +146,7 @@ def described(plan: Plan, nodes: Sequence[Node], broken: str = "") -> Plan:
     breaks = dict.fromkeys([broken, *(n.part.broken for n in nodes if n.part is not None)])
     return replace(
         plan,
-        variant=replace(WHOLE, pieces=pieces),
+        variant=Variant(pieces=pieces, shrunk=any(n.step is not None and n.step.form.variant.shrunk for n in nodes)),
         breaks=tuple(filter(None, breaks)),
         checkpoints=sum(n.step.checkpoints for n in nodes if n.step is not None),
     )

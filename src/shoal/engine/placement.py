@@ -21,11 +21,14 @@ from shoal.capture.early_gradients import hand_over, handed_over
 from shoal.capture.step_reader import storage_bytes
 from shoal.core.sizes import format_bytes
 from shoal.engine.first_run import nodes_in_parts, to_the_end
+from shoal.engine.optimizer_steps import watch
 from shoal.engine.options import CompileOptions
 from shoal.engine.status import Status
 from shoal.lowlevel import cuda_allocator, torch_state
+from shoal.memory.layout.caching_allocator import LARGEST_SMALL_BYTES, CachingAllocator
 from shoal.memory.layout.fillers import Filled, Step
 from shoal.memory.layout.steering import Event, Program, carried_out
+from shoal.memory.trimmed_segments import trimmed_segments
 
 log = logging.getLogger("shoal")
 
@@ -49,13 +52,22 @@ class Placement:
         status: `model.shoal`, whose reserved peak is noted.
         name: the model's, for what is logged.
         awaits_more: whether the optimizer has state to allocate yet, which stays.
+        optimizer_bytes: what its next step allocates at most, with what it frees again.
     """
 
-    def __init__(self, device: torch.device, status: Status, name: str, awaits_more: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        status: Status,
+        name: str,
+        awaits_more: Callable[[], bool],
+        optimizer_bytes: Callable[[], int],
+    ) -> None:
         self._device = device
         self._status = status
         self._name = name
         self._awaits_more = awaits_more
+        self._optimizer_bytes = optimizer_bytes
         self._is_open = True  # whether the blocks may still be placed
         self._first = ""  # the graph whose forward pass a training step begins with
         self._runs = 0
@@ -68,6 +80,11 @@ class Placement:
         self._graphs: dict[str, tuple[fx.GraphModule, Callable[[fx.GraphModule], Run]]] = {}
         self._placed: dict[str, Run] = {}
         self._expected_bytes = 0
+        watch(self)
+
+    def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Its state is allocated: what was filled for it is released."""
+        release(self._fillers)
 
     def follow(self, part: str, module: fx.GraphModule, run: Run, compiled: Callable[[fx.GraphModule], Run]) -> Run:
         """`run`, recorded and placed.
@@ -98,11 +115,13 @@ class Placement:
         What happens while gradients are with their hooks is beside the graph.
         """
 
+        is_backward = part.startswith("backward")
+
         def before(node: fx.Node) -> None:
             release(self._fillers)
             if not self._is_open:
                 return
-            self._keep_within_budget(node)
+            self._keep_within_budget(node, is_backward=is_backward)
             key = "" if node.op == "output" or node.target is hand_over else _key(part, node)
             if self._filled and (program := self._filled.programs.get(key)):
                 self._label(_FILLS)
@@ -117,6 +136,7 @@ class Placement:
 
     def begins(self, graph: str) -> None:
         """Before each forward pass of a graph of the model."""
+        release(self._fillers)
         self._first = self._first or graph
         if graph != self._first or self._is_over:
             return
@@ -129,7 +149,7 @@ class Placement:
                 self._is_open = False
                 self._filled = None
                 held_bytes = torch_state.reserved_bytes(self._device)
-                self._place(Step(recorded, self._trimmed()))
+                self._place(Step(recorded, trimmed_segments(self._device)))
                 self._status.predicted_reserved_bytes = max(self._expected_bytes, held_bytes)  # as this step begins
                 return
             else:
@@ -164,7 +184,7 @@ class Placement:
             cuda_allocator.stop_record()
         return list(_without_fillers(Event(*entry) for entry in recorded))
 
-    def _keep_within_budget(self, node: fx.Node) -> None:
+    def _keep_within_budget(self, node: fx.Node, *, is_backward: bool) -> None:
         """Before a node of a run that is not placed: give cached pages back before more than the budget is reserved.
 
         Before the output they are given back where that has happened, since what comes next is not of the graph, and
@@ -185,17 +205,28 @@ class Placement:
         above = reserved_bytes + (0 if is_output else _result_bytes(node)) > budget_bytes
         if cached_bytes > _PAGE_BYTES and (above or (is_output and self._awaits_more())):
             torch.accelerator.empty_cache()
+        if is_output and is_backward and self._awaits_more():
+            self._fill_between_gradients(budget_bytes)
 
-    def _trimmed(self) -> list[dict[str, Any]]:
-        torch.accelerator.empty_cache()
-        return cuda_allocator.segments(self._device)
+    def _fill_between_gradients(self, budget_bytes: int) -> None:
+        """Fill holes until the optimizer has stepped, so that its state lies behind the gradients, not between them.
+
+        Gradients are freed again, and then one large hole is where they were. Holes of segments from before stay free.
+        """
+        allocator = CachingAllocator.of_snapshot(cuda_allocator.segments(self._device))
+        top = allocator.top
+        holes = [hole.size_bytes for hole in allocator.holes(LARGEST_SMALL_BYTES) if hole.grows and hole.end < top]
+        in_use_bytes = torch.accelerator.memory_allocated(self._device)
+        if in_use_bytes + sum(holes) + self._optimizer_bytes() <= budget_bytes:
+            self._label(_FILLS)
+            self._fillers = fill(self._device, tuple(sorted(holes, reverse=True)))
 
     def _fill(self) -> None:
         """Fill holes in a step that is not placed yet, where more than the budget would be reserved."""
         self._filled, budget_bytes = None, self._status.budget_bytes
         if budget_bytes is None or self._status.budget_of == "reserved":  # the allocator has that for its limit
             return
-        step = Step(self._first_run, self._trimmed())
+        step = Step(self._first_run, trimmed_segments(self._device))
         natural = step.as_it_is()
         if natural.reserved_bytes <= _RESERVED * budget_bytes:
             return

@@ -18,6 +18,7 @@ from shoal.lowlevel import cuda_allocator
 from shoal.memory.layout.caching_allocator import PASSES_LIMIT_BYTES
 from shoal.memory.layout.reserved import Reserved, reserved
 from shoal.memory.static_memory import StaticMemory
+from shoal.memory.trimmed_segments import trimmed_segments
 
 log = logging.getLogger("shoal")
 
@@ -84,8 +85,7 @@ def look_at_allocator(
         state_bytes: of optimizer state that is not there yet.
         scratch_bytes: that each step of the optimizer allocates and frees.
     """
-    torch.accelerator.empty_cache()
-    segments = cuda_allocator.segments(device)
+    segments = trimmed_segments(device)
     elsewhere_bytes = torch.accelerator.memory_reserved(device) - sum(int(one["total_size"]) for one in segments)
     sizes = [p.numel() * p.element_size() for p in parameters if p.requires_grad]
 

@@ -411,7 +411,13 @@ class Session:
         """The addresses of the plans in force, on a CUDA device."""
         if self._placement is None:
             static = self.static
-            self._placement = Placement(device, self.status, self._said_name, lambda: static.awaits_optimizer)
+            self._placement = Placement(
+                device,
+                self.status,
+                self._said_name,
+                lambda: static.awaits_optimizer,
+                lambda: static.state_bytes() - static.state_there_bytes() + static.optimizer_step_bytes()[1],
+            )
         return self._placement
 
     def carry(self, plan: Plan, device: torch.device) -> Transfers | None:

@@ -1,10 +1,10 @@
 """PyTorch's caching allocator on CUDA as data: where it puts each block, and what it reserves of the device for it.
 
-Blocks are handed out from the smallest free one that is large enough, of several from one of a segment of a fixed
-size (from PyTorch 2.13 on), then the lowest; up to 1 MiB they come from pages of their own. With `expandable_segments`,
-which is what is followed here, one range of addresses grows page by page where nothing free is large enough, and a
-block at its growing end is taken only where no other is. `tests/cuda_standin/test_placement.py` compares this with the
-allocator itself, address by address; PyTorch 2.12 chooses otherwise.
+Blocks are handed out from the smallest free one that is large enough, of several from that of the oldest segment (from
+PyTorch 2.13 on; see `segment_ages`), then the lowest; up to 1 MiB they come from pages of their own. With
+`expandable_segments`, which is what is followed here, one range of addresses grows page by page where nothing free is
+large enough, and a block at its growing end is taken only where no other is. `tests/cuda_standin/test_placement.py`
+compares this with the allocator itself, address by address; PyTorch 2.12 chooses otherwise.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ LARGEST_SMALL_BYTES = 1 << 20
 _PAGE_BYTES = {True: 2 << 20, False: 20 << 20}  # of small blocks, and of large ones
 _LARGE_BYTES, _ROUND_BYTES = 10 << 20, 2 << 20  # from so many bytes on, a request is for itself alone, rounded up
 PASSES_LIMIT_BYTES = _PAGE_BYTES[False] - _ROUND_BYTES  # at most: whole pages are mapped, rounded requests count
-_OLDEST_FIRST = torch.__version__ >= "2.13"  # of blocks of one size, that of the oldest segment; before, the lowest
+OLDEST_FIRST = torch.__version__ >= "2.13"  # of blocks of one size, that of the oldest segment; before, the lowest
 _RANGE_BYTES = 1 << 44  # of addresses, more than any device has bytes
+_YOUNGEST = 1 << 30  # what grows came after what does not
 
 
 def block_bytes(nbytes: int) -> int:
@@ -40,15 +41,17 @@ class Block:
     Attributes:
         address, size_bytes: the range.
         small: whether it is of the pages for small blocks.
-        grows: whether it is of a range that grows.
+        age: its segment's, the oldest first; `_YOUNGEST` of a range that grows.
         free, mapped: a free one can be handed out; one that is not mapped takes no memory.
         before, after: its neighbours.
     """
 
-    __slots__ = ("address", "after", "before", "free", "grows", "mapped", "size_bytes", "small")
+    __slots__ = ("address", "after", "age", "before", "free", "mapped", "size_bytes", "small")
 
-    def __init__(self, address: int, size_bytes: int, *, small: bool, grows: bool = True, mapped: bool = True) -> None:
-        self.address, self.size_bytes, self.small, self.grows = address, size_bytes, small, grows
+    def __init__(
+        self, address: int, size_bytes: int, *, small: bool, age: int = _YOUNGEST, mapped: bool = True
+    ) -> None:
+        self.address, self.size_bytes, self.small, self.age = address, size_bytes, small, age
         self.free, self.mapped = True, mapped
         self.before: Block | None = None
         self.after: Block | None = None
@@ -59,15 +62,20 @@ class Block:
         return self.address + self.size_bytes
 
     @property
+    def grows(self) -> bool:
+        """Whether it is of a range that grows."""
+        return self.age == _YOUNGEST
+
+    @property
     def reach_bytes(self) -> int:
         """Its size once it has grown."""
         beyond = self.after
         return self.size_bytes + (beyond.size_bytes if beyond is not None and not beyond.mapped else 0)
 
 
-def _rank(block: Block) -> tuple[int, bool, int]:
-    """What free blocks are sorted by: size, whether it is of the range that grows, address."""
-    return block.size_bytes, block.grows and _OLDEST_FIRST, block.address
+def _rank(block: Block) -> tuple[int, int, int]:
+    """What free blocks are sorted by: size, the segment's age, address."""
+    return block.size_bytes, block.age if OLDEST_FIRST else 0, block.address
 
 
 class LimitReached(Exception):
@@ -85,8 +93,7 @@ class LimitReached(Exception):
 class CachingAllocator:
     """The blocks of one stream of a device.
 
-    What a snapshot does not tell is not known to it: pages that were given back below the lowest address that is left,
-    and which of two segments of a fixed size is older, whose holes come first among holes of one size.
+    What a snapshot does not tell is not known to it: pages that were given back below the lowest address that is left.
 
     Attributes:
         reserved_bytes: that are mapped. peak_reserved_bytes: the most of them.
@@ -98,19 +105,25 @@ class CachingAllocator:
         self.limit_bytes: int | None = None
         self.reserved_bytes = self.peak_reserved_bytes = 0
         self.allocated_bytes = self.peak_allocated_bytes = 0
-        self._free: dict[bool, list[tuple[int, bool, int]]] = {True: [], False: []}  # ranks, sorted
+        self._free: dict[bool, list[tuple[int, int, int]]] = {True: [], False: []}  # ranks, sorted
         self._at: dict[int, Block] = {}
         self._first: dict[bool, Block] = {}  # of the range that grows
 
     @classmethod
     def of_snapshot(cls, segments: Iterable[Mapping[str, Any]]) -> CachingAllocator:
-        """The allocator as `torch.cuda.memory_snapshot()` tells it, of one stream's segments and no private pool's."""
+        """The allocator as `torch.cuda.memory_snapshot()` tells it.
+
+        Args:
+            segments: one stream's, of no private pool; those of a fixed size as `segment_ages` has them in order.
+        """
         made = cls()
+        given = list(segments)
         for small, kind in ((True, "small"), (False, "large")):
-            some = sorted((s for s in segments if s["segment_type"] == kind), key=lambda s: int(s["address"]))
-            for segment in some:
+            some = [segment for segment in given if segment["segment_type"] == kind]
+            for age, segment in enumerate(some):
                 if not segment["is_expandable"]:
-                    made._chain(made._blocks_of(segment, small=small, grows=False))
+                    made._chain(made._blocks_of(segment, small=small, age=age))
+            some.sort(key=lambda segment: int(segment["address"]))
             growing = [block for s in some if s["is_expandable"] for block in made._blocks_of(s, small=small)]
             if growing:
                 made._first[small] = made._chain(_with_gaps(growing, small=small))
@@ -134,7 +147,7 @@ class CachingAllocator:
         """The free block that the next request of so many bytes is cut from; None where the range has to grow."""
         small = size_bytes <= LARGEST_SMALL_BYTES
         free = self._free[small]
-        place = bisect_left(free, (size_bytes, False, 0))
+        place = bisect_left(free, (size_bytes, 0, 0))
         if place == len(free):
             return None
         found = self._at[free[place][2]]
@@ -249,7 +262,7 @@ class CachingAllocator:
             block.address + size_bytes,
             block.size_bytes - size_bytes,
             small=block.small,
-            grows=block.grows,
+            age=block.age,
             mapped=block.mapped,
         )
         block.size_bytes = size_bytes
@@ -351,11 +364,11 @@ class CachingAllocator:
         self.reserved_bytes += mapped_bytes
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
 
-    def _blocks_of(self, segment: Mapping[str, Any], *, small: bool, grows: bool = True) -> list[Block]:
+    def _blocks_of(self, segment: Mapping[str, Any], *, small: bool, age: int = _YOUNGEST) -> list[Block]:
         self.reserved_bytes += int(segment["total_size"])
         made = []
         for block in segment["blocks"]:
-            one = Block(int(block["address"]), int(block["size"]), small=small, grows=grows)
+            one = Block(int(block["address"]), int(block["size"]), small=small, age=age)
             one.free = block["state"] == "inactive"
             made.append(one)
         return made
