@@ -143,11 +143,16 @@ def test_workspace_is_exactly_what_is_held_beyond_operands_and_results():
     assert held == 0
 
 
-def test_a_running_profiler_is_refused_in_one_line():
-    nodes = nodes_of(torch.relu, torch.randn(8))
-    cpu = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=cpu), pytest.raises(InputError, match="while a profiler runs"):
-        profile(nodes)
+def test_under_a_running_profiler_ops_cost_the_same_bytes_and_none_of_their_runs_is_in_its_trace():
+    nodes = python_node(with_scratch, 5000)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        costs = profile(nodes, cache=False)
+        torch.zeros(1).tanh()
+    assert costs.workspace_bytes == profile(nodes, cache=False).workspace_bytes
+    assert set(costs.seconds) == set(nodes)
+    recorded = {event.key for event in profiler.key_averages()}
+    assert "aten::tanh" in recorded
+    assert "aten::relu" not in recorded
 
 
 def fail(x: torch.Tensor) -> torch.Tensor:

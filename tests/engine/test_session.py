@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -80,6 +81,25 @@ def test_inside_a_budget_the_measured_peak_is_the_predicted_one_and_never_over()
     assert peak_of_a_step(planned, batches[0]) <= budget
     assert status.planning_seconds > 0
     assert 0 <= status.lower_bound_seconds <= status.plan.added_seconds + 1e-9
+
+
+@needs_compiler
+def test_a_step_that_is_captured_while_a_profiler_runs_is_planned_as_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHOAL_CACHE", str(tmp_path))  # no op was timed before
+    net, batches = large_enough()
+    batches = [batches[0], batches[1][:4], batches[2][:4]]
+    budget = int(0.6 * peak_of_a_step(net, batches[0]))
+    planned = shoal.compile(copy.deepcopy(net), budget=budget)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        ours = train(planned, batches)
+    assert not differences(ours, train(net, batches))
+    status = planned.shoal
+    assert (status.captures, status.repairs) == (2, 0)
+    assert status.measured_peak_bytes == pytest.approx(status.predicted_peak_bytes, rel=0.02)
+    assert status.measured_peak_bytes <= budget
+    assert "aten::convolution_backward" in {event.key for event in profiler.key_averages()}
 
 
 @needs_compiler

@@ -158,6 +158,14 @@ def test_pieces_are_proposed_only_where_they_repeat_the_bits_and_save_the_bytes_
     assert allocations.peak_bytes(ours) <= allocations.peak_bytes(theirs) - whole.nbytes
 
 
+def test_a_running_profiler_does_not_change_whether_pieces_are_proposed() -> None:
+    _pieces_repeat_bits.cache_clear()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        beside = weight_gradient_pieces(*large_weight())
+    _pieces_repeat_bits.cache_clear()
+    assert beside == weight_gradient_pieces(*large_weight())
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

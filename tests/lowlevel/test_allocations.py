@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -36,6 +38,23 @@ def test_a_running_profiler_is_refused_and_left_running():
         with pytest.raises(InputError, match="while a profiler runs"):
             allocations.record(lambda: None)
         assert allocations.is_busy()
+
+
+def test_beside_a_running_profiler_allocations_are_recorded_on_another_thread():
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        _, changes = allocations.unprofiled(lambda: allocations.record(lambda: torch.ones(256).relu()))
+        assert allocations.is_busy()
+    assert changes == [1024, 1024, -1024]
+    assert "aten::relu" not in {event.key for event in profiler.key_averages()}
+
+
+def test_without_a_profiler_nothing_moves_to_another_thread():
+    assert allocations.unprofiled(threading.get_ident) == threading.get_ident()
+
+
+def test_what_an_unprofiled_call_raises_is_raised_here():
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]), pytest.raises(ZeroDivisionError):
+        allocations.unprofiled(lambda: 1 // 0)
 
 
 def test_an_error_stops_the_recording():

@@ -93,6 +93,8 @@ def profile(
     An op that may write over an operand is timed doing so, as it does in nearly every planned step: new memory for a
     large result costs as much as a pointwise op itself, where the system has to hand out its pages first.
 
+    A profiler that runs on this thread sees none of it on the CPU: ops are timed on another thread then.
+
     On CUDA what the device computes and what the host takes to launch it are measured apart
     (`shoal.cost.device_clock`): in a step, launches go on while long kernels run.
 
@@ -108,7 +110,7 @@ def profile(
         Costs of every op that ran. One that cannot run in isolation is left out, with a warning.
 
     Raises:
-        InputError: the device is not available, or a profiler is running on this thread.
+        InputError: the device is not available.
 
     Limits: on the CPU an op is quicker in a step where it reads what was written right before. Values are random, so
     times of ops that depend on values (sorting, sparse indexing) are only indicative.
@@ -117,15 +119,20 @@ def profile(
     known = _readable(measurement_cache.recall("costs", place)) if cache else {}
     found = {key: known[key] for key in nodes if key in known}
     missing = {key: node for key, node in nodes.items() if key not in found}
-    if missing and place.type == "cpu" and allocations.is_busy():
-        raise InputError("ops cannot be timed while a profiler runs; run the first step before starting it")
     measured: dict[str, _Cost] = {}
-    try:
+
+    def measure() -> None:
         with isolated(place), _bar(missing, progress) as advance:
             if missing:
                 _measure_each(missing, place, measured, advance, budget_seconds)
             _device_clock.cache_clear()  # it holds memory of the device
             select_kernels(nodes, place)
+
+    try:
+        if missing and place.type == "cpu":
+            allocations.unprofiled(measure)
+        else:
+            measure()
     finally:
         if cache and measured:
             measurement_cache.remember("costs", place, {key: list(value) for key, value in measured.items()})

@@ -162,12 +162,13 @@ def weight_gradient_pieces(grad: torch.Tensor, x: torch.Tensor, weight: torch.Te
     if any(tensor.dtype != weight.dtype or tensor.device.type != "cpu" for tensor in tensors):
         return None
     grad_bytes, x_bytes, weight_bytes = (prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors)
-    if weight_bytes < max(_WORTH_PIECES_BYTES, grad_bytes, x_bytes) or allocations.is_busy():
+    if weight_bytes < max(_WORTH_PIECES_BYTES, grad_bytes, x_bytes):
         return None
     layouts = tuple((tuple(tensor.shape), tensor.stride()) for tensor in tensors)
     frozen = tuple(tuple(option) if isinstance(option, Sequence) else option for option in options)
     pieces = max(_MIN_PIECES, min(_MAX_PIECES, _PIECES_A_THREAD * torch.get_num_threads()))
-    return pieces if _pieces_repeat_bits(layouts, weight.dtype, frozen, pieces) else None
+    same = allocations.unprofiled(lambda: _pieces_repeat_bits(layouts, weight.dtype, frozen, pieces))
+    return pieces if same else None
 
 
 @lru_cache(maxsize=1024)

@@ -255,11 +255,12 @@ def choose(whole: Callable[..., Any], arguments: Sequence[Any]) -> Cut | None:
     """
     tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
     numbers = [size for tensor in tensors for size in (*tensor.shape, *tensor.stride())]
-    if not all(type(size) is int for size in numbers) or allocations.is_busy():
+    if not all(type(size) is int for size in numbers):
         return None
     if any(tensor.device.type != "cpu" or tensor.dtype not in _DTYPES for tensor in tensors):
         return None
-    return _best_cut(whole, tuple(_frozen(value) for value in arguments), torch.get_num_threads())
+    frozen = tuple(_frozen(value) for value in arguments)
+    return allocations.unprofiled(lambda: _best_cut(whole, frozen, torch.get_num_threads()))
 
 
 def may_be_worth_pieces(x: torch.Tensor, weight: torch.Tensor, result: torch.Tensor) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -17,6 +19,26 @@ Result = TypeVar("Result")
 def is_busy() -> bool:
     """Whether a profiler is already running on this thread; `record` cannot run beside it."""
     return bool(_profiler_enabled())
+
+
+def unprofiled(call: Callable[[], Result]) -> Result:
+    """Call something where no profiler sees it and `record` can run, also while one runs on this thread.
+
+    A profiler of PyTorch's is one of a thread: while one runs here, the call is made on another, and this thread waits.
+    What PyTorch keeps for each thread (grad mode, autocast, modes of dispatch) is as on a new thread there.
+
+    Returns:
+        What `call` returns; what it raises is raised here.
+
+    >>> import torch
+    >>> with torch.autograd.profiler.profile(use_kineto=False) as profiler:
+    ...     unprofiled(lambda: record(lambda: torch.ones(256))[1])
+    [1024]
+    """
+    if not is_busy():
+        return call()
+    with ThreadPoolExecutor(1, thread_name_prefix="shoal-unprofiled") as thread:
+        return thread.submit(copy_context().run, call).result()
 
 
 def record(run: Callable[[], Result]) -> tuple[Result, list[int]]:
