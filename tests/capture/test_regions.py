@@ -79,6 +79,24 @@ def test_a_step_in_regions_computes_the_same_kept_or_recomputed(name: str) -> No
     assert all(same_bits(one, other) for one, other in zip(kept, again, strict=True) if one is not None)
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_a_region_writes_what_others_read_and_no_more(name: str) -> None:
+    found = regional(name)
+    for node in found.captured.joint.graph.nodes:
+        if node.name in found.regions:
+            assert len(node.users) == len(node.meta["val"])
+            assert all(result.users for result in node.users), found.regions[node.name].words
+
+
+def test_what_the_backward_pass_makes_again_of_a_gelu_written_out_is_not_written_forward() -> None:
+    found = regional("tokens")
+    graph = found.captured.joint.graph
+    gelus = [node for node in graph.nodes if node.name in found.regions and "tanh" in node.target.words]
+    forward = [node for node in gelus if found.captured.graph.op_called[node.name].phase == "forward"]
+    assert len(forward) == 2 and len(gelus) == 4
+    assert all(len(node.meta["val"]) == 1 for node in forward)  # its own result: the input is all that is saved
+
+
 def test_a_normalisation_takes_in_what_follows_it_and_its_statistics_run_once() -> None:
     found = regional("residual")
     said = regions_of(found)

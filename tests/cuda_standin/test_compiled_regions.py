@@ -6,7 +6,10 @@ Their code does nothing here, so nothing can be measured: every region stays.
 from __future__ import annotations
 
 import copy
+import json
 import math
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +21,21 @@ from shoal.engine import compiled_regions
 from tests.cuda_standin.counts import device_counts
 from tests.engine.compile.compiled import Residual
 from tests.engine.training_laws import blocks
+
+
+class LanguageModel(nn.Module):
+    """A layer of GPT-2 without attention, its GELU written out, and logits over a vocabulary of odd size."""
+
+    def __init__(self, words: int = 5025, width: int = 128) -> None:
+        super().__init__()
+        self.words = nn.Embedding(words, width)
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.words(tokens)
+        y = self.up(self.norm(x))
+        y = 0.5 * y * (1.0 + torch.tanh(0.7978845608 * (y + 0.044715 * y**3)))
+        return F.linear(x + self.down(y), self.words.weight).transpose(1, 2).contiguous()
 
 
 def launches_of_a_step(model: nn.Module, x: torch.Tensor) -> int:
@@ -48,3 +66,50 @@ def test_a_step_launches_less_and_takes_the_predicted_bytes(
     assert launches_of_a_step(joined, x) <= launches_of_a_step(one_by_one, x) - 10  # an op for each of its regions
     assert joined.shoal.plan.compiled == ("12 regions of 27 ops, 7 of them different",)
     assert joined.shoal.measured_peak_bytes == pytest.approx(joined.shoal.predicted_peak_bytes, rel=0.02)
+
+
+def calls_of(run: Any, folder: Path) -> list[dict[str, Any]]:
+    """What PyTorch's profiler has of ops and of Triton's kernels: name, `Input Dims`, `Input Strides`, `Input type`."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profiler:
+        run()
+    profiler.export_chrome_trace(str(folder / "trace.json"))
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    return [{"name": event["name"], **event["args"]} for event in events if event.get("cat") == "cpu_op"]
+
+
+def test_a_language_model_reads_aligned_rows_and_writes_its_gelu_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With a loss outside of the model, as `bench.gpu` has it: of 4 x 128 tokens, classes in the second dimension.
+
+    PyTorch 2.11 hands the gradient of such logits over as the loss makes it, with the classes apart.
+    """
+    monkeypatch.setattr(compiled_regions, "_SLOWER", math.inf)
+    torch.manual_seed(0)
+    model = shoal.compile(LanguageModel().cuda(), kernels="compiled", budget="1GiB", allow="recompute")
+    tokens = torch.randint(5025, (4, 128), device="cuda")
+
+    def step() -> None:
+        model.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16):
+            logits = model(tokens).float()
+        F.cross_entropy(logits, tokens).backward()
+
+    for _ in range(3):
+        step()
+    calls = calls_of(step, tmp_path)
+    products = [call for call in calls if call["name"] in ("aten::mm", "aten::addmm")]
+    assert len(products) == 9  # three layers, forward and the gradients of input and weight
+    for call in products:
+        for strides in call["Input Strides"]:
+            assert all(stride == 1 or stride % 8 == 0 for stride in strides), (
+                call["Input Dims"],
+                call["Input Strides"],
+            )
+    transposed = [call for call in calls if call["name"] == "aten::clone" and "BFloat16" in call["Input type"][0]]
+    assert not transposed  # logits and their gradients: regions do that
+    of_gelu = 4 * 128 * 512  # elements: forward reads one such tensor and writes one, backward reads two and writes one
+    kernels = [call for call in calls if call["name"].startswith("triton_")]
+    whole = [[math.prod(dims) for dims in call["Input Dims"]].count(of_gelu) for call in kernels]
+    assert sorted(count for count in whole if count) == [2, 3]
+    assert model.shoal.measured_peak_bytes == pytest.approx(model.shoal.predicted_peak_bytes, rel=0.02)

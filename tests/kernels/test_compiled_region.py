@@ -52,6 +52,28 @@ def test_a_region_computes_its_function_also_over_an_operand() -> None:
     assert all(map(same_bits, again, results))
 
 
+@needs_compiler
+def test_where_nothing_may_be_written_over_each_result_is_written_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CUDA: a block that is handed in for a result that is read again would be a copy of it."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(2, 8, 9, 9).to(memory_format=torch.channels_last), torch.rand(8)
+    written_over = made(scaled, x, weight)
+    monkeypatch.setattr("shoal.kernels.compiled_region._OVERWRITES_ON", ())
+    monkeypatch.setattr("shoal.kernels.compiled_region._known", {})
+    region = made(scaled, x, weight)
+    graphs = [one.traced() for one in (written_over, region)]
+    copies = [
+        len(module.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)) for module, _ in graphs
+    ]
+    assert copies == [1, 0] and [len(inputs) for _, inputs in graphs] == [3, 2]
+    compile_regions([region])
+    assert region.failure == "" and region.overwritable == ()
+    results = region(x, weight)
+    for ours, theirs in zip(results, scaled(x.double(), weight.double()), strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-5)
+    assert results[0].stride() == x.stride()
+
+
 def masked(x: torch.Tensor, mask: torch.Tensor) -> Sequence[torch.Tensor]:
     y = torch.where(mask, x, 0.0)
     return y, y > 0.5, y.sum((0, 2, 3))

@@ -60,7 +60,7 @@ def lay_out_as_kernels_do(joint: fx.GraphModule, backward: set[fx.Node], known: 
         value = known[node] if node in known else _as_run(node)
         if value is None or _strides(value) == _strides(node.meta["val"]):
             continue
-        changed = _that_follow(node, value)
+        changed = values_that_follow(node, value)
         if all(one in backward or not reaches_output(one) for one in changed):
             for one, new in changed.items():
                 one.meta["val"] = new
@@ -87,7 +87,7 @@ def type_as_kernels_do(joint: fx.GraphModule, backward: set[fx.Node]) -> None:
             backward.discard(cast)
 
 
-def _that_follow(node: fx.Node, value: Any) -> dict[fx.Node, Any]:
+def values_that_follow(node: fx.Node, value: Any) -> dict[fx.Node, Any]:
     """The nodes whose values change with that of a node, as their fake kernels say; none where one of them refuses."""
     changed = {node: value}
 

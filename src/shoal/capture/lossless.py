@@ -4,6 +4,7 @@ Each takes the joint graph of forward and backward (aten ops, functional) and ed
 
 - running statistics named by batch norm's backward, which does not read them in training mode, are not saved, and the
   forward pass writes them, and counters of batches, in place (`buffers_in_place`);
+- what several layers compute alike of the same, as masks of attention, is computed once (`duplicates`);
 - batch norms on CUDA that eager PyTorch leaves to cuDNN are left to it (`cudnn_batch_norms`), for the bits;
 - results that kernels lay out or type otherwise than traced are so in the trace (`kernel_layouts`);
 - the input of max pooling, of which the backward pass reads only the shape, is not saved for it;
@@ -41,6 +42,7 @@ from shoal.capture.activation_masks import save_masks
 from shoal.capture.buffers_in_place import change_in_place
 from shoal.capture.concatenation_gradients import add_gradients_whole
 from shoal.capture.cudnn_batch_norms import leave_to_cudnn
+from shoal.capture.duplicates import merge_duplicates
 from shoal.capture.fx_nodes import describe_as, is_view, per_axis, reaches_output
 from shoal.capture.gradients_in_place import WRITTEN_OVER, write_over_gradient
 from shoal.capture.kernel_layouts import lay_out_as_kernels_do, type_as_kernels_do
@@ -95,6 +97,7 @@ def save_fewer_bytes(joint: fx.GraphModule, backward: set[fx.Node], *, cpu_kerne
     for node in graph.find_nodes(op="call_function", target=_aten.native_batch_norm_backward.default):
         if node.args[_TRAINING_OF_BATCH_NORM] is True:
             node.args = tuple(None if i in _STATISTICS_OF_BATCH_NORM else arg for i, arg in enumerate(node.args))
+    merge_duplicates(graph, backward)
     change_in_place(joint, backward)
     type_as_kernels_do(joint, backward)
     lay_out_as_kernels_do(joint, backward, leave_to_cudnn(joint, backward))

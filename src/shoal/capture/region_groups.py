@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from shoal.capture.region_flow import Flow, value_bytes
-from shoal.capture.region_ops import can_join, is_composite, is_statistics
+from shoal.capture.region_ops import can_join, is_composite, is_statistics, is_transposition
 
 MOST_OPS = 64
 _SMALL = 1 / 16  # of what a group reads: a result that may wait
@@ -57,7 +57,7 @@ def grouped(flow: Flow, device: str, left_out: Collection[str]) -> list[Group]:
 
 def is_worth_it(group: Group) -> bool:
     """Whether a group is more than one op that PyTorch runs in one sweep."""
-    return len(group.nodes) > 1 or is_composite(group.nodes[0])
+    return len(group.nodes) > 1 or is_composite(group.nodes[0]) or is_transposition(group.nodes[0])
 
 
 def _is_all_on(node: fx.Node, device: str) -> bool:

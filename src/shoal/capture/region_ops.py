@@ -19,6 +19,7 @@ _aten = torch.ops.aten
 _POINTWISE = frozenset(
     {
         _aten._to_copy.default,
+        _aten.clone.default,
         _aten.elu_backward.default,
         _aten.full_like.default,
         _aten.hardsigmoid_backward.default,
@@ -155,6 +156,7 @@ _COMPOSITE = frozenset(
         group_norm.backward,
         layer_norm.backward,
         prelu.backward,
+        _aten.constant_pad_nd.default,
         _aten.native_batch_norm_backward.default,
         _aten.native_group_norm.default,
         _aten.native_group_norm_backward.default,
@@ -190,6 +192,16 @@ def can_join(node: fx.Node) -> bool:
 def is_composite(node: fx.Node) -> bool:
     """Whether the node is worth a region by itself."""
     return node.target in _COMPOSITE
+
+
+def is_transposition(node: fx.Node) -> bool:
+    """Whether the node copies a tensor into another order of axes on a GPU: Triton does that tile by tile."""
+    if node.target is not _aten.clone.default:
+        return False
+    (operand,) = node.all_input_nodes
+    read, made = operand.meta["val"], node.meta["val"]
+    innermost = [axis for axis in range(made.dim()) if made.stride(axis) == 1 and made.shape[axis] > 1]
+    return made.device.type == "cuda" and any(read.stride(axis) != 1 for axis in innermost)
 
 
 def is_statistics(node: fx.Node) -> bool:

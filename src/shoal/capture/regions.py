@@ -104,7 +104,7 @@ def drafted(captured: Captured, left_out: Collection[str] = ()) -> Draft:
     groups = grouped(flow, captured.device.type, left_out)
     groups = [group for group in groups if is_worth_it(group) and _is_large(group)]
     make_again(flow, groups, runs_once)
-    writer = _Writer(flow, joint, groups)
+    writer = _Writer(joint, groups)
     written = writer.written()
     names = backward_names | {name for name, group in writer.group_of.items() if group.backward}
     members = {
@@ -177,12 +177,14 @@ def _bytes(tensor: torch.Tensor) -> int:
 class _Writer:
     """Writes a joint graph anew: each region where it runs, views right before they are read."""
 
-    def __init__(self, flow: Flow, joint: fx.GraphModule, groups: Sequence[Group]) -> None:
+    def __init__(self, joint: fx.GraphModule, groups: Sequence[Group]) -> None:
         self.regions: dict[str, CompiledRegion] = {}
         self.group_of: dict[str, Group] = {}
-        self._flow, self._joint = flow, joint
+        self._joint = joint
         self._group_at = {group.place: group for group in groups}
         self._inside = {node for group in groups for node in group.nodes}
+        self._bodies = {group.place: _Body(group) for group in groups}
+        self._read_by_regions = {node for body in self._bodies.values() for node in body.inputs}
         self._copies: dict[fx.Node, fx.Node] = {}
         self._out = fx.Graph(joint)
 
@@ -208,7 +210,10 @@ class _Writer:
         return self._copies[node]
 
     def _write_region(self, group: Group) -> None:
-        body = _Body(group, self._flow)
+        body = self._bodies[group.place]
+        body.give(self._read_outside(group.nodes))
+        if not body.results:  # whoever reads it makes it again
+            return
         last = group.nodes[-1]
         first, *_ = values = [value.meta["val"] for value in body.results]
         inputs = [node.meta["val"] for node in body.inputs]
@@ -224,11 +229,37 @@ class _Writer:
             item.meta = dict(value.meta)
             self._copies[value] = item
 
+    def _read_outside(self, nodes: Iterable[fx.Node]) -> Iterable[fx.Node]:
+        """The tensors that others read and do not make again for themselves: an op's result, or parts of it."""
+
+        def others_read(node: fx.Node) -> bool:
+            if node in self._read_by_regions:
+                return True
+            for user in node.users:
+                if user.target is operator.getitem or (user.op == "call_function" and is_view(user)):
+                    if others_read(user):
+                        return True
+                elif user not in self._inside:
+                    return True
+            return False
+
+        for node in nodes:
+            if isinstance(node.meta["val"], (tuple, list)):
+                yield from (user for user in node.users if user.target is operator.getitem and others_read(user))
+            elif others_read(node):
+                yield node
+
 
 class _Body:
-    """What a region computes, node by node."""
+    """What a region computes, node by node.
 
-    def __init__(self, group: Group, flow: Flow) -> None:
+    Attributes:
+        inputs: what it reads of others.
+        results: what others read of it, as `give` was told.
+        words: its ops, for people.
+    """
+
+    def __init__(self, group: Group) -> None:
         self._nodes = [*group.again, *group.nodes]
         own = set(self._nodes)
         inputs: dict[fx.Node, None] = {}
@@ -250,11 +281,14 @@ class _Body:
                 if not is_inside(operand):
                     inputs[operand] = None
         self.inputs = list(inputs)
-        results = dict.fromkeys(_read_outside(group.nodes, own))
+        self.results: list[fx.Node] = []
+        self.words = ", ".join(dict.fromkeys(_word(node) for node in self._nodes))
+
+    def give(self, results: Iterable[fx.Node]) -> None:
+        """Name what others read of it."""
         laid_out = {_block(node) for node in self.inputs if node.op == "call_function"}
         # The first may be written over an operand.
-        self.results = sorted(results, key=lambda node: _block(node) not in laid_out)
-        self.words = ", ".join(dict.fromkeys(_word(node) for node in self._nodes))
+        self.results = sorted(dict.fromkeys(results), key=lambda node: _block(node) not in laid_out)
 
     def description(self, told: Callable[[fx.Node], str]) -> str:
         """Equal for regions that compute the same of tensors of which the same is told."""
@@ -347,27 +381,6 @@ def _laid_out(value: torch.Tensor, traced: torch.Tensor) -> torch.Tensor:
         empty = torch.empty_strided(tuple(traced.shape), traced.stride(), dtype=traced.dtype, device=value.device)
         value = _aten.copy.default(empty, value)
     return value
-
-
-def _read_outside(nodes: Iterable[fx.Node], own: set[fx.Node]) -> Iterable[fx.Node]:
-    """The tensors that others read: an op's result, or parts of it."""
-
-    def others_read(node: fx.Node) -> bool:
-        for user in node.users:
-            if user.op == "output":
-                return True
-            if user.target is operator.getitem or (user.op == "call_function" and is_view(user)):
-                if others_read(user):
-                    return True
-            elif user not in own:
-                return True
-        return False
-
-    for node in nodes:
-        if isinstance(node.meta["val"], (tuple, list)):
-            yield from (user for user in node.users if user.target is operator.getitem and others_read(user))
-        elif others_read(node):
-            yield node
 
 
 def _word(node: fx.Node) -> str:

@@ -5,6 +5,7 @@ What is planned has the same ops as what runs, so whoever prices a step for this
 
 from __future__ import annotations
 
+from shoal.capture.aligned_rows import with_aligned_rows
 from shoal.capture.captured import Captured
 from shoal.capture.gathered_casts import with_gathered_casts
 from shoal.core.plan import Plan
@@ -21,5 +22,5 @@ def as_launched(captured: Captured, options: CompileOptions, plan: Plan | None =
         plan: one that was made for it: see `in_compiled_regions`.
     """
     if options.compiles(captured.device.type):
-        captured = in_compiled_regions(captured, plan)
+        captured = in_compiled_regions(with_aligned_rows(captured), plan)
     return with_gathered_casts(captured)

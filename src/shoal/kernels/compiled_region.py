@@ -24,6 +24,9 @@ log = logging.getLogger("shoal")
 
 # Inductor's loops for these read and write booleans one by one, at ten times the time of the bytes that they are.
 _MASKS_AS_BYTES_ON = ("cpu",)
+# Elsewhere results are new tensors: written into a block that is handed in, one that the region reads again would be
+# written twice.
+_OVERWRITES_ON = ("cpu",)
 _DRAWN_ELEMS = (1 << 20) - 3  # not a power of two, so that rows of a tensor differ
 _known: weakref.WeakValueDictionary[str, CompiledRegion] = weakref.WeakValueDictionary()  # by digest
 _compiled: dict[str, CompiledRegion] = {}  # those that stay
@@ -32,8 +35,8 @@ _compiled: dict[str, CompiledRegion] = {}  # those that stay
 class CompiledRegion:
     """Calls what a region computes, as tensors → tuple of new tensors; traced and compiled when that is asked for.
 
-    Where an operand has the layout of the first result, it may be given as `over=` too: the first result is then
-    written over it, with the same bits.
+    Where an operand has the layout of the first result, it may be given as `over=` too, on the CPU: the first result is
+    then written over it, with the same bits.
 
     Attributes:
         digest: of its content.
@@ -59,6 +62,7 @@ class CompiledRegion:
         self._inputs = inputs  # the block of the first result, then the operands
         self._first = tuple(inputs[0].shape), inputs[0].stride(), inputs[0].dtype, inputs[0].device
         self._run: Boxed | None = None
+        self._overwrites = inputs[0].device.type in _OVERWRITES_ON
         self._as_bytes = inputs[0].device.type in _MASKS_AS_BYTES_ON
         self._has_masks = self._as_bytes and any(x.dtype is torch.bool for x in inputs)
         self._masks: tuple[bool, ...] = ()  # which results behind the first are masks that are made as bytes
@@ -86,10 +90,12 @@ class CompiledRegion:
             first.copy_(_bytes_of_mask(result) if is_mask(result) else result)
             return [_bytes_of_mask(one) if mask else one for one, mask in zip(others, self._masks, strict=True)]
 
+        if not self._overwrites:
+            return in_primitive_ops(function, self._inputs[1:])
         return in_primitive_ops(written, [self._passed(fake) for fake in self._inputs])
 
     def is_made(self, run: Boxed, results: Sequence[torch.Tensor]) -> None:
-        """It is compiled; `results` are laid out as those behind the first must be."""
+        """It is compiled; `results` are laid out as those that it returns must be."""
         self._run = run
         if self.overwritable is None:
             self._try_out(results)
@@ -103,6 +109,8 @@ class CompiledRegion:
             compile_regions([self])
             run = self._run
             assert run is not None, self.failure
+        if not self._overwrites:
+            return tuple(run(list(tensors)))
         if over is None:
             shape, strides, dtype, device = self._first
             over = torch.empty_strided(shape, strides, dtype=dtype, device=device)
@@ -130,14 +138,15 @@ class CompiledRegion:
         with isolated(self._inputs[0].device):
             operands = [_drawn(fake, seed) for seed, fake in enumerate(self._inputs[1:])]
             results = self(*operands)
-            for result, fake in zip(map(self._passed, results[1:]), wanted, strict=True):
+            returned = results[1:] if self._overwrites else results
+            for result, fake in zip(map(self._passed, returned), wanted, strict=True):
                 if (result.shape, result.stride(), result.dtype) != (fake.shape, fake.stride(), fake.dtype):
                     self.failure = "a result has another layout than in the trace"
             blocks = [tensor.untyped_storage().data_ptr() for tensor in results if tensor.numel()]
             blocks += {tensor.untyped_storage().data_ptr() for tensor in operands if tensor.numel()}
             if len(set(blocks)) < len(blocks):
                 self.failure = "a result shares memory with another tensor"
-            places = range(len(operands)) if not self.failure and self._first[3].type == "cpu" else ()
+            places = range(len(operands)) if not self.failure and self._overwrites else ()
             self.overwritable = tuple(place for place in places if self._repeats(place, operands, results))
 
     def _repeats(self, place: int, operands: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> bool:

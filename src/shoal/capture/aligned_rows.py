@@ -1,0 +1,128 @@
+"""Operands of matrix products whose rows begin at multiples of 16 bytes, where rows of odd length would not.
+
+Tensor cores are fed 16 bytes at a time. A product whose operand has 50,257 columns in bfloat16, as the gradient of
+GPT-2's logits, runs a kernel that loads element by element. Where an op writes that operand anyway, and a region can
+take the op in, it writes longer rows, and products read a part of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from shoal.capture.captured import Captured
+from shoal.capture.fx_nodes import copied_joint, describe_as, is_view, reaches_output
+from shoal.capture.kernel_layouts import values_that_follow
+from shoal.capture.region_ops import can_join
+from shoal.capture.step_reader import read_joint, storage_bytes
+
+_aten = torch.ops.aten
+_PAD = _aten.constant_pad_nd.default
+_ON = ("cuda",)
+_DTYPES = (torch.float16, torch.bfloat16)
+_OPERANDS: dict[Any, tuple[int, int]] = {  # of matrix products: places of the two matrices
+    _aten.mm.default: (0, 1),
+    _aten.bmm.default: (0, 1),
+    _aten.addmm.default: (1, 2),
+    _aten.baddbmm.default: (1, 2),
+}
+_CHUNK_BYTES, _LINE_BYTES = 16, 128
+_MOST_ADDED = 1 / 50  # of a row
+_LEAST_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Rows to be made longer: whose, what the longer ones are made of, and how many elements they get."""
+
+    node: fx.Node
+    made_of: fx.Node
+    added: int
+
+
+def with_aligned_rows(captured: Captured) -> Captured:
+    """The step with operands of its matrix products in aligned rows, on CUDA; the step as it is where none is odd.
+
+    Args:
+        captured: the step, to be run on this machine in compiled regions.
+    """
+    if captured.device.type not in _ON:
+        return captured
+    joint = copied_joint(captured.joint)
+    backward_names = set(captured.backward_names)
+    found = False
+    for node in list(joint.graph.nodes):
+        rows = _rows(node)
+        if rows is not None and (names := _write_longer(joint.graph, rows)):
+            found = True
+            backward_names |= names if node.name in backward_names else set()
+            if rows.made_of is not node:  # the copy that the longer rows are in place of
+                joint.graph.erase_node(node)
+    if not found:
+        return captured
+    joint.graph.lint()
+    return read_joint(joint, backward_names, captured.read_with)
+
+
+def _rows(node: fx.Node) -> _Rows | None:
+    value = node.meta.get("val")
+    if node.op != "call_function" or not isinstance(value, torch.Tensor) or value.dtype not in _DTYPES:
+        return None
+    if not all(type(size) is int for size in (*value.shape, *value.stride())) or value.dim() < 2:
+        return None
+    if not value.is_contiguous() or storage_bytes(value) < _LEAST_BYTES or not can_join(node):
+        return None
+    columns, added = value.shape[-1], _added(value.shape[-1], value.element_size())
+    if not 0 < added <= _MOST_ADDED * columns or reaches_output(node) or not _feeds_product(node):
+        return None
+    made_of = node
+    if node.target is _aten.clone.default and (source := node.all_input_nodes[0]).meta["val"].dtype == value.dtype:
+        made_of = source  # copied once, into the longer rows
+    return _Rows(node, made_of, added)
+
+
+def _added(columns: int, element_bytes: int) -> int:
+    """How many elements a row gets: up to a whole cache line where that is little, else up to a whole load.
+
+    >>> _added(50257, 2), _added(197, 2), _added(768, 2)
+    (47, 3, 0)
+    """
+    if columns * element_bytes % _CHUNK_BYTES == 0:
+        return 0
+    in_lines = -columns % (_LINE_BYTES // element_bytes)
+    return in_lines if in_lines <= _MOST_ADDED * columns else -columns % (_CHUNK_BYTES // element_bytes)
+
+
+def _feeds_product(node: fx.Node) -> bool:
+    """Whether a matrix product reads the rows, through views."""
+    for user in node.users:
+        places = _OPERANDS.get(user.target)
+        if places is not None and any(user.args[place] is node for place in places):
+            return True
+        if is_view(user) and isinstance(user.meta["val"], torch.Tensor) and _feeds_product(user):
+            return True
+    return False
+
+
+def _write_longer(graph: fx.Graph, rows: _Rows) -> set[str]:
+    """Write the longer rows behind the op, and have all its readers read a part of them; names of what is new."""
+    node, value = rows.node, rows.node.meta["val"]
+    columns = value.shape[-1]
+    whole = _PAD(rows.made_of.meta["val"], [0, rows.added])
+    part = whole[..., :columns]
+    changed = values_that_follow(node, part) if whole.is_contiguous() else {}
+    if not changed or any(reaches_output(one) for one in changed):
+        return set()
+    with graph.inserting_before(node.next):
+        longer = graph.call_function(_PAD, (rows.made_of, [0, rows.added]))
+        describe_as(longer, whole, node)
+        taken = graph.call_function(_aten.slice.Tensor, (longer, value.dim() - 1, 0, columns))
+        describe_as(taken, part, node)
+    node.replace_all_uses_with(taken, delete_user_cb=lambda user: user is not longer)
+    for one, new in changed.items():
+        if one is not node:
+            one.meta["val"] = new
+    return {longer.name, taken.name}
