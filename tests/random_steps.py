@@ -337,7 +337,7 @@ def legal_offloads(
     runs = schedule(graph, residences)
     for storage in storages:
         reader = next((n for n in range(graph.n_forward, len(runs)) if storage in runs[n].of(graph).reads), None)
-        fixed = graph.storages[storage].kind != "activation" or storage in graph.held_for_second_runs
+        fixed = graph.storages[storage].kind != "activation" or storage in graph.never_given_up
         if reader is None or fixed:
             continue
         served = next(run.op for run in runs[reader:] if not run.again)

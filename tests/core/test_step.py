@@ -74,13 +74,15 @@ def test_a_second_run_differs_in_what_it_says_and_writes_the_first_storage_alone
 
 
 @given(steps_that_run_again())
-def test_what_second_runs_read_of_their_first_or_do_not_make_again_is_held(graph: StepGraph) -> None:
-    held = set()
+def test_what_second_runs_read_of_their_first_or_do_not_make_again_and_what_the_loss_reads_is_never_given_up(
+    graph: StepGraph,
+) -> None:
+    held = {storage for op in graph.ops if op.phase == "loss" for storage in op.reads}
     for op in graph.ops:
         if op.again:
             held |= set(op.writes) & set(op.again.reads)
             held |= set(op.writes) - set(op.second.writes)
-    assert graph.held_for_second_runs == held
+    assert graph.never_given_up == held
 
 
 @given(steps_that_run_again(), st.data())

@@ -7,6 +7,8 @@ from dataclasses import replace
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
+from shoal import planners
+from shoal.core.residence import Recompute
 from shoal.core.schedule import schedule
 from shoal.core.simulate import simulate
 from shoal.core.step import StepGraph
@@ -129,3 +131,15 @@ def test_an_output_that_the_backward_pass_reads_stays_as_long_as_it_does() -> No
     assert output.id in graph.saved, "the test shows nothing"
     seen = in_loop(graph, best_case(WORST, outputs_of(graph)), outputs_of(graph))
     assert seen.storages[output.id].kind == "output"
+
+
+@given(steps(), st.sampled_from(["chain", "sqrt", "joint"]))
+def test_no_planner_gives_up_an_output_before_the_loss_has_read_it(graph: StepGraph, planner: str) -> None:
+    outputs = outputs_of(graph)
+    seen = in_loop(graph, best_case(WORST, outputs), outputs)
+    try:
+        plan = planners.get(planner)(seen, HARDWARE, int(0.6 * simulate(seen, {}).peak_bytes))
+    except BudgetError as refused:
+        plan = planners.get(planner)(seen, HARDWARE, refused.least_feasible_bytes or 0)
+    read = {graph.storages[s].name for op in graph.ops if op.phase == "loss" for s in op.reads}
+    assert not read & {name for name, residence in plan.residences.items() if isinstance(residence, Recompute)}

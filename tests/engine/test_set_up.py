@@ -13,6 +13,7 @@ from torch import nn
 import shoal
 from tests.engine.training_laws import (
     assert_same_training,
+    blocks,
     classifier,
     costs_that_do_not_matter,
     differences,
@@ -52,6 +53,29 @@ def test_it_is_planned_as_one_graph_from_its_second_step_on(caplog: pytest.LogCa
     assert not planned.shoal.plan.breaks
     assert len(planned.shoal.plans) == 1
     assert "HookingItself is one graph since its first call" in caplog.text
+
+
+class HookingItselfHalfway(HookingItself):
+    """What its first half saves is kept while its graphs are several."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(*blocks(3, 16, 16, 16, 16, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.first(x))
+
+
+def test_it_trains_in_a_budget_in_which_it_fits_as_one_graph_alone() -> None:
+    torch.manual_seed(0)
+    model = HookingItselfHalfway()
+    plain, batches = copy.deepcopy(model), images(3, 2, 3, 32, 32)
+    hooked = copy.deepcopy(model)
+    hooked(batches[0])
+    least = shoal.plan(hooked, batches[0], budget="1GiB", allow="bitwise").predicted_peak_bytes // 2
+    found = train(shoal.compile(model, budget=least, allow="bitwise"), batches)
+    assert not differences(found, train(plain, batches))
+    assert not model.shoal.plan.breaks
 
 
 def test_one_that_breaks_in_later_calls_too_is_still_planned_as_several_graphs() -> None:

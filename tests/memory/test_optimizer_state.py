@@ -105,6 +105,29 @@ def test_an_optimizer_of_no_known_making_counts_one_copy_of_its_parameters() -> 
     assert optimizer_state_bytes(optimizer) == sum(p.nbytes for p in model.parameters())
 
 
+class CountingInItsGroups(torch.optim.Optimizer):
+    """Has its step in a tensor of each group, as timm's LAMB does."""
+
+    def __init__(self, params: Parameters, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group.setdefault("step", torch.zeros(())).add_(1)
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad, alpha=group["lr"])
+
+
+def test_asking_changes_nothing_that_a_group_holds() -> None:
+    model = network()
+    optimizer = CountingInItsGroups(model.parameters())
+    take_step(model, optimizer)
+    assert optimizer_state_bytes(optimizer) == 0
+    step_scratch_bytes(optimizer, "cpu")
+    assert [float(group["step"]) for group in optimizer.param_groups] == [1]
+
+
 def test_asking_changes_neither_the_generator_nor_the_gradients() -> None:
     model = network()
     optimizer = torch.optim.Adam(model.parameters())

@@ -100,8 +100,9 @@ def _given_up(graph: StepGraph, residences: Mapping[str, Residence]) -> tuple[di
         producer = graph.producer.get(storage.id, -1)
         if producer < 0 or graph.ops[producer].phase != "forward" or storage.kind != "activation":
             raise PlanError(f"{name!r} ({storage.kind}) cannot be {what}: only activations of the forward pass can")
-        if storage.id in graph.held_for_second_runs:
-            raise PlanError(f"{name!r} cannot be given up: recomputing {graph.ops[producer].name!r} reads it")
+        if storage.id in graph.never_given_up:
+            reader = "the loss" if not graph.ops[producer].again else f"recomputing {graph.ops[producer].name!r}"
+            raise PlanError(f"{name!r} cannot be given up: {reader} reads it")
         if isinstance(residence, Offload):
             offloaded[storage.id] = residence
             continue

@@ -275,12 +275,15 @@ class StepGraph:
         return replace(self, ops=tuple(map(raised, self.ops)))
 
     @cached_property
-    def held_for_second_runs(self) -> frozenset[int]:
-        """Storages that the first run alone writes, where the second makes the first of them by itself.
+    def never_given_up(self) -> frozenset[int]:
+        """Storages that cannot be given up, whatever their kind.
 
-        It may read them, and nothing makes them again: they cannot be given up.
+        Those that the first run of an op alone writes, where the second makes the first of them by itself: it may read
+        them, and nothing makes them again. And those that the loss reads: the forward pass has handed them to the
+        caller, so that nothing may be written over them, or computed again, before.
         """
-        return frozenset(s for op in self.ops if op.again for s in op.writes[1:])
+        first_alone = {s for op in self.ops if op.again for s in op.writes[1:]}
+        return frozenset(first_alone.union(*(op.reads for op in self.ops if op.phase == "loss")))
 
     def to_json(self) -> dict[str, Any]:
         """Plain lists and dicts, for `json.dump`."""

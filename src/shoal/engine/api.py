@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -44,10 +45,11 @@ from shoal.engine.search.without_effect import in_several_graphs
 from shoal.engine.session import Session
 from shoal.engine.set_up import SetUp
 from shoal.engine.shared_budget import Budget
+from shoal.engine.snapshot import Snapshot
 from shoal.engine.status import Status
 from shoal.engine.tensor_subclass import call_as_function, subclass_among
 from shoal.engine.unreplicated import Unreplicated
-from shoal.errors import CaptureError, InputError
+from shoal.errors import BudgetError, CaptureError, InputError
 from shoal.lowlevel.torch_state import active_ddp_module, in_trace, is_exporting
 from shoal.memory.budget import budget_bytes
 from shoal.memory.optimizer_state import declared_optimizer, reject_copy
@@ -363,8 +365,21 @@ class _Caller(ModelCall):
         except ModelRaised as failure:
             plain_call(model, *args, **kwargs)  # raises as the plain model does
             raise CaptureError(f"the model cannot be captured as one graph: {failure.reason}") from None
-        with settings(self._logging), one_graph():
-            return self._parts.call(model, self._planned, kind, args, kwargs)
+        return self._begin_in_parts(self._parts, kind, args, kwargs)
+
+    def _begin_in_parts(self, parts: PartedSteps, kind: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The first step of several graphs. Where they do not fit, and it has set the model up, one graph may."""
+        before = Snapshot(self.model)
+        try:
+            with settings(self._logging), one_graph():
+                return parts.call(self.model, self._planned, kind, args, kwargs)
+        except BudgetError as refused:
+            error = refused.with_traceback(None)
+        gc.collect()  # frames of the traceback held what the forward pass has saved
+        if not self._is_set_up():
+            raise error
+        before.restore()
+        return self._train_as_one(kind, args, kwargs)
 
     def _is_set_up(self) -> bool:
         """Whether the first call, at which the model broke, has set it up, so that the next may be one graph."""

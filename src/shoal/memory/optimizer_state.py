@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,7 +149,7 @@ def optimizer_state_bytes(optimizer: optim.Optimizer) -> int:
             elif parameter.requires_grad:
                 new.append(parameter)
         if new:
-            new_groups.append({**group, "params": [_on_meta(on_this_rank(p).shape, p.dtype) for p in new]})
+            new_groups.append({**_options_of(group), "params": [_on_meta(on_this_rank(p).shape, p.dtype) for p in new]})
             devices += [p.device for p in new]
     return present_bytes + _bytes_after_one_step(type(optimizer), new_groups, devices)
 
@@ -172,7 +174,9 @@ def step_scratch_bytes(optimizer: optim.Optimizer, device_type: str) -> int:
         foreach = group.get("foreach")
         how = {"foreach": device_type == "cuda" if foreach is None else foreach, "capturable": False, "fused": False}
         if shadows:
-            groups.append({**group, **{name: how[name] for name in how if name in group}, "params": shadows})
+            groups.append(
+                {**_options_of(group), **{name: how[name] for name in how if name in group}, "params": shadows}
+            )
     if not groups:
         return 0
     try:
@@ -215,6 +219,16 @@ class _NewBytes(TorchFunctionMode):
 def _storages(*values: Any) -> list[torch.UntypedStorage]:
     tensors = (value for value in tree_leaves(values) if isinstance(value, torch.Tensor))
     return [tensor.untyped_storage() for tensor in tensors if tensor.device.type == "meta"]
+
+
+def _options_of(group: dict[str, Any]) -> dict[str, Any]:
+    """A parameter group's options, copied: some optimizers count their steps there, in a tensor."""
+    options = {}
+    for name, value in group.items():
+        if name != "params":
+            with suppress(Exception):  # of what cannot be copied the trial does without
+                options[name] = copy.deepcopy(value)
+    return options
 
 
 def _on_meta(shape: torch.Size, dtype: torch.dtype) -> nn.Parameter:

@@ -283,7 +283,7 @@ def _can_be_given_up(graph: StepGraph) -> list[int]:
         if s.kind == "activation"
         and graph.ops[graph.producer[s.id]].phase == "forward"
         and graph.ops[graph.producer[s.id]].recomputable
-        and s.id not in graph.held_for_second_runs
+        and s.id not in graph.never_given_up
     ]
     saved = set(graph.saved)
     allowance = SMALL_SHARE * sum(graph.storages[s].nbytes for s in saved)

@@ -286,6 +286,8 @@ def _producer_of_what_may_go(graph: StepGraph, storage: int, residence: Recomput
     producer = graph.ops[graph.producer[storage]] if storage in graph.producer else None
     if producer is None or producer.phase != "forward" or kind != "activation":
         raise PlanError(f"{name!r} ({kind}) cannot be recomputed: only activations of the forward pass can")
-    if storage in graph.held_for_second_runs or (residence.before and not producer.recomputable):
+    if storage in graph.never_given_up:
+        raise PlanError(f"{name!r} cannot be recomputed: it cannot be given up")
+    if residence.before and not producer.recomputable:
         raise PlanError(f"{name!r} cannot be recomputed: running {producer.target} twice changes the training")
     return producer

@@ -64,7 +64,7 @@ class IteratedSearch:
         self._enough = _Value(0, int(enough_seconds / self._tick_seconds), _NO_LIMIT)
         self._schedules: dict[frozenset[int], TransferPlaces] = {}
         min_bytes = min((graph.storages[s].nbytes for s in choice.candidates), default=0)
-        saved = {s for s in graph.saved if graph.storages[s].nbytes >= min_bytes} - graph.held_for_second_runs
+        saved = {s for s in graph.saved if graph.storages[s].nbytes >= min_bytes} - graph.never_given_up
         self._only_host = frozenset(saved.difference(choice.candidates))  # what must not be recomputed can still leave
         self._movable = sorted(self._only_host.union(choice.candidates))
 

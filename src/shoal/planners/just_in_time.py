@@ -27,7 +27,7 @@ def just_in_time(
     given_up = [
         s.kind == "activation"
         and s.id not in kept
-        and s.id not in graph.held_for_second_runs
+        and s.id not in graph.never_given_up
         and graph.ops[graph.producer[s.id]].phase == "forward"
         and graph.ops[graph.producer[s.id]].recomputable
         for s in graph.storages

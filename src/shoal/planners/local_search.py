@@ -159,7 +159,7 @@ def _untouched(graph: StepGraph, runs: tuple[Run, ...], peak: int) -> set[int]:
         for s in graph.storages
         if s.kind == "activation"
         and s.id not in read
-        and s.id not in graph.held_for_second_runs
+        and s.id not in graph.never_given_up
         and graph.ops[graph.producer[s.id]].phase == "forward"
         and graph.ops[graph.producer[s.id]].recomputable
     }

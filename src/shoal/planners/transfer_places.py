@@ -99,7 +99,7 @@ class TransferPlaces:
             s.id: s.nbytes
             for s in graph.storages
             if s.kind == "activation" and s.id in read and graph.producer[s.id] < graph.n_forward
-            if s.id not in graph.held_for_second_runs
+            if s.id not in graph.never_given_up
         }
         self._there = self._way_there(graph, graph.link, room, waits)
         self._back = self._way_back(graph.link, backward, read)

@@ -20,7 +20,16 @@ from shoal.core.step import StepGraph
 from shoal.errors import BudgetError
 from shoal.planners.joint import joint
 from tests.engine.session_loops import true_peak
-from tests.engine.training_laws import blocks, classifier, images, needs_compiler, same_bits
+from tests.engine.training_laws import (
+    blocks,
+    classifier,
+    differences,
+    images,
+    mean_square,
+    needs_compiler,
+    same_bits,
+    train,
+)
 
 pytestmark = needs_compiler  # the loss is metered only with one
 Loop = Callable[[nn.Module], Any]
@@ -66,6 +75,39 @@ def test_calls_that_come_before_one_backward_pass_share_the_budget(caplog: pytes
         loop(plain)
     loop(planned)
     assert same_gradients(planned, plain)
+
+
+class Returning(nn.Module):
+    """Returns what no backward op reads, one a function of the other, beside what it is trained for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.rest, self.last = (
+            nn.Sequential(*blocks(3, 8, 8, 8)),
+            classifier(8, 8, 8, 8),
+            nn.Conv2d(8, 8, 1),
+        )
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        hidden = self.first(x)
+        more = hidden + 1
+        twice = more * 2
+        return self.rest(twice.relu()), more, twice, self.last(hidden) + 1
+
+
+@pytest.mark.parametrize("planner", ["sqrt", "chain", "joint"])
+def test_outputs_are_what_they_were_whatever_the_first_plan_hopes_the_loop_drops(planner: str) -> None:
+    torch.manual_seed(0)
+    model, batches = Returning(), images(3, 4, 3, 32, 32)
+    plain, held = copy.deepcopy(model), []
+    budget = int(0.7 * shoal.plan(copy.deepcopy(model), batches[0], budget="1GiB").plain_peak_bytes)
+
+    def loss_of(outputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        held[:] = outputs
+        return mean_square(outputs)
+
+    planned = shoal.compile(model, budget=budget, planner=planner, allow="bitwise")
+    assert not differences(train(planned, batches, loss_of=loss_of), train(plain, batches, loss_of=loss_of))
 
 
 def test_calls_that_cannot_fit_together_are_refused_with_a_budget_that_works() -> None:

@@ -55,7 +55,7 @@ def normalised(graph: StepGraph) -> frozenset[int]:
         of_activation = any(op.target.startswith(f"aten.{name}.") for name in _ACTIVATIONS)
         if op.target in _BATCH_NORMS or (of_activation and set(op.reads) <= found):
             found.add(op.writes[0])
-    return frozenset(found - graph.held_for_second_runs)
+    return frozenset(found - graph.never_given_up)
 
 
 _BATCH_NORMS = (  # by the batch's statistics with running ones beside, without, and by running ones
