@@ -80,6 +80,7 @@ class Placement:
         self._graphs: dict[str, tuple[fx.GraphModule, Callable[[fx.GraphModule], Run]]] = {}
         self._placed: dict[str, Run] = {}
         self._expected_bytes = 0
+        self._passes_budget = False  # whether more was reserved between two ops
         watch(self)
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
@@ -205,7 +206,8 @@ class Placement:
         above = reserved_bytes + (0 if is_output else _result_bytes(node)) > budget_bytes
         if cached_bytes > _PAGE_BYTES and (above or (is_output and self._awaits_more())):
             torch.accelerator.empty_cache()
-        if is_output and is_backward and self._awaits_more():
+        self._passes_budget |= reserved_bytes > budget_bytes
+        if is_output and is_backward and self._passes_budget and self._awaits_more():
             self._fill_between_gradients(budget_bytes)
 
     def _fill_between_gradients(self, budget_bytes: int) -> None:
