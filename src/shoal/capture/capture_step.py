@@ -11,6 +11,7 @@ from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 
 from shoal.capture.captured import Captured
+from shoal.capture.cumulative_norms import admit_cumulative_norms
 from shoal.capture.dynamo import (
     ModelRaised,
     Refused,
@@ -101,6 +102,7 @@ def in_dynamo(
         with refusals():
             raise Refused(_Done(read(gm, inputs)))
 
+    admit_cumulative_norms(model)
     try:
         with torch.enable_grad(), settings(logging_functions()), one_graph(), few_collections():
             with torch.random.fork_rng(devices=[]):

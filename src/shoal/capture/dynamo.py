@@ -11,7 +11,7 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -32,6 +32,7 @@ from torch._dynamo.pgo import get_code_state
 from torch._dynamo.utils import get_compilation_metrics, get_metrics_context
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode
 
+from shoal.capture.cumulative_norms import cumulative_norms
 from shoal.core.progress import Preparation, preparing
 from shoal.errors import CaptureError, ShoalError
 from shoal.lowlevel.capture_records import record_captures_without_settings
@@ -308,7 +309,8 @@ def _draws(module: nn.Module) -> bool:
     return isinstance(module, SplitModule) and module.stochastic is not None
 
 
-def settings(logging_functions: Collection[Callable[..., Any]] = ()) -> AbstractContextManager[Any]:
+@contextmanager
+def settings(logging_functions: Collection[Callable[..., Any]] = ()) -> Iterator[None]:
     """Dynamo's settings while a model of ours is called: it guards all that the model's call depends on.
 
     Args:
@@ -318,7 +320,7 @@ def settings(logging_functions: Collection[Callable[..., Any]] = ()) -> Abstract
     # A region under torch.utils.checkpoint runs once, so what it does beside, such as counting its calls, is safe.
     effects = "skip_fwd_side_effects_in_bwd_under_checkpoint"
     once: dict[str, Any] = {effects: True} if hasattr(config, effects) else {}
-    return config.patch(
+    patched = config.patch(
         **once,
         optimize_ddp=False,  # DDP's own splitting of the graph would give every bucket the whole budget
         recompile_limit=MOST_CAPTURES,
@@ -331,6 +333,8 @@ def settings(logging_functions: Collection[Callable[..., Any]] = ()) -> Abstract
         ignore_logging_functions=config.ignore_logging_functions.union(logging_functions),
         use_numpy_random_stream=True,  # as in eager: else NumPy's random numbers come from PyTorch's generator
     )
+    with patched, cumulative_norms():
+        yield
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal import planners
+from shoal.capture.cumulative_norms import admit_cumulative_norms
 from shoal.capture.dynamo import (
     OWN_BUDGET,
     GraphBreak,
@@ -324,6 +325,7 @@ class _Caller(ModelCall):
             return self._train_as_one(kind, args, kwargs)
         if kind not in self._planned:
             self._logging = logging_functions()
+            admit_cumulative_norms(model)
         try:
             with settings(self._logging), one_graph():
                 if self._parts is not None:
@@ -337,6 +339,8 @@ class _Caller(ModelCall):
                     planned = self._planned[kind] = capturing(model, self._backend(), name, record)
                     return planned(*args, **kwargs, **drawn_for(model, args))
         except GraphBreak as broken:
+            if admit_cumulative_norms(model):  # averaging of weights has set them so in the midst of training
+                return self._train(kind, args, kwargs)
             if not self._may_break or drawn_for(model, args):
                 raise
             for asked, option in (

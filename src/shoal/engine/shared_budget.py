@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from shoal.capture.cumulative_norms import admit_cumulative_norms
 from shoal.capture.dynamo import (
     OWN_BUDGET,
     ModelRaised,
@@ -266,6 +267,7 @@ class SharedCall(ModelCall):
         kind = self._steps.accumulates(self.name), *global_hooks()
         if not self._captured:
             self._logging = logging_functions()
+            admit_cumulative_norms(self.model)
         try:
             with settings(self._logging), one_graph():
                 return self._steps.call(self.name, self._captured, kind, args, kwargs)
