@@ -53,7 +53,8 @@ _LATE = {
     "frontier": "shoal.engine.frontier",
     "plan": "shoal.engine.plan",
 }
-import_module("shoal.kernels.norm.joined_statistics")  # every op of Shoal is there all the same
+for _with_ops in ("cumulative_statistics", "norm.joined_statistics"):  # every op of Shoal is there all the same
+    import_module(f"shoal.kernels.{_with_ops}")
 
 # Former public names, for one release: where each is, and what replaces it.
 _FORMER = {
