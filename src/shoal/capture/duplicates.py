@@ -21,12 +21,12 @@ from shoal.capture.rerun import is_random
 _SMALL_BYTES = 1 << 9  # what an allocator hands out for one number
 
 
-def merge_duplicates(graph: fx.Graph, backward: Collection[fx.Node]) -> None:
+def merge_duplicates(graph: fx.Graph, backward: set[fx.Node]) -> None:
     """Let ops of the forward pass that compute the same of the same be one.
 
     Args:
         graph: the joint graph, in which no op writes what another has made; edited.
-        backward: its backward nodes.
+        backward: its backward nodes; edited.
     """
     first_of: dict[Any, fx.Node] = {}
     alike: dict[fx.Node, fx.Node] = {}  # node → the first one that computes the same
@@ -46,6 +46,18 @@ def merge_duplicates(graph: fx.Graph, backward: Collection[fx.Node]) -> None:
     for node in reversed(list(alike)):
         if not node.users and alike[node] is not node:
             graph.erase_node(node)
+    _merge_parts(graph, {stays[alike[node]] for node in merged}, backward)
+
+
+def _merge_parts(graph: fx.Graph, ops: Collection[fx.Node], backward: set[fx.Node]) -> None:
+    """Let each result of an op be one node, also where the backward pass alone reads it, as a pooling's indices."""
+    first_of: dict[Any, fx.Node] = {}
+    for node in graph.find_nodes(op="call_function", target=operator.getitem):
+        if node.args[0] not in ops or (first := first_of.setdefault(node.args, node)) is node:
+            continue
+        node.replace_all_uses_with(first)
+        graph.erase_node(node)
+        backward.discard(node)
 
 
 def _computes_the_same_again(node: fx.Node) -> bool:

@@ -281,12 +281,14 @@ def _save_leaky_output(node: fx.Node, backward: set[fx.Node]) -> None:
 
 
 def _encode_pool(graph: fx.Graph, node: fx.Node, dims: int, backward: set[fx.Node]) -> None:
-    grad, pool_input, *window, indices = _args(node)
-    pool = indices.args[0]
+    _, pool_input, *window, indices = _args(node)
+    pool, readers = indices.args[0], list(indices.users)  # several where poolings alike have become one
     kernel, stride, padding, dilation = (per_axis(size, dims) for size in window[:4])
     stride = stride or kernel
     value = pool_input.meta["val"]
-    if not pool_index.fits(kernel) or value.dim() != dims + 2 or pool in backward or len(indices.users) > 1:
+    if not pool_index.fits(kernel) or value.dim() != dims + 2 or pool in backward:
+        return
+    if any(reader.target is not node.target or _args(reader)[1:] != _args(node)[1:] for reader in readers):
         return
     pooled, places = pool.meta["val"]
     pool.target, pool.args = pool_forward, (pool_input, kernel, stride, padding, dilation, bool(window[4]))
@@ -294,13 +296,16 @@ def _encode_pool(graph: fx.Graph, node: fx.Node, dims: int, backward: set[fx.Nod
     pool.meta["val"] = (pooled, codes_value)
     indices.meta["val"] = codes_value
     channels_last = _is_channels_last(value)
-    with graph.inserting_before(node):
-        shape = as_arguments(graph, value.shape)
-    node.target = pool_backward
-    node.args = (grad, indices, shape, channels_last, *pool.args[1:])
+    for reader in readers:
+        with graph.inserting_before(reader):
+            shape = as_arguments(graph, value.shape)
+        reader.target = pool_backward
+        reader.args = (_args(reader)[0], indices, shape, channels_last, *pool.args[1:])
     # A dilated window may lie in the padding altogether: its index is then of no maximum.
-    rectified = all(step == 1 for step in dilation) and _take_in_rectifier(graph, node, pool_input, backward)
-    pool.args, node.args = (*pool.args, rectified), (*node.args, rectified)
+    alone = len(readers) == 1 and all(step == 1 for step in dilation)
+    rectified = alone and _take_in_rectifier(graph, node, pool_input, backward)
+    for each in (pool, *readers):
+        each.args = (*each.args, rectified)
 
 
 def _is_channels_last(value: torch.Tensor) -> bool:
