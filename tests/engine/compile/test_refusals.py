@@ -29,12 +29,6 @@ from tests.engine.training_laws import (
 )
 
 
-def test_a_batch_norm_with_a_cumulative_average_is_refused_as_no_graph_at_all() -> None:
-    planned = shoal.compile(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8, momentum=None)), budget=ROOMY)
-    with pytest.raises(CaptureError, match=r"batchnorm.py:\d+"):
-        planned(torch.randn(2, 3, 8, 8))
-
-
 class _Rounded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
