@@ -115,7 +115,6 @@ class Placement:
 
         What happens while gradients are with their hooks is beside the graph.
         """
-
         is_backward = part.startswith("backward")
 
         def before(node: fx.Node) -> None:

@@ -17,7 +17,7 @@ _FEWEST_BYTES = {"small": BLOCK_BYTES, "large": LARGEST_SMALL_BYTES + BLOCK_BYTE
 _MOST_SEGMENTS = 64  # that are tried, each against each; those with the largest holes
 
 
-class AnotherCourse(Exception):
+class _AnotherCourse(Exception):
     """A block came from elsewhere than was expected."""
 
 
@@ -80,7 +80,7 @@ def _order(
         address = allocate(nbytes)
         held.add(address)
         if address not in expected:
-            raise AnotherCourse
+            raise _AnotherCourse
         return address
 
     def give(address: int) -> None:
@@ -117,7 +117,7 @@ def _order(
             if chosen is not None:
                 after[other if chosen == one else one].append(chosen)
         return list(TopologicalSorter(after).static_order())
-    except (AnotherCourse, CycleError):
+    except (_AnotherCourse, CycleError):
         return list(tried)
     finally:
         for address in held:
