@@ -28,7 +28,7 @@ from shoal.engine.choose_variant import Choose, compile_chosen, in_form, own_for
 from shoal.engine.cuda_graphs import GraphedStep, ReplayedSteps, refuse
 from shoal.engine.first_run import checked
 from shoal.engine.gradient_gates import Gradients, gates_or_all, through_gates
-from shoal.engine.graph_runner import run_kernels
+from shoal.engine.graph_runner import run_in_traced_layouts, run_kernels
 from shoal.engine.loop_memory import Basis
 from shoal.engine.many_shapes import compile_for_shapes
 from shoal.engine.once_differentiable import once_differentiable
@@ -252,10 +252,10 @@ class PlannedStep:
     def _compile(self, part: str, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         placement = self.placement
         if placement is None:
-            return checked(module, run_kernels, example_inputs, self.departures)
+            return checked(module, run_in_traced_layouts, example_inputs, self.departures)
         name = f"{part} {id(self)}"
-        run = checked(module, run_kernels, example_inputs, self.departures, placement.before(name))
-        return placement.follow(name, module, run, lambda module: run_kernels(module, example_inputs))
+        run = checked(module, run_in_traced_layouts, example_inputs, self.departures, placement.before(name))
+        return placement.follow(name, module, run, lambda module: run_in_traced_layouts(module, example_inputs))
 
     def compile_forward(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         run = self._compile("forward", module, example_inputs)

@@ -248,6 +248,9 @@ class Placement:
 
     def _place(self, step: Step) -> None:
         natural = step.as_it_is()
+        if natural.reserved_bytes <= (self._status.budget_bytes or 0):  # fillers take the host 10 us an op
+            self._expects(natural.reserved_bytes)
+            return
         filled = step.filled(self._most_bytes(natural))
         if filled.reserved_bytes > _WORTH * natural.reserved_bytes:
             self._expects(natural.reserved_bytes)
@@ -303,10 +306,14 @@ def spare_bytes(device: torch.device, options: CompileOptions, status: Status) -
 
 def fill(device: torch.device, program: Program) -> list[torch.Tensor]:
     """Blocks that fill holes; nothing is written to them. None where the device has no more to give."""
+
+    def bytes_of(sizes: Iterable[int]) -> list[torch.Tensor]:
+        return torch_state.new_tensors(device, [((size,), (1,), torch.uint8) for size in sizes])
+
     try:
-        return carried_out(
-            program, lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=device), lambda _: None
-        )
+        if min(program, default=0) > 0:
+            return bytes_of(program)
+        return carried_out(program, lambda size: bytes_of((size,))[0], lambda _: None)
     except torch.OutOfMemoryError:
         return []
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from shoal.kernels.memory_format import in_traced_layout
+from shoal.lowlevel.torch_state import new_tensors
 
 
 def cast_together(
@@ -23,10 +24,8 @@ def cast_together(
     >>> cast_together([torch.ones(2), torch.zeros(2, 2)], torch.bfloat16, [(1,), (2, 1)])[0]
     tensor([1., 1.], dtype=torch.bfloat16)
     """
-    made = [
-        torch.empty_strided(x.shape, tuple(each), dtype=dtype, device=x.device)
-        for x, each in zip(tensors, strides, strict=True)
-    ]
+    layouts = [(tuple(x.shape), tuple(each), dtype) for x, each in zip(tensors, strides, strict=True)]
+    made = new_tensors(tensors[0].device, layouts)
     read = [in_traced_layout(x, each) for x, each in zip(tensors, strides, strict=True)]
     torch._foreach_copy_(made, read)
     return tuple(made)

@@ -25,7 +25,7 @@ from shoal.kernels.memory_format import suggested_memory_format
 from shoal.lowlevel.dispatch import level_number
 from shoal.lowlevel.native import has, run_native
 from shoal.lowlevel.torch_state import on_device
-from shoal.lowlevel.triton_launch import TritonKernels
+from shoal.lowlevel.triton_launch import Launch, Launches, TritonKernels
 
 Options = tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int], bool]  # kernel to dilation, ceil_mode
 _NATIVE_DTYPES = (torch.float32, torch.bfloat16)
@@ -33,6 +33,7 @@ _TRITON_DTYPES = (*_NATIVE_DTYPES, torch.float16)
 _MIN_ELEMS = 1 << 14  # of a thread that is worth waking
 _MOST_BLOCK = 512
 _MAX_PLANE_ELEMS = 1 << 30  # Triton's kernels count those of a plane in 32 bits
+_launches = Launches()
 
 
 class _Geometry(NamedTuple):
@@ -182,11 +183,11 @@ def _launch(
     written = prod(size) * geometry.pixel
     if not written * geometry.planes:
         return
-    block = min(_MOST_BLOCK, 1 << (written - 1).bit_length())
-    blocks = -(-written // block)
-    with on_device(tensors[0].device):
-        getattr(TRITON_KERNELS.found(), name)[(blocks * geometry.planes,)](
-            *tensors,
+
+    def made() -> Launch:
+        block = min(_MOST_BLOCK, 1 << (written - 1).bit_length())
+        blocks = -(-written // block)
+        numbers = (
             blocks,
             prod(geometry.out_size) * geometry.pixel,
             prod(geometry.in_size) * geometry.pixel,
@@ -200,6 +201,13 @@ def _launch(
             after_relu,
             block,
         )
+        kernel = getattr(TRITON_KERNELS.found(), name)
+        return Launch(kernel, (blocks * geometry.planes,), lambda *tensors: (*tensors, *numbers))
+
+    device = tensors[0].device
+    with on_device(device):
+        key = name, device, geometry, after_relu, *(tensor.dtype for tensor in tensors)
+        _launches.run(key, tuple(tensors), made)
 
 
 def _try_on(device: torch.device) -> None:
