@@ -17,7 +17,7 @@ from shoal.capture.padded_products import with_padded_products
 from shoal.capture.regions import in_regions
 from shoal.core.residence import Recompute
 from shoal.kernels import odd_products
-from shoal.kernels.odd_products import odd_product
+from shoal.kernels.odd_products import odd_product, odd_rows_product, odd_sum_product
 from tests.joint_graphs import captured_step, operands, run_joint, run_lowered
 from tests.uncompiled import interpreted
 
@@ -57,6 +57,17 @@ class Head(nn.Module):
         return self.then(F.linear(x.to(self.dtype), self.weight.to(self.dtype), bias))
 
 
+class InHalf(nn.Module):
+    """A head that is in half precision itself."""
+
+    def __init__(self, then: Callable[[torch.Tensor], torch.Tensor] = lambda logits: logits) -> None:
+        super().__init__()
+        self.weight, self.then = nn.Parameter(torch.randn(997, 16, dtype=torch.bfloat16)), then
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.then(F.linear(x.bfloat16(), self.weight))
+
+
 def classes_second(logits: torch.Tensor) -> torch.Tensor:
     """As `cross_entropy` takes them, dense: their gradient comes with the classes apart."""
     return logits.transpose(1, 2).contiguous()
@@ -78,7 +89,8 @@ def sizes(step: Captured) -> list[tuple[int, ...]]:
     """Of every product in the step: rows, what is summed over, columns; batched ones with the batch before them."""
     found = []
     for node in step.joint.graph.nodes:
-        first, second = OPERANDS.get(node.target, (0, 1) if node.target is odd_product else (-1, -1))
+        ours = node.target in (odd_product, odd_sum_product, odd_rows_product)
+        first, second = OPERANDS.get(node.target, (0, 1) if ours else (-1, -1))
         if first >= 0:
             a, b = (node.args[place].meta["val"].shape for place in (first, second))
             found.append((*a, b[-1]))
@@ -209,14 +221,38 @@ def test_copies_are_made_where_they_are_little_beside_the_product(monkeypatch: p
     monkeypatch.setattr(padded_products, "_FLOPS_OF_A_BYTE", 2 * 16 * 16 / 96)
     assert len(with_padded_products(plain).products) == 3
     monkeypatch.setattr(padded_products, "_FLOPS_OF_A_BYTE", 2 * 16 * 16 / 95.9)
+    assert list(with_padded_products(plain).products) == ["mm_1_padded"]  # whose copy of the gradient is all
+    monkeypatch.setattr(padded_products, "_FLOPS_OF_A_BYTE", 2 * 16 * 16 / 63.9)
     assert with_padded_products(plain).captured is plain
 
 
-def test_large_tensors_that_nothing_copies_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = with_aligned_rows(step_of(Head(997)))  # the gradient of such logits is an input of the step, with odd rows
-    assert (16, 1000, 16) in sizes(with_padded_products(plain).captured)
-    monkeypatch.setattr("shoal.capture.longer_operands._MOST_COPIED_BYTES", 16 * 997 * 2 - 1)
-    assert (16, 997, 16) in sizes(with_padded_products(plain).captured)
+@pytest.mark.parametrize("in_half", [False, True], ids=["cast", "handed out"])
+def test_large_tensors_that_nothing_writes_are_copied_in_pieces(in_half: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of logits in odd rows is an input of the step, and two products read it."""
+    plain = step_of(InHalf() if in_half else Head(997), 4, 8, 16)
+    monkeypatch.setattr("shoal.capture.longer_operands._MOST_COPIED_BYTES", 32 * 997 * 2 - 1)
+    monkeypatch.setattr(odd_products, "_PIECE_BYTES", 16 * 997)
+    step = padded(plain)
+    targets = [node.target for node in step.joint.graph.nodes]
+    assert [targets.count(one) for one in (odd_product, odd_sum_product, odd_rows_product)] == [1, 1, 1]
+    assert [s.nbytes for s in step.graph.storages].count(16 * 1000 * 2) == 1  # the weight's alone
+    assert_same_results(step, plain, whole_numbers(plain.joint))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8, 9])
+def test_sums_over_pieces_of_odd_rows_make_the_whole(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(odd_products, "_PIECE_BYTES", 4 * 8 * 4)  # four rows
+    a, b = torch.randn(rows, 5), F.pad(torch.randn(5, 6), [0, 0, 0, 3])
+    torch.testing.assert_close(odd_sum_product(a, b), a @ b[:5])
+
+
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, 32, 53])
+def test_pieces_of_a_transposed_operand_make_the_whole(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(odd_products, "_PIECE_BYTES", 0)  # sixteen rows
+    a, b = torch.randn(5, rows, dtype=torch.bfloat16).t(), torch.randn(5, 6, dtype=torch.bfloat16)
+    found = odd_rows_product(a, b)
+    assert found.is_contiguous() and found.untyped_storage().nbytes() == rows * 6 * 2
+    torch.testing.assert_close(found, a @ b)
 
 
 def test_products_that_are_left_out_stay_plain() -> None:
@@ -230,17 +266,9 @@ def test_products_that_are_left_out_stay_plain() -> None:
 
 
 def test_gradients_that_the_caller_gets_are_no_parts_of_longer_tensors() -> None:
-    class InHalf(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(997, 16, dtype=torch.bfloat16))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return F.linear(x, self.weight).transpose(1, 2)
-
-    plain = captured_step(InHalf(), torch.randn(2, 8, 16, dtype=torch.bfloat16, requires_grad=True))
+    plain = step_of(InHalf(then=classes_second))
     step = padded(plain)
     assert (997, 16, 16) in sizes(step) and (16, 1000, 16) in sizes(step)
     results = run_joint(step.joint, whole_numbers(plain.joint))
-    assert all(one is None or one.untyped_storage().nbytes() == one.numel() * 2 for one in results)
+    assert all(one is None or one.untyped_storage().nbytes() == one.nbytes for one in results)
     assert_same_results(step, plain, whole_numbers(plain.joint))

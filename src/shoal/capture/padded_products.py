@@ -6,14 +6,16 @@ element by element, however the rows lie in memory. There are three ways out, ea
 - *The dimension that is summed over*, as of the gradient of a head's input: both operands get zeros, which add nothing.
 - *The columns of the result*, as of a head's logits: the operand that they come from gets zeros, and whoever reads the
   result reads a part of it, or a copy of that part.
-- *Its rows*, as of the gradient of a head's weight, where an operand has zeros behind it already: so has the result.
+- *Its rows*, as of the gradient of a head's weight, where an operand has or gets zeros behind it: so has the result.
 
-An operand whose longer rows are written anyway (`aligned_rows`) has zeros there. Of others a copy is made.
+An operand whose longer rows are written anyway (`aligned_rows`) has zeros there. Of others a copy is made; of large
+ones, as the gradient of logits that the caller's loss makes, in the product, piece by piece (`kernels.odd_products`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +30,7 @@ from shoal.capture.longer_operands import LongerOperands, erase_views, readers
 from shoal.capture.op_counts import flops
 from shoal.capture.region_ops import can_join
 from shoal.capture.step_reader import read_joint, storage_bytes
-from shoal.kernels.odd_products import odd_product
+from shoal.kernels.odd_products import odd_product, odd_rows_product, odd_sum_product
 
 _aten = torch.ops.aten
 _ON = ("cuda",)
@@ -101,6 +103,14 @@ class _Writer:
         """A product of other operands, before the plain one."""
         return self.operands.insert(node, node.target, args, node, node.kwargs, _name(node))
 
+    def call(self, node: fx.Node, target: Callable[..., torch.Tensor], args: tuple[Any, ...]) -> fx.Node:
+        """Another function that returns what a product does, before it."""
+        with node.graph.inserting_before(node):
+            product = node.graph.create_node("call_function", target, args, {}, _name(node))
+        describe_as(product, node.meta["val"], node)
+        product.meta["flops"] = flops(node)
+        return product
+
     def replace(self, node: fx.Node, product: fx.Node, part: tuple[int, int] | None = None) -> None:
         """Let a product stand for a plain one, whole; or so many elements of it along an axis."""
         result = product
@@ -129,7 +139,11 @@ def _pad_sum(writer: _Writer, node: fx.Node) -> bool:
     added = min(there, default=added_elements(size, element_bytes))
     if len(axes) < 2 or len(there) > 1 or not is_odd(size, element_bytes) or not is_little(added, size):
         return False
-    if not _pays(node, sum(writer.operands.moved_bytes(one, axis, added, node) for one, axis in axes.items())):
+    moved_a, moved_b = (writer.operands.moved_bytes(one, axis, added, node) for one, axis in axes.items())
+    if math.isinf(moved_a) and _has_odd_rows(node, a, 1) and _pays(node, moved_b + 2 * storage_bytes(value)):
+        writer.replace(node, writer.call(node, odd_sum_product, (a, writer.operands.longer(b, 0, added, node))))
+        return True
+    if not _pays(node, moved_a + moved_b):
         return False
     args = list(node.args)
     for place, (one, axis) in zip(places, axes.items(), strict=True):
@@ -164,27 +178,35 @@ def _pad_columns(writer: _Writer, node: fx.Node) -> bool:
             one.meta["val"] = new
         writer.replace(node, writer.product(node, (*longer_biases, a, longer)), (1, columns))
         return True
-    with node.graph.inserting_before(node):
-        args = (a, longer, columns, *longer_biases)
-        product = node.graph.create_node("call_function", odd_product, args, {}, _name(node))
-    describe_as(product, value, node)
-    product.meta["flops"] = flops(node)
-    writer.replace(node, product)
+    writer.replace(node, writer.call(node, odd_product, (a, longer, columns, *longer_biases)))
     return True
 
 
 def _pad_rows(writer: _Writer, node: fx.Node) -> bool:
     """Take the zeros behind the first operand along, where the result has an odd number of rows."""
-    if node.target is not _aten.mm.default or _is_handed_out(node):
+    if node.target is not _aten.mm.default:
         return False
     a, b = (_operand(node, place) for place in OPERANDS[node.target])
     value = node.meta["val"]
     added = writer.operands.zeros_behind(a, 0, node)
-    if not added or not is_odd(value.shape[0], value.element_size()) or not value.is_contiguous():
+    if not is_odd(value.shape[0], value.element_size()) or not value.is_contiguous():
+        return False
+    if not added and _has_odd_rows(node, a, 0) and _pays(node, 2 * storage_bytes(a.meta["val"])):
+        writer.replace(node, writer.call(node, odd_rows_product, (a, b)))
+        return True
+    if not added or _is_handed_out(node):
         return False
     product = writer.product(node, (writer.operands.longer(a, 0, added, node), b))
     writer.replace(node, product, (0, value.shape[0]))
     return True
+
+
+def _has_odd_rows(node: fx.Node, operand: fx.Node, axis: int) -> bool:
+    """Whether a product's operand is contiguous with an axis as the last, in odd rows that a few zeros would align."""
+    value = operand.meta["val"]
+    rows = value if axis == 1 else value.t()
+    little = is_little(added_elements(rows.shape[1], value.element_size()), rows.shape[1])
+    return node.target is _aten.mm.default and rows.is_contiguous() and little
 
 
 def _operand(node: fx.Node, place: int) -> fx.Node:
