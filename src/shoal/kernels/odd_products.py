@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from shoal.kernels.row_copies import copy_rows
+
 _PIECE_BYTES = 256 << 20  # of longer rows that are there at once
 _ALIGNED_BYTES = 16
 
@@ -39,7 +41,7 @@ def odd_product(a: torch.Tensor, b: torch.Tensor, columns: int, bias: torch.Tens
             torch.mm(some, b, out=made)
         else:
             torch.addmm(bias, some, b, out=made)
-        result[start : start + rows].copy_(made[:, :columns])
+        copy_rows(result[start : start + rows], made[:, :columns])
     return result
 
 
@@ -64,7 +66,7 @@ def odd_sum_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     for start in range(0, a.shape[0], rows):
         some = a[start : start + rows]
         longer = piece[: some.shape[0]]
-        longer[:, :columns].copy_(some)
+        copy_rows(longer[:, :columns], some)
         torch.mm(longer, b, out=result[start : start + rows])
     return result
 
@@ -89,7 +91,7 @@ def odd_rows_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     piece = a.new_empty((n_columns, _aligned(rows, a))).t()
     for start in range(0, n_rows, rows):
         some = a[start : start + rows]
-        piece[: some.shape[0]].copy_(some)
+        copy_rows(piece[: some.shape[0]], some)
         into = result[start : start + rows]
         if some.shape[0] == piece.shape[0]:
             torch.mm(piece, b, out=into)
