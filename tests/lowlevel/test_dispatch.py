@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shoal.errors import InputError
-from shoal.kernels import activated_norm, batch_norm, direct_convolution, pooling
+from shoal.kernels import activated_norm, batch_norm, direct_convolution, pooling, row_copies
 from shoal.kernels.invertible_norm import inverted_batch_norm
 from shoal.kernels.norm import norm_conv
 from shoal.kernels.relu import note_closed
@@ -117,10 +117,10 @@ def test_the_level_is_the_variables_unless_it_is_given(monkeypatch: pytest.Monke
 
 
 def test_every_op_is_in_the_table() -> None:
-    modules = (activated_norm, batch_norm, direct_convolution, inverted_batch_norm, norm_conv, pooling)
+    modules = (activated_norm, batch_norm, direct_convolution, inverted_batch_norm, norm_conv, pooling, row_copies)
     assert all(modules) and note_closed  # imported, as codecs are, they are registered
     assert set(TABLE) == {
-        *("activated_norm", "direct_convolution", "max_pool"),
+        *("activated_norm", "copy_rows", "direct_convolution", "max_pool"),
         *("batch_norm_gradient", "inverted_batch_norm", "norm_conv", "norm_conv_backward", "norm_conv_weight_grad"),
         *("norm_sweeps", "one_bit", "relu_gate", "relu_sign_bits", "sign_mask", "table_codes", "truncation"),
     }

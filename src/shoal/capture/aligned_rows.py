@@ -23,12 +23,13 @@ _aten = torch.ops.aten
 _PAD = _aten.constant_pad_nd.default
 _ON = ("cuda",)
 _DTYPES = (torch.float16, torch.bfloat16)
-_OPERANDS: dict[Any, tuple[int, int]] = {  # of matrix products: places of the two matrices
+OPERANDS: dict[Any, tuple[int, int]] = {
     _aten.mm.default: (0, 1),
     _aten.bmm.default: (0, 1),
     _aten.addmm.default: (1, 2),
     _aten.baddbmm.default: (1, 2),
 }
+"""Of matrix products: places of the two matrices."""
 _CHUNK_BYTES, _LINE_BYTES = 16, 128
 _MOST_ADDED = 1 / 50  # of a row
 _LEAST_BYTES = 1 << 20
@@ -75,8 +76,8 @@ def _rows(node: fx.Node) -> _Rows | None:
         return None
     if not value.is_contiguous() or storage_bytes(value) < _LEAST_BYTES or not can_join(node):
         return None
-    columns, added = value.shape[-1], _added(value.shape[-1], value.element_size())
-    if not 0 < added <= _MOST_ADDED * columns or reaches_output(node) or not _feeds_product(node):
+    columns, added = value.shape[-1], added_elements(value.shape[-1], value.element_size())
+    if not is_little(added, columns) or reaches_output(node) or not _feeds_product(node):
         return None
     made_of = node
     if node.target is _aten.clone.default and (source := node.all_input_nodes[0]).meta["val"].dtype == value.dtype:
@@ -84,22 +85,32 @@ def _rows(node: fx.Node) -> _Rows | None:
     return _Rows(node, made_of, added)
 
 
-def _added(columns: int, element_bytes: int) -> int:
+def added_elements(columns: int, element_bytes: int) -> int:
     """How many elements a row gets: up to a whole cache line where that is little, else up to a whole load.
 
-    >>> _added(50257, 2), _added(197, 2), _added(768, 2)
+    >>> added_elements(50257, 2), added_elements(197, 2), added_elements(768, 2)
     (47, 3, 0)
     """
-    if columns * element_bytes % _CHUNK_BYTES == 0:
+    if not is_odd(columns, element_bytes):
         return 0
     in_lines = -columns % (_LINE_BYTES // element_bytes)
-    return in_lines if in_lines <= _MOST_ADDED * columns else -columns % (_CHUNK_BYTES // element_bytes)
+    return in_lines if is_little(in_lines, columns) else -columns % (_CHUNK_BYTES // element_bytes)
+
+
+def is_odd(columns: int, element_bytes: int) -> bool:
+    """Whether rows of so many elements, one behind the other, do not all begin at multiples of 16 bytes."""
+    return columns * element_bytes % _CHUNK_BYTES != 0
+
+
+def is_little(added: int, columns: int) -> bool:
+    """Whether so many elements more are few beside a row, and any at all."""
+    return 0 < added <= _MOST_ADDED * columns
 
 
 def _feeds_product(node: fx.Node) -> bool:
     """Whether a matrix product reads the rows, through views."""
     for user in node.users:
-        places = _OPERANDS.get(user.target)
+        places = OPERANDS.get(user.target)
         if places is not None and any(user.args[place] is node for place in places):
             return True
         if is_view(user) and isinstance(user.meta["val"], torch.Tensor) and _feeds_product(user):

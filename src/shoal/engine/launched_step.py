@@ -1,4 +1,4 @@
-"""A captured step with the ops that this machine is to launch: regions that are compiled, and casts of several tensors.
+"""A captured step with the ops that this machine is to launch: compiled regions, padded products, casts of several.
 
 What is planned has the same ops as what runs, so whoever prices a step for this machine rewrites it here first.
 """
@@ -10,6 +10,7 @@ from shoal.capture.captured import Captured
 from shoal.capture.gathered_casts import with_gathered_casts
 from shoal.core.plan import Plan
 from shoal.engine.compiled_regions import in_compiled_regions
+from shoal.engine.faster_products import in_faster_products
 from shoal.engine.options import CompileOptions
 
 
@@ -22,5 +23,5 @@ def as_launched(captured: Captured, options: CompileOptions, plan: Plan | None =
         plan: one that was made for it: see `in_compiled_regions`.
     """
     if options.compiles(captured.device.type):
-        captured = in_compiled_regions(with_aligned_rows(captured), plan)
+        captured = in_compiled_regions(in_faster_products(with_aligned_rows(captured), plan), plan)
     return with_gathered_casts(captured)
