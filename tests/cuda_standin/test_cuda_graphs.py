@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import shoal
 from shoal.engine import compiled_regions
@@ -101,6 +102,27 @@ def test_its_bytes_are_as_predicted_and_the_pool_is_little_more(budget: str) -> 
     page_bytes = 20 << 20
     assert 0.98 * status.predicted_peak_bytes < held_bytes < 1.02 * status.predicted_peak_bytes + page_bytes
     assert bool(status.plan.recomputed) == (budget == "150MiB")
+
+
+def test_a_loss_that_takes_much_memory_outside_of_the_pool_counts_beside_it() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+    others_bytes = torch.cuda.memory_allocated()
+    torch.manual_seed(0)
+    dense = nn.Sequential(*blocks(3, 32, 32, 32), nn.Conv2d(32, 64, 1)).to(CUDA)
+    model = shoal.compile(dense, budget="2GiB", allow="recompute", kernels="eager", cuda_graphs=True)
+    x = batch(64)
+    target = torch.zeros(64, 64, 64, dtype=torch.int64, device=CUDA)
+    for _ in range(5):
+        model.zero_grad()
+        torch.cuda.reset_peak_memory_stats()
+        F.cross_entropy(model(x), target).backward()
+        outside_bytes = torch.cuda.max_memory_allocated() - others_bytes - target.nbytes
+    status = model.shoal
+    assert outside_bytes > 1.5 * status.graph_bytes / 2  # the loss's
+    predicted_bytes, page_bytes = status.predicted_peak_bytes, 20 << 20
+    assert 0.98 * predicted_bytes < status.graph_bytes + outside_bytes < 1.02 * predicted_bytes + page_bytes
+    assert status.measured_peak_bytes < 0.98 * predicted_bytes  # of steps without a pool
 
 
 def test_the_pool_is_given_back_with_the_model_and_by_steps_of_other_sizes() -> None:

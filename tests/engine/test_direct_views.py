@@ -1,4 +1,4 @@
-"""Views made by one call each have the values, sizes and strides of the ops that they are in place of, and are of the same storage."""
+"""Views made by one call each have the values, sizes, strides and storage of the ops that they are in place of."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from hypothesis import assume, example, given
@@ -34,6 +35,7 @@ habits = st.builds(
     tangents_pass=st.booleans(),
     loss_share=st.sampled_from([0.0, 1.0, 2.5]),
     kept_share=st.sampled_from([0.0, 1.0]),
+    replays=st.booleans(),
 )
 
 
@@ -71,7 +73,7 @@ def test_a_step_in_any_loop_is_a_step_that_can_be_planned(graph: StepGraph, loop
 
 @given(steps(), habits)
 def test_what_is_held_counts_where_it_is_held(graph: StepGraph, loop: LoopMemory) -> None:
-    assume(any(op.phase == "loss" for op in graph.ops))
+    assume(any(op.phase == "loss" for op in graph.ops) and not loop.replays)
 
     def in_use(loop: LoopMemory) -> dict[str, int]:
         seen = in_loop(graph, loop, outputs_of(graph))
@@ -113,6 +115,20 @@ def test_in_the_best_loop_outputs_and_their_gradients_die_with_their_last_reader
     at_the_end = [simulate(in_loop(graph, WORST, {}), {}).moments[-1], simulate(best, {}).moments[-1]]
     assert at_the_end[0].total_bytes > at_the_end[1].total_bytes
     assert {s.kind for s in best.storages}.isdisjoint({"output", "tangent"})
+
+
+@given(steps(), habits)
+def test_what_lies_outside_of_a_pool_never_takes_what_is_free_in_it(graph: StepGraph, loop: LoopMemory) -> None:
+    seen = in_loop(graph, replace(loop, replays=True), outputs_of(graph))
+    tangent_bytes = sum(s.nbytes for s in graph.storages if s.kind == "tangent")
+    outside_bytes = math.ceil(loop.loss_share * tangent_bytes) + math.ceil(loop.kept_share * tangent_bytes)
+    names = [outputs_of(graph)[place] for place in loop.released if place in outputs_of(graph)]
+    saved = {graph.storages[storage].name for storage in graph.saved}
+    outside_bytes += sum(graph.storage_called[name].nbytes for name in names if name not in saved)
+    assert seen.static_bytes == graph.static_bytes + loop.small_bytes + outside_bytes
+    assert all(
+        moment.total_bytes >= outside_bytes + tangent_bytes for moment in simulate(seen, {}).moments if tangent_bytes
+    )
 
 
 def test_a_gradient_of_an_output_is_never_written_over() -> None:

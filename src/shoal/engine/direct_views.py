@@ -8,6 +8,7 @@ its trace (`shoal.engine.first_run`), sizes, strides and offset are all that is 
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch import fx
@@ -48,8 +49,8 @@ def with_direct_views(module: fx.GraphModule) -> fx.GraphModule:
         module: a graph whose inputs and results have the layouts of the tensors in `meta["val"]`.
 
     Returns:
-        The graph, or `module` itself where it has no such view. A view stays as it is where its sizes vary; where it is of
-        an input and is returned, or written to, so that PyTorch's count of an input's versions stays right.
+        The graph, or `module` itself where it has no such view. A view stays as it is where its sizes vary; and where
+        it is of an input and is returned, or written to, so that PyTorch's count of an input's versions stays right.
     """
     if not any(_whole(node) is not None for node in module.graph.nodes):
         return module
@@ -70,11 +71,15 @@ def with_direct_views(module: fx.GraphModule) -> fx.GraphModule:
         view.meta = dict(node.meta)
         node.replace_all_uses_with(view)
     for node in reversed(list(direct.graph.nodes)):
-        if not node.users and (node.target in _VIEWS or node.target in _PIECES or node.target is new_view):
-            direct.graph.erase_node(node)
-        elif not node.users and node.target is operator.getitem and node.args[0].target in _PIECES:
+        if not node.users and _only_looks(node):
             direct.graph.erase_node(node)
     return direct
+
+
+def _only_looks(node: fx.Node) -> bool:
+    if node.target is operator.getitem:
+        return isinstance(node.args[0], fx.Node) and node.args[0].target in _PIECES
+    return node.target is new_view or node.target in _VIEWS or node.target in _PIECES
 
 
 def _whole(node: fx.Node) -> fx.Node | None:
@@ -89,13 +94,14 @@ def _whole(node: fx.Node) -> fx.Node | None:
         return None
     if not isinstance(whole, fx.Node):
         return None
-    value, base = node.meta.get("val"), whole.meta.get("val")
+    value: Any = node.meta.get("val")
+    base: Any = whole.meta.get("val")
     if not _is_laid_out(value) or not _is_laid_out(base) or value.dtype != base.dtype:
         return None
     return whole
 
 
-def _is_laid_out(value: object) -> bool:
+def _is_laid_out(value: Any) -> bool:
     return (
         isinstance(value, torch.Tensor)
         and value.layout is torch.strided

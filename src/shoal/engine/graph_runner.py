@@ -37,7 +37,7 @@ def run_kernels(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callab
     return run
 
 
-# Ops whose Python bindings take the same arguments, and 0.5 to 4 us less than the overload: those that steps call often.
+# Ops that steps call often, and whose Python bindings take the same arguments, and 0.5 to 4 us less than the overload.
 _BOUND: dict[object, Callable[..., Any]] = {
     overload: getattr(torch, overload._schema.name.removeprefix("aten::"))
     for overload in (

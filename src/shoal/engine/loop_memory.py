@@ -15,6 +15,7 @@ from shoal.core.step import Op, StepGraph, Storage, StorageKind
 HELD_RESULTS = "results_of_the_step_before"
 HELD_GRADIENTS = "gradients_of_the_step_before"
 KEPT_OF_LOSS = "kept_of_the_loss"
+GRADIENTS_TO_COME = "gradients_of_results_to_come"
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,8 @@ class LoopMemory:
         small_bytes: room for the loss itself and other small tensors of the loop, all step.
         hooks_free: whether gradients that are handed over to hooks while the backward pass runs are freed there, as
             by an optimizer that steps in them.
+        replays: whether the step is replayed as CUDA graphs, in a pool of its own: what lies outside of it, as the
+            loss's own memory, never takes what is free in the pool, so that it counts all step.
         kept_share: what the loss keeps for the whole backward pass, as a multiple of the outputs' gradients. 1 is
             `F.mse_loss`, whose mean lies in the storage of all squares.
         loss_share: its workspace besides, as such a multiple.
@@ -49,6 +52,7 @@ class LoopMemory:
     loss_share: float = 1.0
     kept_share: float = 1.0
     hooks_free: bool = False
+    replays: bool = False
 
 
 @dataclass(frozen=True)
@@ -114,9 +118,9 @@ def best_case(loop: LoopMemory, places: Collection[int]) -> LoopMemory:
     )
 
 
-def step_alone() -> LoopMemory:
+def step_alone(*, replays: bool = False) -> LoopMemory:
     """A loop that holds nothing: what a given plan, which is run as it is, was made for."""
-    return LoopMemory(held_result_bytes=0, small_bytes=0, loss_share=2.0, kept_share=0.0)
+    return LoopMemory(held_result_bytes=0, small_bytes=0, loss_share=2.0, kept_share=0.0, replays=replays)
 
 
 def in_loop(graph: StepGraph, loop: LoopMemory, outputs: Mapping[int, str]) -> StepGraph:
@@ -135,7 +139,7 @@ def in_loop(graph: StepGraph, loop: LoopMemory, outputs: Mapping[int, str]) -> S
     def seen(storage: Storage) -> Storage:
         if storage.kind == "output" and storage.name in released - saved:
             return replace(storage, kind="activation")
-        if storage.kind == "tangent" and loop.tangents_pass:
+        if storage.kind == "tangent" and loop.tangents_pass and not loop.replays:
             return replace(storage, kind="activation_gradient")
         if storage.id in to_hooks and loop.hooks_free:
             return replace(storage, kind="activation_gradient")
@@ -143,6 +147,12 @@ def in_loop(graph: StepGraph, loop: LoopMemory, outputs: Mapping[int, str]) -> S
 
     storages = list(map(seen, graph.storages))
     scratch_bytes = math.ceil(loop.loss_share * tangent_bytes)
+    kept_bytes = math.ceil(loop.kept_share * tangent_bytes)
+    outside_bytes = 0
+    if loop.replays:
+        # A loss that drops a result takes as much more outside: the result's block stays in the pool.
+        dropped = sum(s.nbytes for s in graph.storages if s.kind == "output" and s.name in released - saved)
+        outside_bytes, scratch_bytes, kept_bytes = scratch_bytes + kept_bytes + dropped, 0, 0
     tangents = {s.id for s in graph.storages if s.kind == "tangent"}
 
     def run(op: Op) -> Op:
@@ -153,7 +163,6 @@ def in_loop(graph: StepGraph, loop: LoopMemory, outputs: Mapping[int, str]) -> S
         return op
 
     ops = list(map(run, graph.ops))
-    kept_bytes = math.ceil(loop.kept_share * tangent_bytes)
     if kept_bytes and any(op.phase == "loss" for op in ops):
         # Like a parameter's gradient it is there until the step ends, whichever op a plan runs last.
         kept = Storage(len(storages), KEPT_OF_LOSS, kept_bytes, "gradient", "", (kept_bytes,), "uint8", (KEPT_OF_LOSS,))
@@ -169,16 +178,19 @@ def in_loop(graph: StepGraph, loop: LoopMemory, outputs: Mapping[int, str]) -> S
     if ops and result_bytes:
         last = next((op for op in reversed(ops) if op.phase == "forward"), ops[0])
         ops, storages = _with_held(ops, storages, HELD_RESULTS, result_bytes, last)
-    static_bytes = graph.static_bytes + loop.small_bytes
+    if ops and loop.replays and tangent_bytes:  # they are outside of the pool, too: there all step
+        last = next((op for op in reversed(ops) if op.phase == "forward"), ops[0])
+        ops, storages = _with_held(ops, storages, GRADIENTS_TO_COME, tangent_bytes, last)
+    static_bytes = graph.static_bytes + loop.small_bytes + outside_bytes
     return replace(graph, ops=tuple(ops), storages=tuple(storages), static_bytes=static_bytes)
 
 
 def by_itself(graph: StepGraph) -> StepGraph:
     """The step without what a loop holds and without what becomes of its gradients: only what is computed."""
     handing = (HAND_OVER, HAND_OVER_TO_HOOK)
-    others = (HELD_RESULTS, HELD_GRADIENTS, ACCUMULATE)
+    others = (HELD_RESULTS, HELD_GRADIENTS, GRADIENTS_TO_COME, ACCUMULATE)
     ops = [op for op in graph.ops if op.name not in others and op.target not in handing]
-    held = {s.id for s in graph.storages if s.name in (HELD_RESULTS, HELD_GRADIENTS, KEPT_OF_LOSS)}
+    held = {s.id for s in graph.storages if s.name in (HELD_RESULTS, HELD_GRADIENTS, GRADIENTS_TO_COME, KEPT_OF_LOSS)}
     kinds: dict[int, StorageKind] = {s: "gradient" for op in graph.ops if op.target in handing for s in op.reads}
     for op in ops:
         if op.phase == "loss":

@@ -40,7 +40,8 @@ def observe_loop(
     kept_shares = [loop.kept_share] if loop.learnt else []
     for step in window.steps:
         basis = step.basis_in_call()
-        plan = step.plan and basis and basis.of(step.plan, replace(seen, kept_share=0.0))
+        # As it was metered: without what the loss keeps, and without graphs.
+        plan = step.plan and basis and basis.of(step.plan, replace(seen, kept_share=0.0, replays=False))
         at_loss = plan and next((m for m in plan.timeline.moments if m.phase == "loss"), None)
         if not plan or not at_loss or not at_loss.activation_gradient_bytes:
             continue

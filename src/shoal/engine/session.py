@@ -111,10 +111,11 @@ class Session:
         self._in_force = PlansInForce(self.status)
         self._transfers = OpenTransfers(self.offloading)
         if self.options.cuda_graphs:
+            self.loop = replace(self.loop, replays=True)
             self.replayed = ReplayedSteps(self.status, self.static, self.metering.calls, self._said_name)
         self.status.has_new_plans = weakref.WeakMethod(self.has_new_plans)
         if self.ready_plan is not None:
-            self.loop = step_alone()
+            self.loop = step_alone(replays=self.options.cuda_graphs)
         watch(self)
 
     @property
