@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 # As `__torch_function__` of a tensor subclass: its operations return plain tensors. nn.Parameter has the same.
 no_torch_function = torch._C._disabled_torch_function_impl
-# (tensor, sizes, strides, offset) -> a tensor on the same storage, that many elements further; not a view to autograd.
 _guards: Any = torch._C._dynamo.guards  # its stubs lack these
+# (tensor, sizes, strides, offset) -> a tensor on the same storage, that many elements further; not a view to autograd.
 new_view = _guards._reinterpret_tensor
 # (sizes, strides, dtype) -> `torch.empty_strided` on this device, of CUDA on the current one: in half of its time.
 _NEW_BY_DEVICE = {
