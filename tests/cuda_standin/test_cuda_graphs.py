@@ -119,7 +119,6 @@ def test_a_loss_that_takes_much_memory_outside_of_the_pool_counts_beside_it() ->
         F.cross_entropy(model(x), target).backward()
         outside_bytes = torch.cuda.max_memory_allocated() - others_bytes - target.nbytes
     status = model.shoal
-    assert outside_bytes > 1.5 * status.graph_bytes / 2  # the loss's
     predicted_bytes, page_bytes = status.predicted_peak_bytes, 20 << 20
     assert 0.98 * predicted_bytes < status.graph_bytes + outside_bytes < 1.02 * predicted_bytes + page_bytes
     assert status.measured_peak_bytes < 0.98 * predicted_bytes  # of steps without a pool

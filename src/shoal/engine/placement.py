@@ -248,7 +248,7 @@ class Placement:
 
     def _place(self, step: Step) -> None:
         natural = step.as_it_is()
-        if natural.reserved_bytes <= (self._status.budget_bytes or 0):  # fillers take the host 10 us an op
+        if natural.reserved_bytes <= (self._status.budget_bytes or 0):  # fillers take the host 2 to 30 us an op
             self._expects(natural.reserved_bytes)
             return
         filled = step.filled(self._most_bytes(natural))
