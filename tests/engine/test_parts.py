@@ -112,6 +112,28 @@ class Recurrent(nn.Module):
         return self.after(y.transpose(1, 2))
 
 
+class Normalized(Chain):
+    """A function with a number that PyTorch takes as a constant alone, called with the same one twice."""
+
+    n_stages = 3
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for stage, eps in zip(self.stages, (0.1, 0.2, 0.2), strict=True):
+            x = normalized(stage(x), eps)
+            self.between(x)
+        return self.head(breaks_within(x).mean((2, 3)))
+
+
+def normalized(x: torch.Tensor, eps: float) -> torch.Tensor:
+    return F.group_norm(x, 2, eps=eps)
+
+
+def breaks_within(x: torch.Tensor) -> torch.Tensor:
+    x = x.exp()
+    torch._dynamo.graph_break()
+    return x.sin()
+
+
 def breaks(x: torch.Tensor) -> None:
     torch._dynamo.graph_break()
 
@@ -449,6 +471,12 @@ def test_nothing_of_a_batch_is_kept_and_the_model_is_freed_with_its_last_referen
     del model
     gc.collect()
     assert left() is None
+
+
+def test_a_function_whose_number_is_a_constant_to_pytorch_is_a_graph_for_each_and_not_left_to_eager_code() -> None:
+    planned = assert_same_training(Normalized(breaks), images(3, 2, 3, 8, 8))
+    ops = [op.target for op in planned.shoal.plan.graph.ops if op.phase == "forward"]
+    assert sum("group_norm" in op for op in ops) == 3
 
 
 def _parts(graph: StepGraph) -> int:

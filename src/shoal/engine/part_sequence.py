@@ -34,6 +34,7 @@ from shoal.engine.part_record import Ports
 from shoal.engine.session import Session
 from shoal.engine.step_planning import Form
 from shoal.errors import BudgetError
+from shoal.lowlevel.constant_numbers import as_constants, constant_numbers, is_number
 from shoal.memory.limit import no_memory_limit
 
 
@@ -46,6 +47,7 @@ class DynamoGraph:
     places: InputPlaces
     context: TracingContext | None
     broken: str
+    constants: frozenset[str]
 
 
 @dataclass(eq=False)
@@ -199,9 +201,14 @@ class PartSequence(ABC):
     def compile_graph(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """What runs a graph of Dynamo's, wherever in the sequence that comes."""
         self.session.status.captures += 1
-        # Dynamo hands over the batch itself; the part is compiled again later, and must not keep that.
-        inputs = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
-        part = DynamoGraph(gm, inputs, InputPlaces.of(gm), TracingContext.try_get(), break_after(gm))
+        # Dynamo hands over the batch itself; the part is compiled again later, and must not keep more than numbers.
+        inputs = [
+            given if is_number(given) else node.meta["example_value"]
+            for node, given in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True)
+        ]
+        part = DynamoGraph(
+            gm, inputs, InputPlaces.of(gm), TracingContext.try_get(), break_after(gm), constant_numbers()
+        )
         here = self.node.followed_by(part)  # what is captured runs next, and its guards are still open
 
         def compile_here() -> None:
@@ -247,7 +254,7 @@ class PartSequence(ABC):
         part = node.part
         assert part is not None
         node.step = PartStep(self, node, part.places)
-        with preparing(self.session.name), tracing(part.context):
+        with preparing(self.session.name), tracing(part.context), as_constants(part.constants):
             node.run = once_differentiable(node.step.compile(part.graph, part.inputs))
         if not node.step.trains:
             node.share = {}  # it does not train: nothing is decided
