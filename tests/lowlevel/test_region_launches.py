@@ -12,7 +12,7 @@ import torch
 
 from shoal.lowlevel.region_launches import launches_of
 
-METHOD = '''
+METHOD = """
 class Runner:
     def call(self, args):
         x, weight = args
@@ -31,8 +31,8 @@ class Runner:
         return (result, )
 
 call = Runner().call
-'''
-FUNCTION = '''
+"""
+FUNCTION = """
 def call(args):
     x, = args
     args.clear()
@@ -41,7 +41,7 @@ def call(args):
         stream1 = get_raw_stream(1)
         {kernel}(x, result, 2, stream=stream1)
     return (result, )
-'''
+"""
 
 
 def kernel(launch: Callable[..., None], **others: Any) -> Any:
@@ -107,7 +107,10 @@ def looking(model: Callable[..., Any], seen: list[list[torch.Tensor]]) -> Callab
 
 
 def test_operands_that_are_not_aligned_go_to_what_copies_them(tmp_path: Path) -> None:
-    made, seen = module(FUNCTION.format(kernel="summed.run"), tmp_path, summed=kernel(summed)), list[list[torch.Tensor]]()
+    made, seen = (
+        module(FUNCTION.format(kernel="summed.run"), tmp_path, summed=kernel(summed)),
+        list[list[torch.Tensor]](),
+    )
     launches = launches_of(looking(made.call, seen), "region")
     assert launches is not None
     block = torch.tensor([0.0, 1.0, 2.0, 3.0, 4.0, 5.0])
@@ -123,7 +126,10 @@ def test_on_another_device_and_under_a_profiler_inductors_code_runs(
 ) -> None:
     current = [1]
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[0], raising=False)
-    made, seen = module(FUNCTION.format(kernel="summed.run"), tmp_path, summed=kernel(summed)), list[list[torch.Tensor]]()
+    made, seen = (
+        module(FUNCTION.format(kernel="summed.run"), tmp_path, summed=kernel(summed)),
+        list[list[torch.Tensor]](),
+    )
     launches = launches_of(looking(made.call, seen), "region")
     assert launches is not None
     x = torch.tensor([1.0, 2.0])

@@ -1,7 +1,7 @@
 """Gradients of `as_strided` that reach every element once are views of what comes in.
 
 Average pooling to one pixel, of a channels_last map, ends in an `as_strided`. Autograd writes its gradient into zeros
-and reads it from there again: two allocations and three kernels for the elements that are there already, in their order.
+and reads it from there again: two allocations and three kernels for elements that are there already, in their order.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._prims_common import make_contiguous_strides_for
 
 from shoal.capture.fx_nodes import reaches_output
 
@@ -73,7 +72,7 @@ def _is_a_view(strided: fx.Node, written: fx.Node) -> bool:
         return False
     return bool(
         value.numel() == written.meta["val"].numel()
-        and value.stride() == make_contiguous_strides_for(tuple(value.shape))
+        and value.stride() == torch.empty(value.shape, device="meta").stride()
     )
 
 

@@ -57,5 +57,3 @@ def _cast_directly(graph: fx.Graph, node: fx.Node) -> None:
         read.append(operand)
     layouts = [(tuple(x.meta["val"].shape), tuple(each), dtype) for x, each in zip(read, strides, strict=True)]
     node.target, node.args = cast_into, (read, layouts)
-
-

@@ -29,7 +29,7 @@ def cast_together(
 
 
 def cast_into(
-    tensors: Sequence[torch.Tensor], layouts: Sequence[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]
+    tensors: list[torch.Tensor], layouts: Sequence[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]
 ) -> tuple[torch.Tensor, ...]:
     """Copies of tensors in new ones of these layouts.
 

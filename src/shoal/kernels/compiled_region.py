@@ -123,7 +123,7 @@ class CompiledRegion:
         return (over, *others)
 
     def launches(self) -> Launches | None:
-        """What a call does, in one function of the operands; None where that is not known: on the CPU, or if it never ran."""
+        """What a call does, as one function of the operands; None on the CPU, and where that is not known."""
         if self._overwrites or self._run is None:
             return None
         if self._launches is None:

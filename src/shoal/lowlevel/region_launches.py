@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import sys
 from collections.abc import Callable, Sequence
 from textwrap import dedent
 from typing import Any
@@ -30,7 +29,8 @@ def launches_of(boxed: Callable[[list[Any]], Sequence[torch.Tensor]], name: str)
 
     Returns:
         The function; under a profiler, on another current device, and with tensors that are not aligned as the kernels
-        were compiled for, it calls `boxed`. None where the code has another form than those of PyTorch 2.11 to 2.13, or a kernel is not tuned.
+        were compiled for, it calls `boxed`. None where the code has another form than those of PyTorch 2.11 to 2.13,
+        or a kernel is not tuned.
     """
     code = _code_of(boxed)
     scope = getattr(code, "__globals__", {})
@@ -97,23 +97,23 @@ def _rewritten(call: ast.stmt, scope: dict[str, Any], name: str) -> tuple[ast.Mo
     if len(names) != len(operands) or not names or not launchers:
         return None
     addresses = " | ".join(f"{one}.data_ptr()" for one in names)
-    look = ast.parse(_LOOK.format(device=device, addresses=addresses, operands=", ".join(names)))
-    arguments = ast.arguments([], [ast.arg(one) for one in names], None, [], [], None, [])
-    function = ast.FunctionDef(name, arguments, [*look.body, *body, returned], [])
-    if sys.version_info >= (3, 12):
-        function.type_params = []
-    return ast.fix_missing_locations(ast.Module([function], [])), launchers
+    module = ast.parse(_FUNCTION.format(name=name, operands=", ".join(names), device=device, addresses=addresses))
+    [function] = module.body
+    assert isinstance(function, ast.FunctionDef)
+    function.body += [*body, returned]
+    return ast.fix_missing_locations(module), launchers
 
 
-_LOOK = """
-if _profiler._is_profiler_enabled or _device() != {device} or ({addresses}) & 15:
-    return _boxed([{operands}])
+_FUNCTION = """
+def {name}({operands}):
+    if _profiler._is_profiler_enabled or _device() != {device} or ({addresses}) & 15:
+        return _boxed([{operands}])
 """
 
 
 def _tuned(kernel: Any) -> Any:
     """What launches a kernel of Inductor's, once there is one way to."""
-    launchers = getattr(kernel, "launchers", ())
+    launchers: Any = getattr(kernel, "launchers", ())
     if len(launchers) != 1 or getattr(launchers[0], "store_cubin", False):
         return None
     if getattr(kernel, "dump_launch_params", False) or getattr(kernel, "dump_launch_tensors", False):
