@@ -81,6 +81,21 @@ def test_a_graph_without_views_is_left_alone() -> None:
     assert with_direct_views(module) is module
 
 
+def test_a_view_of_a_copy_that_was_put_in_later_begins_where_the_copy_does() -> None:
+    module = traced(lambda x: (x + 1).split(2)[1].view(6).exp(), torch.randn(4, 3))
+    (view,) = module.graph.find_nodes(op="call_function", target=aten.view.default)
+    (cut,) = view.all_input_nodes
+    with module.graph.inserting_before(view):
+        copy = module.graph.call_function(aten.clone.default, (cut,))
+    copy.meta["val"] = cut.meta["val"].clone()
+    view.replace_input_with(cut, copy)
+    module.recompile()
+    direct = with_direct_views(module)
+    assert [node.args[3] for node in direct.graph.nodes if node.target is new_view] == [6, 0]
+    x = torch.randn(4, 3)
+    assert torch.equal(direct(x), module(x))
+
+
 def test_an_input_that_lies_elsewhere_in_its_storage_is_read_where_it_lies() -> None:
     direct = with_direct_views(traced(lambda x: x.view(2, 2).t().exp(), torch.randn(4)))
     whole = torch.randn(9)

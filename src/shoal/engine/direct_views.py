@@ -62,12 +62,12 @@ def with_direct_views(module: fx.GraphModule) -> fx.GraphModule:
         made_of = _allocated(whole)
         if made_of.op == "placeholder" and not _is_only_read(node):
             continue
-        value, base = node.meta["val"], made_of.meta["val"]
-        offset = value.storage_offset() - base.storage_offset()
+        value = node.meta["val"]
+        offset = _offset_within(whole, node)
+        if offset is None:
+            continue
         with direct.graph.inserting_before(node):
-            view = direct.graph.call_function(
-                new_view, (made_of, tuple(value.shape), tuple(value.stride()), int(offset))
-            )
+            view = direct.graph.call_function(new_view, (made_of, tuple(value.shape), tuple(value.stride()), offset))
         view.meta = dict(node.meta)
         node.replace_all_uses_with(view)
     for node in reversed(list(direct.graph.nodes)):
@@ -99,6 +99,27 @@ def _whole(node: fx.Node) -> fx.Node | None:
     if not _is_laid_out(value) or not _is_laid_out(base) or value.dtype != base.dtype:
         return None
     return whole
+
+
+def _offset_within(whole: fx.Node, view: fx.Node) -> int | None:
+    """How many elements after the first of what was allocated a view begins; None where its op lays it out otherwise.
+
+    The op itself tells: where a copy was put in after the trace, as of a concatenation's gradient that is cut off, the
+    traced views of it still begin where they began in the whole.
+    """
+    value, base = view.meta["val"], whole.meta["val"]
+    empty = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta")
+    op = view.args[0] if view.target is operator.getitem else view
+    assert isinstance(op, fx.Node)
+    if len(op.all_input_nodes) > 1:
+        return None
+    made: Any = op.target(empty, *op.args[1:], **op.kwargs)  # type: ignore[operator]
+    if view.target is operator.getitem:
+        made = made[view.args[1]]
+    if made.shape != value.shape or made.stride() != value.stride():
+        return None
+    before: Any = whole.args[3] if whole.target is new_view else 0
+    return before + int(made.storage_offset())
 
 
 def _is_laid_out(value: Any) -> bool:
