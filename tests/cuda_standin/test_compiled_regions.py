@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch.nn import functional as F
 
 import shoal
@@ -69,6 +70,26 @@ def test_a_step_launches_less_and_takes_the_predicted_bytes(
     assert launches_of_a_step(joined, x) <= launches_of_a_step(one_by_one, x) - 10  # an op for each of its regions
     assert joined.shoal.plan.compiled == ("12 regions of 27 ops, 7 of them different",)
     assert joined.shoal.measured_peak_bytes == pytest.approx(joined.shoal.predicted_peak_bytes, rel=0.02)
+
+
+def test_after_the_first_step_kernels_are_launched_without_a_look_at_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled_regions, "_SLOWER", math.inf)
+    torch.manual_seed(0)
+    net = nn.Sequential(*blocks(3, 32), Residual(32), nn.Flatten(), nn.Linear(32 * 16, 10)).cuda()
+    model = shoal.compile(net, kernels="compiled", budget="1GiB", allow="recompute")
+    x, looked, launch = torch.randn(8, 3, 4, 4, device="cuda"), list[str](), CachingAutotuner.run
+
+    def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        looked.append(kernel.fn.__name__)
+        return launch(kernel, *args, **kwargs)
+
+    monkeypatch.setattr(CachingAutotuner, "run", run)
+    for _ in range(3):
+        model.zero_grad()
+        before, n_looked = device_counts().launches, len(looked)
+        model(x).sum().backward()
+    assert device_counts().launches - before >= 12 and n_looked >= 4
+    assert len(looked) == n_looked
 
 
 def calls_of(run: Any, folder: Path) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ Each takes the joint graph of forward and backward (aten ops, functional) and ed
 - running statistics named by batch norm's backward, which does not read them in training mode, are not saved, and the
   forward pass writes them, and counters of batches, in place (`buffers_in_place`);
 - what several layers compute alike of the same, as masks of attention, is computed once (`duplicates`);
+- gradients that are written into zeros as a whole, only to be read from there, are views (`whole_scatters`);
 - batch norms on CUDA that eager PyTorch leaves to cuDNN are left to it (`cudnn_batch_norms`), for the bits;
 - results that kernels lay out or type otherwise than traced are so in the trace (`kernel_layouts`);
 - the input of max pooling, of which the backward pass reads only the shape, is not saved for it;
@@ -49,6 +50,7 @@ from shoal.capture.kernel_layouts import lay_out_as_kernels_do, type_as_kernels_
 from shoal.capture.norm_gradients import fold_norm_gradients
 from shoal.capture.op_counts import convolution_backward_flops
 from shoal.capture.symbolic_sizes import as_arguments
+from shoal.capture.whole_scatters import view_whole_scatters
 from shoal.codecs import pool_index
 from shoal.kernels.convolution import (
     can_do_without_input,
@@ -97,6 +99,7 @@ def save_fewer_bytes(joint: fx.GraphModule, backward: set[fx.Node], *, cpu_kerne
     for node in graph.find_nodes(op="call_function", target=_aten.native_batch_norm_backward.default):
         if node.args[_TRAINING_OF_BATCH_NORM] is True:
             node.args = tuple(None if i in _STATISTICS_OF_BATCH_NORM else arg for i, arg in enumerate(node.args))
+    view_whole_scatters(graph, backward)
     merge_duplicates(graph, backward)
     change_in_place(joint, backward)
     type_as_kernels_do(joint, backward)

@@ -41,6 +41,7 @@ from shoal.engine.step_planning import WHOLE_FORM, Form
 from shoal.errors import CaptureError
 from shoal.kernels.encoded_activation import measured_errors
 from shoal.lowlevel.cuda_allocator import can_record
+from shoal.lowlevel.mutated_inputs import leave_in_place
 from shoal.lowlevel.torch_internals import eager_kernels
 from shoal.lowlevel.torch_state import active_ddp_module
 from shoal.memory.budget import budget_bytes
@@ -258,6 +259,7 @@ class PlannedStep:
         return placement.follow(name, module, run, lambda module: run_in_traced_layouts(module, example_inputs))
 
     def compile_forward(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        leave_in_place(module)
         run = self._compile("forward", module, example_inputs)
         sizes_of = call_sizes(module.graph)
 

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from shoal.capture.early_gradients import hand_over
+from shoal.engine.direct_calls import with_direct_calls
 from shoal.engine.direct_views import with_direct_views
 
 Compiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
@@ -18,7 +19,7 @@ Compiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
 def run_in_traced_layouts(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
     """`run_kernels` of a graph whose first run has shown that its tensors are laid out as in the trace."""
-    return run_kernels(with_direct_views(module), example_inputs)
+    return run_kernels(with_direct_calls(with_direct_views(module)), example_inputs)
 
 
 def run_kernels(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -25,7 +25,21 @@ def cast_together(
     tensor([1., 1.], dtype=torch.bfloat16)
     """
     layouts = [(tuple(x.shape), tuple(each), dtype) for x, each in zip(tensors, strides, strict=True)]
+    return cast_into([in_traced_layout(x, each) for x, each in zip(tensors, strides, strict=True)], layouts)
+
+
+def cast_into(
+    tensors: list[torch.Tensor], layouts: Sequence[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]
+) -> tuple[torch.Tensor, ...]:
+    """Copies of tensors in new ones of these layouts.
+
+    Args:
+        tensors: of one dtype and device.
+        layouts: sizes, strides and dtype of each copy; the strides are those of the tensor.
+
+    >>> cast_into([torch.ones(2)], [((2,), (1,), torch.bfloat16)])[0]
+    tensor([1., 1.], dtype=torch.bfloat16)
+    """
     made = new_tensors(tensors[0].device, layouts)
-    read = [in_traced_layout(x, each) for x, each in zip(tensors, strides, strict=True)]
-    torch._foreach_copy_(made, read)
+    torch._foreach_copy_(made, tensors)
     return tuple(made)

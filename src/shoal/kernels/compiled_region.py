@@ -18,6 +18,7 @@ from torch import fx
 
 from shoal.core.progress import doing
 from shoal.lowlevel.inductor_region import Boxed, code_of, compile_each, in_primitive_ops
+from shoal.lowlevel.region_launches import Launches, launches_of
 from shoal.lowlevel.torch_internals import isolated
 
 log = logging.getLogger("shoal")
@@ -65,6 +66,7 @@ class CompiledRegion:
         self._overwrites = inputs[0].device.type in _OVERWRITES_ON
         self._as_bytes = inputs[0].device.type in _MASKS_AS_BYTES_ON
         self._has_masks = self._as_bytes and any(x.dtype is torch.bool for x in inputs)
+        self._launches: Launches | None = None
         self._masks: tuple[bool, ...] = ()  # which results behind the first are masks that are made as bytes
 
     @property
@@ -119,6 +121,14 @@ class CompiledRegion:
         if True in self._masks:
             others = [o.view(torch.bool) if mask else o for o, mask in zip(others, self._masks, strict=True)]
         return (over, *others)
+
+    def launches(self) -> Launches | None:
+        """What a call does, as one function of the operands; None on the CPU, and where that is not known."""
+        if self._overwrites or self._run is None:
+            return None
+        if self._launches is None:
+            self._launches = launches_of(self._run, self.__name__)
+        return self._launches
 
     def _passed(self, tensor: torch.Tensor) -> torch.Tensor:
         """What the compiled code is given: a mask as its bytes."""
