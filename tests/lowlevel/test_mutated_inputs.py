@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import shoal
 
@@ -64,6 +65,21 @@ def assert_as_eager(model: nn.Module, x: torch.Tensor, *, written_as_often: bool
 def test_running_statistics_and_counters_are_written_as_often_as_by_eager_pytorch(x: torch.Tensor) -> None:
     body = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
     assert_as_eager(nn.Sequential(*body), x, written_as_often=True)
+
+
+class MakesTwo(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return TwoTensor(x, x * 2)
+
+
+def test_before_a_result_that_is_made_of_other_tensors_statistics_get_their_values(x: torch.Tensor) -> None:
+    assert_as_eager(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), MakesTwo()), x, written_as_often=False)
+
+
+def test_beside_a_parameter_that_is_made_of_other_tensors_statistics_get_their_values(x: torch.Tensor) -> None:
+    last = nn.Conv2d(4, 3, 1)
+    last.weight = nn.Parameter(TwoTensor(last.weight.detach(), last.weight.detach().clone()))
+    assert_as_eager(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), last), x, written_as_often=False)
 
 
 @pytest.mark.parametrize("layer", [ReadsItsMean, Counts])

@@ -41,7 +41,7 @@ from shoal.engine.step_planning import WHOLE_FORM, Form
 from shoal.errors import CaptureError
 from shoal.kernels.encoded_activation import measured_errors
 from shoal.lowlevel.cuda_allocator import can_record
-from shoal.lowlevel.mutated_inputs import leave_in_place
+from shoal.lowlevel.mutated_inputs import are_plain, leave_in_place
 from shoal.lowlevel.torch_internals import eager_kernels
 from shoal.lowlevel.torch_state import active_ddp_module
 from shoal.memory.budget import budget_bytes
@@ -144,6 +144,7 @@ class PlannedStep:
         self.plan: Plan | None = None
         self.basis: Basis | None = None
         self.device = torch.device("cpu")
+        self.of_plain_tensors = True
         self.n_outputs = self.n_tangents = 0
         self.results: tuple[int, ...] = ()
         self.steps_to_meter = STEPS_TO_METER
@@ -161,6 +162,8 @@ class PlannedStep:
 
     def compile(self, graph: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """What runs a graph of Dynamo's: its training step as planned, or only its forward pass."""
+        results = [node.meta.get("example_value") for node in graph.graph.output_node().all_input_nodes]
+        self.of_plain_tensors = are_plain((*example_inputs, *graph.parameters(), *graph.buffers(), *results))
         with eager_kernels():
             doing("capture", str(self.form.variant))
             compiled: Callable[..., Any] = aot_autograd(
@@ -259,7 +262,8 @@ class PlannedStep:
         return placement.follow(name, module, run, lambda module: run_in_traced_layouts(module, example_inputs))
 
     def compile_forward(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        leave_in_place(module)
+        if self.of_plain_tensors:
+            leave_in_place(module)
         run = self._compile("forward", module, example_inputs)
         sizes_of = call_sizes(module.graph)
 
