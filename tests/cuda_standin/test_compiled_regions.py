@@ -15,11 +15,13 @@ import pytest
 import torch
 from torch import nn
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+from torch._inductor.utils import fresh_cache
 from torch.nn import functional as F
 
 import shoal
 from shoal.capture import longer_operands, padded_products
 from shoal.engine import compiled_regions, faster_products
+from shoal.kernels.compiled_region import compile_regions, region_of
 from tests.cuda_standin.counts import device_counts
 from tests.engine.compile.compiled import Residual
 from tests.engine.training_laws import blocks
@@ -90,6 +92,20 @@ def test_after_the_first_step_kernels_are_launched_without_a_look_at_each(monkey
         model(x).sum().backward()
     assert device_counts().launches - before >= 12 and n_looked >= 4
     assert len(looked) == n_looked
+
+
+def test_a_region_that_an_earlier_process_tried_out_times_its_kernels_before_the_step() -> None:
+    """To time several ways of launching one, copies of its operands are allocated."""
+    x, y = torch.empty(512, 256, device="cuda"), torch.empty(256, 512, device="cuda").t()
+
+    def turned(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor]:
+        return ((x + y).t().contiguous(),)
+
+    region = region_of(turned, turned(x, y)[0], (x, y), "words", "turned, tried out")
+    region.overwritable = ()  # as it is remembered
+    with fresh_cache():  # without the fastest way, which PyTorch remembers
+        compile_regions([region])
+        assert region.failure == "" and region.launches() is not None
 
 
 def calls_of(run: Any, folder: Path) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from torch import fx
 
 from shoal.core.progress import doing
 from shoal.lowlevel.inductor_region import Boxed, code_of, compile_each, in_primitive_ops
-from shoal.lowlevel.region_launches import Launches, launches_of
+from shoal.lowlevel.region_launches import Launches, is_tuned, launches_of
 from shoal.lowlevel.torch_internals import isolated
 
 log = logging.getLogger("shoal")
@@ -101,6 +101,9 @@ class CompiledRegion:
         self._run = run
         if self.overwritable is None:
             self._try_out(results)
+        elif not is_tuned(code_of(run)):  # else the first step would be, and allocate for it
+            with isolated(self._inputs[0].device):
+                self(*map(_zeros, self._inputs[1:]))
         self._run = code_of(run)
         self._function, self._inputs = None, ()  # which hold the graph that they are of
         _compiled[self.digest] = self
@@ -182,10 +185,16 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
 
-def _drawn(fake: torch.Tensor, seed: int) -> torch.Tensor:
-    """A tensor like a fake one: normal numbers, positive ones where there is one axis; booleans; zeros."""
+def _zeros(fake: torch.Tensor) -> torch.Tensor:
     extent = 1 + sum((size - 1) * stride for size, stride in zip(fake.shape, fake.stride(), strict=True))
     block = torch.zeros(extent if fake.numel() else 0, dtype=fake.dtype, device=fake.device)
+    return block.as_strided(fake.shape, fake.stride())
+
+
+def _drawn(fake: torch.Tensor, seed: int) -> torch.Tensor:
+    """A tensor like a fake one: normal numbers, positive ones where there is one axis; booleans; zeros."""
+    drawn = _zeros(fake)
+    block = drawn.as_strided((drawn.untyped_storage().nbytes() // drawn.element_size(),), (1,))
     if fake.dtype.is_floating_point or fake.dtype is torch.bool:
         draw = torch.Generator("cpu").manual_seed(seed)
         numbers = torch.randn(min(block.numel(), _DRAWN_ELEMS), generator=draw).to(fake.device)
@@ -194,7 +203,7 @@ def _drawn(fake: torch.Tensor, seed: int) -> torch.Tensor:
         for start in range(0, block.numel(), _DRAWN_ELEMS):
             piece = block[start : start + _DRAWN_ELEMS]
             piece.copy_(numbers[: piece.numel()])
-    return block.as_strided(fake.shape, fake.stride())
+    return drawn
 
 
 def _results_of(module: fx.GraphModule) -> list[fx.Node]:

@@ -49,6 +49,12 @@ def launches_of(boxed: Callable[[list[Any]], Sequence[torch.Tensor]], name: str)
     return function
 
 
+def is_tuned(boxed: Callable[[list[Any]], Sequence[torch.Tensor]]) -> bool:
+    """Whether the code has one way to launch each kernel, and need not time several, for which it allocates."""
+    scope = getattr(_code_of(boxed), "__globals__", {})
+    return all(len(getattr(one, "launchers", ())) < 2 for one in scope.values())
+
+
 def _code_of(boxed: Any) -> Any:
     """The function in Inductor's module, out of what copies operands that are not aligned."""
     code = getattr(boxed, "__code__", None)
