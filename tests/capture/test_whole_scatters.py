@@ -8,8 +8,10 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import shoal
+from shoal.capture.whole_scatters import view_whole_scatters
 
 
 class Strided(nn.Module):
@@ -51,6 +53,22 @@ def test_the_gradient_of_pooling_to_a_pixel_is_a_view() -> None:
     ops = ops_of_a_step(pooled(), torch.randn(4, 3, 6, 6).to(memory_format=torch.channels_last))
     assert "aten.mean.dim" in ops  # PyTorch's own formula
     assert not {"aten.as_strided_scatter.default", "aten.new_zeros.default"} & set(ops)
+
+
+@pytest.mark.parametrize(("dtype", "n_scatters"), [(torch.float64, 0), (torch.float32, 1)])
+def test_what_is_written_in_another_dtype_is_not_what_lies_there(dtype: torch.dtype, n_scatters: int) -> None:
+    def read_back(x: torch.Tensor) -> torch.Tensor:
+        zeros = torch.ops.aten.new_zeros.default(x, [6])
+        whole = torch.ops.aten.as_strided_scatter.default(zeros, x.to(dtype).sin(), [2, 3], [3, 1], 0)
+        return torch.ops.aten.as_strided.default(whole, [3, 2], [2, 1], 0) * 2
+
+    x = torch.randn(2, 3, dtype=torch.float64)
+    module = make_fx(read_back, tracing_mode="fake")(x)
+    view_whole_scatters(module.graph, set())
+    module.recompile()
+    scatters = module.graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided_scatter.default)
+    assert len(scatters) == n_scatters
+    assert torch.equal(module(x), read_back(x)) and module(x).dtype == torch.float64
 
 
 @pytest.mark.parametrize(
