@@ -12,7 +12,6 @@ from shoal.engine.model_call import ModelCall
 from shoal.engine.session import Session
 from shoal.engine.shared_budget import reject_member
 from shoal.errors import BudgetError, InputError
-from shoal.lowlevel.torch_state import has_gradient_hook
 from shoal.memory.storage_bytes import distinct_bytes
 
 log = logging.getLogger("shoal")
@@ -35,17 +34,19 @@ def reject_compiled(network: nn.Module) -> None:
 
 
 def reject_hopeless(model: nn.Module, session: Session) -> None:
-    """Raise BudgetError where parameters, gradients and optimizer state alone are over the budget."""
+    """Raise BudgetError where parameters, buffers and optimizer state alone are over the budget.
+
+    Gradients are left to the plan: which parameters get one is known once the model is captured.
+    """
     budget_bytes = session.status.budget_bytes or 0
-    parameter_bytes = distinct_bytes(model.parameters())
-    gradient_bytes = distinct_bytes(p for p in model.parameters() if p.requires_grad and not has_gradient_hook(p))
+    held_bytes = distinct_bytes((*model.parameters(), *model.buffers()))
     state_bytes = session.static.state_bytes()
-    floor_bytes = parameter_bytes + gradient_bytes + state_bytes + distinct_bytes(model.buffers())
+    floor_bytes = held_bytes + state_bytes
     if budget_bytes < floor_bytes:
         raise BudgetError(
             f"budget {format_bytes(budget_bytes)} is less than {session.name} needs before any activation: "
-            f"{format_bytes(floor_bytes)} (parameters {format_bytes(parameter_bytes)}, gradients "
-            f"{format_bytes(gradient_bytes)}, optimizer state {format_bytes(state_bytes)}), and more to train: "
-            "shoal.plan tells how much; give more bytes or a smaller model",
+            f"{format_bytes(floor_bytes)} (parameters and buffers {format_bytes(held_bytes)}, optimizer state "
+            f"{format_bytes(state_bytes)}), and more to train: shoal.plan tells how much; give more bytes or a smaller "
+            "model",
             budget_bytes=budget_bytes,
         )

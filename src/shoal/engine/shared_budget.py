@@ -183,14 +183,13 @@ class Budget:
         lasting = [t for one in models.values() for t in (*one.parameters(), *one.buffers())]
         static = StaticMemory(model, optimizer)
         state_bytes = static.state_bytes() + (self._steps.session.static.state_bytes() if self._steps else 0)
-        gradient_bytes = max(distinct_bytes(p for p in one.parameters() if p.requires_grad) for one in models.values())
-        floor_bytes = distinct_bytes(lasting) + state_bytes + gradient_bytes
+        floor_bytes = distinct_bytes(lasting) + state_bytes  # which parameters get a gradient is not known yet
         if floor_bytes > budget_bytes:
             raise BudgetError(
                 f"budget {format_bytes(budget_bytes)} is less than {' and '.join(models)} need before any activation: "
                 f"{format_bytes(floor_bytes)} ({floor_bytes} bytes: parameters and buffers "
-                f"{format_bytes(distinct_bytes(lasting))}, optimizer state {format_bytes(state_bytes)}, gradients of "
-                f"one of them {format_bytes(gradient_bytes)}), and more to train; give more bytes or smaller models",
+                f"{format_bytes(distinct_bytes(lasting))}, optimizer state {format_bytes(state_bytes)}), and more to "
+                "train; give more bytes or smaller models",
                 budget_bytes=budget_bytes,
             )
 

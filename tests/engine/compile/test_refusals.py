@@ -166,16 +166,34 @@ def test_only_modules_can_be_compiled() -> None:
         shoal.compile(mean_square, budget=ROOMY)
 
 
-def test_a_budget_below_parameters_gradients_and_optimizer_state_is_refused_at_once() -> None:
+def test_a_budget_below_parameters_and_optimizer_state_is_refused_at_once() -> None:
     net = nn.Linear(100, 100, bias=False)
     optimizer = torch.optim.SGD(net.parameters(), momentum=0.9)
-    need = 3 * 40_000  # weight, gradient, momentum
+    need = 2 * 40_000  # weight, momentum
     with pytest.raises(BudgetError, match="before any activation") as caught:
         shoal.compile(net, budget=need - 1, optimizer=optimizer)
     assert (caught.value.budget_bytes, caught.value.least_feasible_bytes) == (need - 1, None)
     assert "\n" not in str(caught.value)
     assert not hasattr(net, "shoal")
     assert shoal.compile(net, budget=need, optimizer=optimizer) is net
+
+
+def test_a_head_that_the_step_does_not_use_needs_no_gradient() -> None:
+    class TwoHeads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(16, 4), nn.Linear(512, 512)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.used(x)
+
+    torch.manual_seed(5)
+    net = TwoHeads()
+    held = sum(p.nbytes for p in net.parameters())
+    planned = shoal.compile(net, budget=int(1.1 * held))
+    planned(torch.randn(3, 16)).square().mean().backward()
+    assert net.unused.weight.grad is None and net.used.weight.grad is not None
+    assert planned.shoal.measured_peak_bytes <= int(1.1 * held)
 
 
 def test_an_infeasible_budget_names_what_would_do_and_nothing_is_run() -> None:
