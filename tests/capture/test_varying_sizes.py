@@ -76,6 +76,19 @@ def test_two_sizes_that_grew_share_the_growth_and_stay_multiples_of_what_was_see
     ]
 
 
+def test_sizes_that_wander_are_planned_for_more_than_the_largest_seen_without_having_grown() -> None:
+    seen = SizesSeen(wander=True)
+    told(seen, w=101)
+    assert seen.bounds({W: "w"}, {W: 90}) == [{W: 202}, {W: 131}, {W: 101}]
+
+
+def test_a_size_is_another_where_every_one_noted_under_its_name_differs() -> None:
+    seen = SizesSeen()
+    assert not seen.is_another(frozenset({("w", 4)}))
+    told(seen, w=4)
+    assert seen.is_another(frozenset({("w", 5)})) and not seen.is_another(frozenset({("w", 4), ("h", 5)}))
+
+
 def test_a_plan_that_does_not_fit_says_how_far_the_next_may_reach() -> None:
     seen, names = SizesSeen(), {W: "w"}
     told(seen, w=101)

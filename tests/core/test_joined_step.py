@@ -17,6 +17,7 @@ from shoal.core.joined_step import (
     joined_residences,
     joined_step,
     residences_of,
+    with_arguments,
     with_held,
     with_measured,
 )
@@ -139,6 +140,13 @@ def test_a_weight_of_two_parts_is_counted_once_and_their_gradients_are_added_up(
     check_step(step)
     assert step.resident_bytes == 100 + 7
     assert [s.name for s in step.storages if s.kind == "gradient"] == ["part0.of_x", "part1.of_weight"]
+
+
+def test_arguments_that_no_part_is_given_are_there_all_step() -> None:
+    step = with_arguments(two_layers(100), 30)
+    check_step(step)
+    assert step.resident_bytes == two_layers(100).resident_bytes + 30
+    assert with_arguments(step, 0) is step
 
 
 def test_what_eager_code_makes_begins_in_its_stretch() -> None:

@@ -77,6 +77,19 @@ def test_pool_indices_are_those_of_falling_values(shape, pool):
     assert torch.equal(indices, pool(falling)[1])
 
 
+@pytest.mark.parametrize(
+    ("indexed", "others"),
+    [
+        (lambda y, mask, i, v: aten.index_put(y, [mask, i], v), [torch.zeros(50, dtype=torch.int64), torch.zeros(())]),
+        (lambda y, mask, v: aten.index_put(y, [mask], v, True), [torch.zeros(50, 8)]),
+    ],
+)
+def test_a_mask_selects_as_many_places_as_the_other_operands_are_for(indexed, others):
+    y, mask = torch.zeros(4, 16, 8), torch.zeros(4, 16, dtype=torch.bool)
+    _, found, *_ = arguments_of(indexed, y, mask, *others)
+    assert found[0].sum() == 50
+
+
 def test_an_operand_named_twice_is_one_tensor():
     left, right = arguments_of(lambda x: x * x, torch.randn(4))
     assert left is right

@@ -262,6 +262,30 @@ def test_what_eager_code_uses_is_counted_where_a_part_saves_its_inputs_alone() -
     assert max(used_bytes) >= 4 * 4 * 16 * 16 * 4  # one result of eager code
 
 
+class Stacking(Chain):
+    """Eager code makes the batch that the graphs are given, as a detector's transform does."""
+
+    def forward(self, pictures: list[torch.Tensor]) -> torch.Tensor:
+        return super().forward(stacked(pictures))
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def stacked(pictures: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(pictures) / 255
+
+
+@needs_compiler
+def test_a_batch_that_eager_code_alone_reads_counts_all_step() -> None:
+    model = shoal.compile(Stacking(prints, [nn.Sequential(*blocks(c, 8, 8)) for c in (3, 8)], channels=8), "1GiB")
+    pictures = list(images(8, 3, 32, 32))
+    for _ in range(3):
+        model(pictures).square().mean().backward()
+        model.zero_grad()
+    status = model.shoal
+    assert status.plan.graph.storage_called["arguments"].nbytes == sum(x.nbytes for x in pictures)
+    assert 0 <= status.predicted_peak_bytes - status.measured_peak_bytes < pictures[0].nbytes
+
+
 class Skip(nn.Module):
     """A ReLU whose result is read by a convolution that is done with it long before the ReLU is."""
 
@@ -477,6 +501,45 @@ def test_a_function_whose_number_is_a_constant_to_pytorch_is_a_graph_for_each_an
     planned = assert_same_training(Normalized(breaks), images(3, 2, 3, 8, 8))
     ops = [op.target for op in planned.shoal.plan.graph.ops if op.phase == "forward"]
     assert sum("group_norm" in op for op in ops) == 3
+
+
+class Picking(nn.Module):
+    """What the head is given differs from step to step, as a detector's anchors do that match an object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*[nn.Sequential(*blocks(c, 8, 8)) for c in (3, 8)])
+        self.head = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 5))
+
+    def forward(self, x: torch.Tensor, picks: torch.Tensor) -> torch.Tensor:
+        rows = self.body(x).permute(0, 2, 3, 1)
+        return self.head(rows[picks]).square().mean() + rows.mean()
+
+
+def _picks(*numbers: int) -> list[torch.Tensor]:
+    return [(torch.arange(2 * 16 * 16) < number).reshape(2, 16, 16) for number in numbers]
+
+
+@needs_compiler
+def test_sizes_that_vary_within_a_step_are_of_one_graph_and_one_plan_and_every_step_is_inside_the_budget() -> None:
+    plain, picks = Picking(), _picks(60, 50, 70, 65, 90, 52, 110, 80)
+    batches = images(len(picks), 2, 3, 16, 16)
+    ours = copy.deepcopy(plain)
+    roomy = copy.deepcopy(plain)
+    shoal.compile(roomy, budget=None)
+    roomy(batches[0], picks[0]).backward()
+    shoal.compile(ours, budget=int(0.7 * roomy.shoal.measured_peak_bytes), allow="bitwise")
+    captures = []
+    for x, mask in zip(batches, picks, strict=True):
+        for model in (plain, ours):
+            model.zero_grad()
+            model(x, mask).backward()
+        captures.append(ours.shoal.captures)
+        assert all(torch.equal(p.grad, g.grad) for p, g in zip(ours.parameters(), plain.parameters(), strict=True))
+    assert captures[2:] == captures[2:3] * len(captures[2:])
+    assert len(ours.shoal.plans) == 1 and ours.shoal.plan.recomputed
+    assert ours.shoal.measured_peak_bytes <= ours.shoal.budget_bytes
+    assert ours.shoal.repairs == 0
 
 
 def _parts(graph: StepGraph) -> int:

@@ -36,10 +36,12 @@ class SizesSeen:
     Attributes:
         fixed: why sizes stay numbers; empty where they may vary.
         most_growth: the most that may fit, of what `GROWTHS` says.
+        wander: whether they depend on values, so that the next may be the largest, however they came so far.
     """
 
     fixed: str = ""
     most_growth: float = GROWTHS[0]
+    wander: bool = False
     _seen: dict[str, set[int]] = field(default_factory=dict)  # by the name of the size, as Dynamo words it
     _expected: bool = False
     _is_refused: bool = False
@@ -73,6 +75,14 @@ class SizesSeen:
         """Whether a step was captured with these sizes as numbers."""
         return shape in self._captured
 
+    def is_another(self, shape: Shape) -> bool:
+        """Whether the inputs were of other sizes whenever they were noted."""
+        return any(number not in self._seen.get(name, {number}) for name, number in shape)
+
+    def forget_captured(self) -> None:
+        """No step is captured any more; the sizes stay known."""
+        self._captured.clear()
+
     def captured(self) -> list[Shape]:
         """The shapes that were captured as numbers."""
         return list(self._captured)
@@ -86,7 +96,8 @@ class SizesSeen:
         """
         before = {symbol: self._seen.get(name, set()) for symbol, name in names.items()}
         seen = {symbol: max(before[symbol] | {now[symbol]}) for symbol in names}
-        growing = [s for s in names if self._is_refused or now[s] > max(before[s], default=0)]
+        any_grows = self._is_refused or self.wander
+        growing = [s for s in names if any_grows or now[s] > max(before[s], default=0)]
         if not growing:
             return [seen]
         # Where every size was a multiple of some number, as of a network's total stride, others will be.

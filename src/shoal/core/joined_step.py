@@ -22,6 +22,7 @@ from shoal.core.step import RESIDENT, Op, Phase, StepGraph, Storage, StorageKind
 
 STRETCH = "eager"  # the target of its op
 HELD = "held_until_the_loss"
+ARGUMENTS = "arguments"
 _OWN: frozenset[str] = frozenset({"activation", "activation_gradient"})
 Place = tuple[int, int]  # a part, and a storage of its graph
 Pass = tuple[int, Literal["forward", "backward"]]
@@ -141,6 +142,14 @@ def grown(measured: StepGraph, largest: StepGraph) -> StepGraph:
         replace(op, workspace_bytes=ceil(growth * op.workspace_bytes)) if _is_stretch(op) else op for op in measured.ops
     )
     return replace(measured, storages=tuple(storages), ops=tuple(ops))
+
+
+def with_arguments(graph: StepGraph, nbytes: int) -> StepGraph:
+    """The step with what the model is called with and no part is given: it is there all step."""
+    if not nbytes:
+        return graph
+    own = Storage(len(graph.storages), ARGUMENTS, nbytes, "input", "", (nbytes,), "uint8", (ARGUMENTS,))
+    return replace(graph, storages=(*graph.storages, own))
 
 
 def with_held(graph: StepGraph, held_bytes: int) -> StepGraph:

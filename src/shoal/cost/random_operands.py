@@ -22,6 +22,8 @@ _CORE_CACHE_BYTES = 2 << 20  # of the L2 cache of a core, at most
 _MAX_SHARED_CACHE_BYTES = 64 << 20  # of the L3 cache: to go through more takes too long
 _SHARED_CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 _POOLS = {_aten.max_pool2d_with_indices.default: 2, _aten.max_pool3d_with_indices.default: 3}
+_WRITING = (_aten.index_put, _aten.index_put_, _aten._unsafe_index_put)
+_INDEXING = (_aten.index, _aten._unsafe_index, *_WRITING)
 _POOL_BACKWARDS = {
     _aten.max_pool2d_with_indices_backward.default: 2,
     _aten.max_pool3d_with_indices_backward.default: 3,
@@ -31,8 +33,9 @@ _POOL_BACKWARDS = {
 class OperandFactory:
     """Makes the arguments of nodes on one device, with a random generator of its own.
 
-    Floats are standard normal; one-dimensional ones (variances, scales) are above 0.5. Booleans are random. Integers
-    are valid for the op: indices in their windows for max pooling, classes for losses, rows for embeddings, else 0.
+    Floats are standard normal; one-dimensional ones (variances, scales) are above 0.5. Booleans are random, but a mask
+    among indices selects what the other operands are for. Integers are valid for the op: indices in their windows for
+    max pooling, classes for losses, rows for embeddings, else 0.
     Sizes, strides and dtypes are those of the fake tensors.
     """
 
@@ -125,8 +128,38 @@ def _integers_for(node: fx.Node, operand: fx.Node) -> Callable[[torch.Tensor], N
         return _first_places(_pool_arguments(pool, 0), _POOLS[pool.target])
     if node.target in _POOL_BACKWARDS and operand is node.args[-1]:
         return _first_places(_pool_arguments(node, 1), _POOL_BACKWARDS[node.target])
+    selected = _selected(node, operand)
+    if selected is not None:
+        return _selecting(selected)
     bound = _bound(node, operand)
     return None if bound is None else lambda tensor: _count_up(tensor, bound)
+
+
+def _selected(node: fx.Node, operand: fx.Node) -> int | None:
+    """How many places a mask selects among the indices of `node`, where its other operands say that."""
+    packet = getattr(node.target, "overloadpacket", None)
+    if packet not in _INDEXING or operand.meta["val"].dtype is not torch.bool:
+        return None
+    indices: Any = node.args[1]
+    if operand not in indices:
+        return None
+    places = [(dim, index) for dim, index in enumerate(indices) if index is not None]
+    others = [index.meta["val"].numel() for _, index in places if index.meta["val"].dtype is not torch.bool]
+    if others:
+        return int(concrete(max(others)))
+    values = node.args[2] if packet in _WRITING else node
+    n_dims = len(_shape(node.args[0])) - len(_shape(operand)) + 1
+    is_whole = isinstance(values, fx.Node) and len(_shape(values)) == n_dims
+    return _shape(values)[places[0][0]] if is_whole else None
+
+
+def _selecting(n: int) -> Callable[[torch.Tensor], None]:
+    """The first `n` places of a mask."""
+
+    def fill(mask: torch.Tensor) -> None:
+        mask.copy_((torch.arange(mask.numel(), device=mask.device) < n).view(mask.shape))
+
+    return fill
 
 
 def _bound(node: fx.Node, operand: fx.Node) -> int | None:

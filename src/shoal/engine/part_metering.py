@@ -64,6 +64,7 @@ class PartMetering(Metering):
         if self._window is not self._recorded:
             self._begin_record(self._window, from_call=False)
             fresh = [False] * len(fresh)
+        self.record.arguments = [WeakStorage(a) for a in self.arguments if a.device.type == step.device.type]
         lasting = {tensor.untyped_storage()._cdata for tensor in self._static.lasting_tensors()}
         self.record.went_forward(step, self.calls.number, held, fresh, outputs, lasting)
         return outputs

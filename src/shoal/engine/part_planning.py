@@ -19,6 +19,7 @@ from shoal.core.joined_step import (
     joined_residences,
     joined_step,
     residences_of,
+    with_arguments,
     with_held,
     with_measured,
 )
@@ -158,7 +159,7 @@ class MeasuredParts:
         device: where it runs.
         sizes: where the sizes of a part vary: what its storages took when the step was metered, by name. Its graph has
             what they may take at most.
-        static_bytes: as of `Record`.
+        static_bytes, eager_argument_bytes: as of `Record`.
     """
 
     parts: tuple[Part, ...]
@@ -169,6 +170,7 @@ class MeasuredParts:
     device: torch.device
     sizes: tuple[Mapping[str, int], ...] = ()
     static_bytes: int = 0
+    eager_argument_bytes: int = 0
 
     @staticmethod
     def of_last_call(record: Record, intervals: Sequence[Interval]) -> MeasuredParts | None:
@@ -197,6 +199,7 @@ class MeasuredParts:
             record.runs[last[0]].step.device,
             tuple(record.runs[number].step.bytes_in_call() for number in last),
             record.static_bytes,
+            record.eager_argument_bytes,
         )
 
     @property
@@ -208,14 +211,16 @@ class MeasuredParts:
     def graph(self, model: str) -> StepGraph:
         """The step, with what eager code was measured to use. Its static memory is not known here."""
         largest = joined_step(model, self.parts, self.passes)
-        bare = joined_step(model, self._parts_as_metered(), self.passes) if any(self.sizes) else largest
+        varies = any(self.sizes)
+        bare = joined_step(model, self._parts_as_metered(), self.passes) if varies else largest
+        bare = with_arguments(bare, self.eager_argument_bytes)
         static_bytes = max(0, self.begin_bytes - bare.resident_bytes)
         if any(part.gathered for part in self.parts):  # what is gathered before the first pass is no static memory
             own_bytes = sum(s.nbytes for s in bare.storages if s.kind in ("parameter", "buffer"))
             static_bytes = max(0, self.static_bytes - own_bytes)
         as_measured = replace(bare, static_bytes=static_bytes)
         measured = with_measured(as_measured, self.residences, self.intervals)
-        return replace(measured if bare is largest else grown(measured, largest), static_bytes=0)
+        return replace(grown(measured, largest) if varies else measured, static_bytes=0)
 
     def _parts_as_metered(self) -> list[Part]:
         def sized(part: Part, sizes: Mapping[str, int]) -> Part:

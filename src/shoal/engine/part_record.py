@@ -126,14 +126,22 @@ class Record:
         runs: of parts, in the order of their forward passes.
         passes: what ran when.
         static_bytes: of parameters, buffers, optimizer state and gradients that were there when it began.
+        arguments: of the model's last call.
     """
 
     def __init__(self, static_bytes: int = 0) -> None:
         self.static_bytes = static_bytes
+        self.arguments: Sequence[WeakStorage] = ()
         self.runs: list[PartRun] = []
         self.passes: list[Pass] = []
         self._made: dict[int, tuple[WeakStorage, Place]] = {}
         self._has_gradient: set[Place] = set()
+        self._given: set[int] = set()
+
+    @property
+    def eager_argument_bytes(self) -> int:
+        """Of arguments that no part was given: eager code alone reads them, as a detector's transform its images."""
+        return sum({held.key: held.nbytes for held in self.arguments if held.key not in self._given}.values())
 
     def of_last_call(self) -> list[int]:
         """Which runs belong to the last call of the model."""
@@ -165,6 +173,8 @@ class Record:
         self.passes.append((number, "forward"))
         parameters = {s.id for s in step.graph.storages if s.kind == "parameter"} if lasting is not None else set()
         for storage, one, is_new in zip(step.ports.inputs, arguments, fresh, strict=True):
+            if one is not None:
+                self._given.add(one.key)
             if one is None or storage < 0 or storage in this.same:
                 continue
             if storage in parameters and one.key not in (lasting or ()):

@@ -162,7 +162,7 @@ class PartSequence(ABC):
 
     Attributes:
         node: the part that has run last.
-        sizes_vary: whether the model has been called with inputs of several shapes.
+        sizes_vary: whether the inputs of a part have been of several shapes, at the same place in the step.
     """
 
     def __init__(self, session: Session) -> None:
@@ -182,6 +182,11 @@ class PartSequence(ABC):
         Raises:
             BudgetError: there is no room for the part beside what is in use.
         """
+
+    @abstractmethod
+    def sizes_changed(self, seen: SizesSeen) -> None:
+        """The part that is captured has inputs of other sizes than those that were seen at its place, as of what a mask
+        selects."""
 
     @abstractmethod
     def reached(self, node: Node) -> None:
@@ -214,12 +219,14 @@ class PartSequence(ABC):
         def compile_here() -> None:
             self.compile(here)
 
+        seen = self._sizes_of_this_graph()
+        if not seen.fixed and seen.is_another(shape_of(gm)):
+            self.sizes_changed(seen)
         if self.sizes_vary and not self.session.compiles(example_inputs):
-            compile_for_shapes(self.session, gm, compile_here, compile_here, self._sizes_of_this_graph())
+            compile_for_shapes(self.session, gm, compile_here, compile_here, seen)
         else:
             make_static(gm)
             compile_here()
-            seen = self._sizes_of_this_graph()
             seen.note(shape_of(gm))
             seen.note_captured(shape_of(gm))
 

@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from shoal.capture.graph_breaks import capturing_parts
+from shoal.capture.varying_sizes import SizesSeen
 from shoal.core.progress import doing, preparing
 from shoal.core.residence import Residence
 from shoal.core.sizes import format_bytes
@@ -56,6 +57,8 @@ class PartedSteps(PartSequence):
         self._shapes: set[tuple[torch.Size, ...]] = set()
         self._keeps_little = False
         self._branches = False
+        self._is_new_shape = True  # of the step under way
+        self._has_other_sizes = False  # it has, after its first part
         self._learnt_bytes = self._held_bytes = self._state_bytes = 0
         session.metering = self.metering
         session.static.keep_library_memory()  # the first step is measured, not planned
@@ -145,11 +148,16 @@ class PartedSteps(PartSequence):
         """Whether the model has not been called with inputs of these shapes yet."""
         leaves = tree_leaves((args, dict(kwargs)))
         shapes = tuple(leaf.shape for leaf in leaves if isinstance(leaf, torch.Tensor))
-        is_new = shapes not in self._shapes
+        is_new = self._is_new_shape = shapes not in self._shapes
         self._shapes.add(shapes)
         if len(self._shapes) > 1 and not self.sizes_vary:
             self.sizes_vary = self._keeps_little = True  # the next shape may be larger than those that are planned
+        self._has_other_sizes = False
         return is_new
+
+    def sizes_changed(self, seen: SizesSeen) -> None:
+        if not self._is_new_shape:
+            self.sizes_vary = self._keeps_little = self._has_other_sizes = seen.wander = True
 
     def forget(self) -> None:
         """Capture and plan anew from the next step on."""
@@ -195,7 +203,10 @@ class PartedSteps(PartSequence):
                     format_bytes(measured.peak_bytes),
                     format_bytes(budget_bytes),
                 )
-            self._plan(nodes, measured.peak_bytes)
+            if self._has_other_sizes and budget_bytes is not None and any(node.share is not None for node in nodes):
+                self._plan_for_all_sizes()
+            else:
+                self._plan(nodes, measured.peak_bytes)
             return
         if budget_bytes is None or measured.peak_bytes <= budget_bytes:
             return
@@ -212,6 +223,14 @@ class PartedSteps(PartSequence):
         status.repairs += 1
         status.measured_peak_bytes = None
         self._plan_again()
+
+    def _plan_for_all_sizes(self) -> None:
+        """Capture the step again with symbols for sizes that vary within it: else each would be a way of its own, which
+        none of the parts before it was planned for."""
+        log.info("%s: sizes within it differ between steps; planning for all of them", self.session.name)
+        for seen in self._sizes.values():
+            seen.forget_captured()
+        self.forget()
 
     def _plan(self, nodes: tuple[Node, ...], peak_bytes: int) -> None:
         """Plan the step that was metered. What is refused is raised by the next call: this one is over."""

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.capture.dynamo import plain_call
 from shoal.capture.graph_breaks import capturing_parts
+from shoal.capture.varying_sizes import SizesSeen
 from shoal.core.progress import doing, preparing
 from shoal.core.residence import Residence
 from shoal.core.sizes import format_bytes
@@ -159,6 +160,9 @@ class TurnSteps(PartSequence):
             return first_share(graph, device, in_use_bytes + to_come_bytes, budget_bytes, keeps_little=True)
         except BudgetError:  # gradients of other models may never be there at the same time
             return first_share(graph, device, in_use_bytes, budget_bytes, keeps_little=True, who=self._calling)
+
+    def sizes_changed(self, seen: SizesSeen) -> None:
+        """It is another turn, with a plan of its own."""
 
     def reached(self, node: Node) -> None:
         self._whose[node] = self._calling
