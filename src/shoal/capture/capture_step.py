@@ -25,6 +25,7 @@ from shoal.capture.dynamo import (
 )
 from shoal.capture.early_gradients import Fate
 from shoal.capture.fx_nodes import input_layers, parameter_places
+from shoal.capture.sizes_of_values import break_at_unknown_sizes
 from shoal.capture.step_reader import capture
 from shoal.errors import CaptureError, InputError, brief
 from shoal.lowlevel.torch_internals import eager_kernels
@@ -100,6 +101,7 @@ def in_dynamo(
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         with refusals():
+            break_at_unknown_sizes(gm)
             raise Refused(_Done(read(gm, inputs)))
 
     admit_cumulative_norms(model)

@@ -18,6 +18,7 @@ from shoal.capture.dynamo import refusals
 from shoal.capture.early_gradients import gradient_order, handed_over
 from shoal.capture.graph_breaks import break_after
 from shoal.capture.lower import lower
+from shoal.capture.sizes_of_values import break_at_unknown_sizes
 from shoal.capture.step_reader import capture
 from shoal.capture.symbolic_sizes import Numbers, call_sizes, numbers_of
 from shoal.capture.traced_strides import Departure
@@ -96,6 +97,7 @@ def _compile_as_asked(
 def compile_step(session: Session, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
     """Plan and lower the step of one Dynamo graph."""
     _reject_graph_break(gm)
+    break_at_unknown_sizes(gm)
     session.status.captures += 1
     places = InputPlaces.of(gm)
     places = replace(places, early=session.early.fates(example_inputs, session.static.step_in_hook_bytes))

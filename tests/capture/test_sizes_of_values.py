@@ -1,0 +1,56 @@
+"""A graph in which a tensor's size depends on another one's values ends there: the model is several graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import shoal
+from shoal.errors import CaptureError
+from tests.engine.training_laws import assert_same_training, blocks, images
+
+
+class Picking(nn.Module):
+    """A head that reads some of the rows, as a detector's does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*blocks(3, 4, 4))
+        self.head = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self.body(x).permute(0, 2, 3, 1)
+        return self.head(self.picked(rows, x)).sum(0) + rows.mean()
+
+    def picked(self, rows: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return rows[x[:, 0] > 0.5]
+
+
+class PickingPlaces(Picking):
+    def picked(self, rows: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return rows.flatten(0, 2)[x[:, 0].flatten().relu().nonzero()[:, 0]]
+
+
+@pytest.mark.parametrize("kind", [Picking, PickingPlaces])
+def test_what_a_mask_selects_trains_as_in_plain_pytorch(kind: type[Picking]) -> None:
+    planned = assert_same_training(kind(), images(3, 2, 3, 8, 8))
+    assert "test_sizes_of_values.py" in planned.shoal.plan.breaks[0]
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda model, x: shoal.compile(model, "1GiB", strict=True)(x),
+        lambda model, x: shoal.plan(model, x, budget="1GiB"),
+        lambda model, x: torch.compile(model, backend="shoal", options={"budget": "1GiB"}, fullgraph=True)(x),
+    ],
+    ids=["strict", "plan", "backend"],
+)
+def test_where_one_graph_is_asked_for_the_line_is_named(ask: Callable[[nn.Module, torch.Tensor], object]) -> None:
+    torch._dynamo.reset()
+    with pytest.raises(CaptureError, match=r"values at .*test_sizes_of_values.py:\d+ \(return rows\[x") as refused:
+        ask(Picking(), *images(1, 2, 3, 8, 8))
+    assert "\n" not in str(refused.value)
