@@ -6,7 +6,7 @@
 #define SHOAL_API extern "C" __attribute__((visibility("default")))
 
 // Raised by one whenever a signature below changes; shoal.lowlevel.native refuses a library of another version.
-#define SHOAL_ABI_VERSION 14
+#define SHOAL_ABI_VERSION 15
 
 SHOAL_API std::int32_t shoal_abi_version();
 
@@ -300,3 +300,49 @@ SHOAL_API std::int32_t shoal_one_bit_encode(const ShoalBits* call);
 SHOAL_API std::int32_t shoal_one_bit_decode(const ShoalBits* call);
 SHOAL_API std::int32_t shoal_sign_mask_encode(const ShoalBits* call);
 SHOAL_API std::int32_t shoal_sign_mask_decode(const ShoalBits* call);
+
+// A training step as shoal.core.step has it, for csrc/transfer_places.cpp. Ops run in the order of their numbers, the
+// `forward` first ones being the forward pass. What runs once more has its second run's reads, writes, times and so on at
+// its number + `ops`; the storages that op i reads are reads[reads_begin[i]:reads_begin[i + 1]].
+struct ShoalTransferStep {
+    std::int64_t ops, forward, storages;
+    std::int64_t resident_bytes;
+    const std::int64_t *reads_begin, *reads, *writes_begin, *writes;
+    const std::int64_t *workspace_bytes, *overwrites;
+    const double *seconds, *launch_seconds;
+    const std::uint8_t* is_backward;  // by first run
+    // By storage; producer is -1 for what no op writes.
+    const std::int64_t *nbytes, *host_bytes, *producer, *last_forward_reader;
+    const std::uint8_t *stays, *may_be_given_up, *may_leave;
+    const double *to_host_seconds, *to_device_seconds;
+    std::int64_t written_count;
+    const std::int64_t* written;  // what may leave, in the order in which it is written
+    std::int32_t overlaps;
+};
+
+// The passes of a schedule in units, as shoal.planners.transfer_places.TransferPlaces has them; of the backward pass the last
+// first. `back` are the storages that can leave, in the order of their copies back read backwards in time.
+struct ShoalTransferPlaces {
+    const ShoalTransferStep* step;
+    const std::uint8_t* kept;  // by storage
+    std::int64_t budget_bytes;
+    double *forward_seconds, *backward_seconds, *between_seconds;
+    std::int64_t *forward_room_bytes, *backward_room_bytes, *between_room_bytes;
+    std::int64_t *backward_op, *back, *back_unit;
+    double* early_seconds;    // by storage
+    std::uint8_t* can_leave;  // by storage
+    std::int64_t backward, between, returning;  // how many
+};
+
+// By storage: the forward op after which it is freed, the backward op before which it is fetched; -1 where it stays.
+struct ShoalTransferPlaced {
+    const ShoalTransferPlaces* places;
+    const std::uint8_t* wanted;  // by storage
+    std::int64_t *released, *fetched;
+    double seconds;
+    std::int64_t excess_bytes, host_bytes;
+};
+
+// 0, or 1 where memory ran out.
+SHOAL_API std::int32_t shoal_transfer_places(ShoalTransferPlaces* places);
+SHOAL_API std::int32_t shoal_transfer_place(ShoalTransferPlaced* placed);

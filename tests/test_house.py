@@ -17,7 +17,8 @@ ROOT = Path(shoal.__file__).parent
 FLOORS = (
     ("errors",),
     ("core",),
-    ("planners", "lowlevel"),
+    ("lowlevel",),
+    ("planners",),
     ("codecs", "memory", "offload"),
     ("kernels",),
     ("transforms",),

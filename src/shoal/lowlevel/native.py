@@ -21,7 +21,7 @@ from shoal.errors import InputError
 
 log = logging.getLogger("shoal")
 
-ABI_VERSION = 14
+ABI_VERSION = 15
 _SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
 LEVELS = ("portable", "avx2", "avx512")  # in the order of ShoalLevel in csrc/shoal_native.h
 # In the order of the bits of ShoalFeature in csrc/shoal_native.h.

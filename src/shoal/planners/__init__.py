@@ -1,6 +1,7 @@
 """Strategies that choose residences: one a file, all of one signature, `(StepGraph, Hardware, budget_bytes) → Plan`.
 
-Imports `core`. The planners of the papers are in `papers`; `joint` starts its search from `hmms`.
+Imports `core`, and `lowlevel` for the native library. The planners of the papers are in `papers`; `joint` starts its
+search from `hmms`.
 """
 
 from __future__ import annotations

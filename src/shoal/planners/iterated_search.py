@@ -20,8 +20,9 @@ from shoal.core.residence import Residence
 from shoal.planners.integer_program import Chosen
 from shoal.planners.just_in_time import just_in_time
 from shoal.planners.limits import Effort, Limits
+from shoal.planners.native_places import Places, places_of
 from shoal.planners.recompute_choice import RecomputeChoice
-from shoal.planners.transfer_places import TransferPlaces, placed_residences
+from shoal.planners.transfer_places import placed_residences
 
 _NO_LIMIT = 1 << 62
 _TICKS = 1e7  # in the time of the plain step: what differs by less takes as long
@@ -56,13 +57,13 @@ class IteratedSearch:
         assert graph.link is not None  # asked for steps with a link alone
         self._choice = choice
         self._link = graph.link
-        self._budget_bytes = budget_bytes
         self._limits = limits
         self._effort = effort
         self._host_limit_bytes = self._link.host_bytes or _NO_LIMIT
         self._tick_seconds = max(graph.plain_seconds, 1e-9) / _TICKS
         self._enough = _Value(0, int(enough_seconds / self._tick_seconds), _NO_LIMIT)
-        self._schedules: dict[frozenset[int], TransferPlaces] = {}
+        self._places_of = places_of(graph, budget_bytes)
+        self._schedules: dict[frozenset[int], Places] = {}
         min_bytes = min((graph.storages[s].nbytes for s in choice.candidates), default=0)
         saved = {s for s in graph.saved if graph.storages[s].nbytes >= min_bytes} - graph.never_given_up
         self._only_host = frozenset(saved.difference(choice.candidates))  # what must not be recomputed can still leave
@@ -166,13 +167,12 @@ class IteratedSearch:
         """The time of the step, and for bytes over the limits the time in which the link would carry them."""
         return value.ticks * self._tick_seconds + self._link.to_host_seconds(value.excess_bytes)
 
-    def _schedule(self, stays: frozenset[int]) -> TransferPlaces:
+    def _schedule(self, stays: frozenset[int]) -> Places:
         if stays not in self._schedules:
             if len(self._schedules) >= self._limits.max_remembered_schedules:
                 self._schedules.pop(next(iter(self._schedules)))
             self._effort.spend(len(self._choice.graph.ops))
-            kept = just_in_time(self._choice.graph, self._choice.kept_for(stays))
-            self._schedules[stays] = TransferPlaces(self._choice.graph, kept, self._budget_bytes)
+            self._schedules[stays] = self._places_of(self._choice.kept_for(stays))
         return self._schedules[stays]
 
 
