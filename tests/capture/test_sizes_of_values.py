@@ -1,4 +1,4 @@
-"""A graph in which a tensor's size depends on another one's values ends there: the model is several graphs."""
+"""A graph in which nobody knows a tensor's size ends there: the model is several graphs."""
 
 from __future__ import annotations
 
@@ -53,4 +53,36 @@ def test_where_one_graph_is_asked_for_the_line_is_named(ask: Callable[[nn.Module
     torch._dynamo.reset()
     with pytest.raises(CaptureError, match=r"values at .*test_sizes_of_values.py:\d+ \(return rows\[x") as refused:
         ask(Picking(), *images(1, 2, 3, 8, 8))
+    assert "\n" not in str(refused.value)
+
+
+class Reading(nn.Module):
+    """Columns of an image, one after another, as where text is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*blocks(3, 4, 4))
+        self.lstm = nn.LSTM(4, 6, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(12, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        read, _ = self.lstm(self.body(x).mean(2).transpose(1, 2))
+        return self.head(read)
+
+
+@pytest.mark.parametrize("allow_rnn", [False, True])
+def test_an_lstm_ends_a_graph_whatever_dynamo_may_capture(allow_rnn: bool) -> None:
+    with torch._dynamo.config.patch(allow_rnn=allow_rnn):
+        planned = assert_same_training(Reading(), images(3, 2, 3, 8, 8))
+        assert "test_sizes_of_values.py" in planned.shoal.plan.breaks[0]
+
+
+def test_a_backend_of_torch_compile_refuses_an_lstm_by_its_line() -> None:
+    torch._dynamo.reset()
+    model = torch.compile(Reading(), backend="shoal", options={"budget": "1GiB"}, fullgraph=True)
+    with (
+        torch._dynamo.config.patch(allow_rnn=True),
+        pytest.raises(CaptureError, match=r"an LSTM keeps .* at .*test_sizes_of_values.py:\d+ \(read, _ = ") as refused,
+    ):
+        model(*images(1, 2, 3, 8, 8))
     assert "\n" not in str(refused.value)

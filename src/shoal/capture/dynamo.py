@@ -327,6 +327,7 @@ def settings(logging_functions: Collection[Callable[..., Any]] = ()) -> Iterator
         accumulated_recompile_limit=64 * MOST_CAPTURES,
         fail_on_recompile_limit_hit=True,
         suppress_errors=False,
+        allow_rnn=False,  # see sizes_of_values: an LSTM ends a graph
         allow_unspec_int_on_nn_module=True,  # a counter of the model's may become an input of the step
         allow_ignore_mark_dynamic=True,  # a guard of the step's own may narrow a size that the caller marked
         skip_nnmodule_hook_guards=False,  # else a hook that comes or goes between steps is not noticed
