@@ -14,6 +14,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 import shoal
@@ -487,7 +488,7 @@ def test_nothing_of_a_batch_is_kept_and_the_model_is_freed_with_its_last_referen
         for (x,) in (images(1, 2, 3, 8, 8), images(1, 2, 3, 8, 8)):
             F.relu(model(x)).sum().backward()
     held = x.untyped_storage()
-    reference = torch.multiprocessing.reductions.StorageWeakRef(held)
+    reference = StorageWeakRef(held)
     del x, held
     gc.collect()
     assert reference.expired()
@@ -495,6 +496,36 @@ def test_nothing_of_a_batch_is_kept_and_the_model_is_freed_with_its_last_referen
     del model
     gc.collect()
     assert left() is None
+
+
+class ByImage(Chain):
+    """Dynamo gives the loop up, in whose midst it is, with what that was called with."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.each({"maps": self.stages[0](x)}).mean((2, 3)))
+
+    def each(self, given: dict[str, torch.Tensor]) -> torch.Tensor:
+        self.between(given["maps"])
+        return torch.stack([self.stages[1](one[None])[0] if one.max() > -9 else one for one in given["maps"]])
+
+
+def test_what_functions_were_given_while_they_were_captured_goes_with_the_step() -> None:
+    """Without waiting for Python to look for cycles: it is there beside what the backward pass needs."""
+    held: list[StorageWeakRef] = []
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def note(x: torch.Tensor) -> None:
+        held.append(StorageWeakRef(x.untyped_storage()))
+
+    model, (x,) = shoal.compile(ByImage(note), budget="1GiB"), images(1, 2, 3, 8, 8)
+    gc.collect()
+    gc.disable()
+    try:
+        with costs_that_do_not_matter():
+            _mean_square(model, x)
+        assert held and all(storage.expired() for storage in held)
+    finally:
+        gc.enable()
 
 
 def test_a_function_whose_number_is_a_constant_to_pytorch_is_a_graph_for_each_and_not_left_to_eager_code() -> None:

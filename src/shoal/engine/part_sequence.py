@@ -162,12 +162,14 @@ class PartSequence(ABC):
 
     Attributes:
         node: the part that has run last.
+        compiled: how often a part was.
         sizes_vary: whether the inputs of a part have been of several shapes, at the same place in the step.
     """
 
     def __init__(self, session: Session) -> None:
         self.session = session
         self.node = Node()
+        self.compiled = 0
         self.sizes_vary = False
         self._sizes: dict[Any, SizesSeen] = {}
 
@@ -260,6 +262,7 @@ class PartSequence(ABC):
         """Compile a part for its place, under its share of the plan where there is one."""
         part = node.part
         assert part is not None
+        self.compiled += 1
         node.step = PartStep(self, node, part.places)
         with preparing(self.session.name), tracing(part.context), as_constants(part.constants):
             node.run = once_differentiable(node.step.compile(part.graph, part.inputs))

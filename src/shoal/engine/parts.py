@@ -132,9 +132,11 @@ class PartedSteps(PartSequence):
         if is_new_shape or not first or any(step is None or step.steps_to_meter for step in first):
             metering.begin_call(next((p.device for p in model.parameters()), torch.device("cpu")))
         try:
-            why = "its graphs are compiled anew" if status.preparations else ""
+            compiled, why = self.compiled, "its graphs are compiled anew" if status.preparations else ""
             with preparing(self.session.name, why=why, record=status.prepared):
                 outputs = run(*args, **kwargs)
+            if self.compiled > compiled:
+                gc.collect()  # cycles of Dynamo's hold what functions were called with that it gave up in the midst
             if self.node.part is None and status.budget_bytes is not None:
                 raise no_graph(self.session, self._broken)
             return outputs

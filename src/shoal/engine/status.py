@@ -259,7 +259,8 @@ class Status:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of the largest step so far; None before the first training step."""
+        """The plan of the largest step so far; None before the first training step, and between two where plans are
+        made anew: `measured_peak_bytes` is None then, too."""
         return max(self.plans, key=lambda plan: plan.plain_peak_bytes, default=None)
 
     @property
@@ -273,7 +274,7 @@ class Status:
 
     @property
     def predicted_peak_bytes(self) -> int | None:
-        """The highest predicted peak of the plans in force."""
+        """The highest predicted peak of the plans in force; None while there is none, as of `plan`."""
         return max((plan.predicted_peak_bytes for plan in self.plans), default=None)
 
     @property
