@@ -1,4 +1,4 @@
-"""`torch.utils.checkpoint.checkpoint_sequential` in a graph: Dynamo traces `checkpoint` alone, and breaks at this one."""
+"""`torch.utils.checkpoint.checkpoint_sequential` in a graph: Dynamo traces `checkpoint`, and breaks at this one."""
 
 from __future__ import annotations
 
