@@ -38,7 +38,7 @@ def test_every_part_writes_its_rows_and_the_verdict_reads_them(tmp_path: Path) -
     assert {row["contender"] for row in rows(tmp_path, "speed") if row["row"] == "in turns"} == {
         "plain PyTorch",
         "Shoal at 75%",
-        "Shoal at 75%, CUDA graphs",
+        "Shoal at 75% in CUDA graphs",
         "torch.compile",
         "activation_memory_budget=0.5",
     }

@@ -27,6 +27,7 @@ from tests.engine.training_laws import (
     assert_same_training,
     blocks,
     costs_that_do_not_matter,
+    differences,
     images,
     needs_compiler,
     train,
@@ -467,8 +468,18 @@ def test_where_nothing_can_be_captured_nothing_is_promised() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.one(x)
 
-    with pytest.raises(CaptureError, match="no graph of Opaque can be captured"):
+    with pytest.raises(CaptureError, match="no graph of Opaque that trains can be captured"):
         shoal.compile(Opaque(), budget="1GiB")(*images(1, 2, 3, 8, 8))
+
+
+def test_graphs_that_do_not_train_promise_nothing_for_a_step_that_does() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.GELU(), nn.Conv2d(4, 4, 3), nn.GELU(), nn.Conv2d(4, 4, 3))
+    seen: list[float] = []
+    model[2].register_forward_hook(lambda _, __, y: seen.append(y.detach().mean().item()))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(CaptureError, match="no graph of Sequential that trains can be captured"):
+        shoal.compile(model, budget="1GiB")(*images(1, 2, 3, 12, 12))
+    assert not differences(model.state_dict(), before)
 
 
 def test_where_it_breaks_is_said_once_and_explained(caplog: pytest.LogCaptureFixture) -> None:

@@ -171,10 +171,10 @@ def compile(
         InputError: an argument is none of what is listed above; or the model or a part of it is compiled already in a
             way that would take the budget away.
         CodecError: `lossy` names no codec for activations.
-        BudgetError: here, where parameters and gradients alone are over the budget; at the first training step,
+        BudgetError: here, where parameters and buffers alone are over the budget; at the first training step,
             before anything is run, where no plan fits.
-        CaptureError: at a training step, where nothing of the model can be captured (with `strict`: where it is not one
-            graph).
+        CaptureError: at a training step, where nothing of the model that trains can be captured (with `strict`: where
+            it is not one graph).
         PlanError: at the first training step, where `plan`, or what a planner of your own returned, is of another
             step, breaks a rule, passes the budget, or was made with kernels or a compiler that are not here.
 

@@ -119,7 +119,7 @@ def least_bytes(graph: StepGraph, device: torch.device, in_use_bytes: int) -> in
 
 
 def no_graph(session: Session, broken: str) -> CaptureError:
-    """The refusal of a model of which nothing can be captured.
+    """The refusal of a model of which nothing that trains can be captured.
 
     Args:
         session: of the model.
@@ -132,8 +132,8 @@ def no_graph(session: Session, broken: str) -> CaptureError:
             "such as a block of layers"
         )
     return CaptureError(
-        f"no graph of {session.name or 'the model'} can be captured, so no step can be planned: {way_out}, or give "
-        "budget=None"
+        f"no graph of {session.name or 'the model'} that trains can be captured, so no step can be planned: {way_out}, "
+        "or give budget=None"
     )
 
 

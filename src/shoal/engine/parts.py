@@ -82,7 +82,7 @@ class PartedSteps(PartSequence):
 
         Raises:
             BudgetError: no plan fits; or, in the first step, a part of the model does not.
-            CaptureError: no part of the model can be captured.
+            CaptureError: no part of the model that trains can be captured.
         """
         self.metering.settle()
         if self._refused is not None:
@@ -137,7 +137,7 @@ class PartedSteps(PartSequence):
                 outputs = run(*args, **kwargs)
             if self.compiled > compiled:
                 gc.collect()  # cycles of Dynamo's hold what functions were called with that it gave up in the midst
-            if self.node.part is None and status.budget_bytes is not None:
+            if status.budget_bytes is not None and not self._trains(outputs):
                 raise no_graph(self.session, self._broken)
             return outputs
         except BaseException:
@@ -145,6 +145,14 @@ class PartedSteps(PartSequence):
             raise
         finally:
             metering.in_call, metering.arguments = False, []
+
+    def _trains(self, outputs: Any) -> bool:
+        """Whether a graph of this call has a backward pass, where its results have one."""
+        path = self.node.path()
+        if any(node.step is not None and node.step.trains for node in path):
+            return True
+        has_gradient = any(isinstance(one, torch.Tensor) and one.requires_grad for one in tree_leaves(outputs))
+        return bool(path) and not has_gradient
 
     def _note_shape(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether the model has not been called with inputs of these shapes yet."""
