@@ -56,6 +56,42 @@ def test_where_one_graph_is_asked_for_the_line_is_named(ask: Callable[[nn.Module
     assert "\n" not in str(refused.value)
 
 
+class Watching(nn.Module):
+    """It keeps a number of each step, or computes with one."""
+
+    def __init__(self, use: str) -> None:
+        super().__init__()
+        self.first, self.second = nn.Sequential(*blocks(3, 4)), nn.Sequential(*blocks(4, 5))
+        self.use = use
+        self.seen: list[float] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        number = y.detach().abs().mean().item()
+        match self.use:
+            case "kept":
+                self.seen.append(number)
+            case "rounded":
+                y = y * int(10 * number)
+            case "counted":
+                y = y * (y > 0).sum().item()
+            case "a factor":
+                y = y * number
+            case "part of a factor":
+                y = (1 + 2 * number) * y - number
+        return self.second(y)
+
+
+@pytest.mark.parametrize(
+    ("use", "n_graphs"), [("kept", 2), ("rounded", 2), ("counted", 2), ("a factor", 1), ("part of a factor", 1)]
+)
+def test_a_number_of_a_tensor_is_that_of_every_step(use: str, n_graphs: int) -> None:
+    batches = images(3, 2, 3, 8, 8)
+    planned = assert_same_training(Watching(use), batches)
+    assert bool(planned.shoal.plan.breaks) == (n_graphs > 1)
+    assert len(set(planned.seen)) == len(planned.seen)
+
+
 class Reading(nn.Module):
     """Columns of an image, one after another, as where text is read."""
 

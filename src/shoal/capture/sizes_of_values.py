@@ -1,12 +1,16 @@
-"""Tensors whose size nobody knows before a graph runs, so that no plan can count their bytes.
+"""Sizes and numbers that nobody knows before a graph runs, so that no plan can count bytes or make a step of them.
 
-The size of what a boolean mask selects depends on the mask's values; Dynamo captures that as one graph. What an LSTM on
-the CPU keeps for its gradient is as large as oneDNN likes, and traced as nothing; Dynamo captures LSTMs where
-`torch._dynamo.config.allow_rnn` is set.
+Dynamo captures as one graph:
+
+- what a boolean mask selects, whose size depends on the mask's values;
+- the number that `item()` returns. As a factor or a term of tensors PyTorch takes a tensor in its place;
+- where `torch._dynamo.config.allow_rnn` is set, an LSTM. On the CPU it keeps as much for its gradient as oneDNN likes,
+  which is traced as nothing.
 """
 
 from __future__ import annotations
 
+import operator
 import re
 
 import torch
@@ -16,11 +20,12 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.capture.dynamo import GraphBreak
 
+_ARITHMETIC = (operator.mul, operator.add, operator.sub, operator.truediv)
 _FRAME = re.compile(r'File "(.+?)", line (\d+), in .+\n\s*(.+)')
 
 
 def break_at_unknown_sizes(gm: fx.GraphModule) -> None:
-    """Take a graph of Dynamo's for broken at the line that makes the first tensor of such a size.
+    """Take a graph of Dynamo's for broken at the line that makes the first tensor of such a size, or such a number.
 
     Raises:
         GraphBreak: there is one.
@@ -37,6 +42,9 @@ def _unknown(node: fx.Node) -> str:
     value = node.meta.get("example_value")
     if isinstance(value, torch.Tensor) and free_unbacked_symbols(value):
         return "a tensor's size depends on another one's values"
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool) and free_unbacked_symbols(value):
+        is_operand = node.target in ("item", *_ARITHMETIC) and all(user.target in _ARITHMETIC for user in node.users)
+        return "" if is_operand and isinstance(value, torch.SymFloat) else "a number depends on a tensor's values"
     if node.target is torch.lstm and any(one.device.type == "cpu" for one in tree_leaves(value)):
         return "PyTorch does not tell how much memory an LSTM keeps for its gradient on the CPU"
     return ""
