@@ -36,8 +36,8 @@ class OperandFactory:
 
     Floats are standard normal; one-dimensional ones (variances, scales) are above 0.5. Booleans are random, but a mask
     among indices selects what the other operands are for. Integers are valid for the op: indices in their windows for
-    max pooling, classes for losses, rows for embeddings, else 0. Operands of another library's op are 0 throughout:
-    what its numbers say is not known, and a place among floats, as of torchvision's `roi_align`, is written to unchecked.
+    max pooling, classes for losses, rows for embeddings, else 0. Operands of another library's op are all 0: what
+    its numbers say is unknown, and places among floats, as of torchvision's `roi_align`, are written to unchecked.
     Sizes, strides and dtypes are those of the fake tensors.
     """
 
