@@ -90,6 +90,17 @@ def test_a_mask_selects_as_many_places_as_the_other_operands_are_for(indexed, ot
     assert found[0].sum() == 50
 
 
+def test_operands_of_another_librarys_op_are_zeros_for_it_may_take_floats_for_places():
+    """As torchvision's `roi_align` does, whose gradient writes wherever the first column of its boxes says."""
+    with torch.library._scoped_library("elsewhere", "FRAGMENT") as library:
+        library.define("pooled(Tensor image, Tensor boxes) -> Tensor")
+        library.impl("pooled", lambda image, boxes: image.clone(), "CompositeExplicitAutograd")
+        operands = torch.ones(2, 3, 4, 4), torch.ones(7, 5)
+        found = arguments_of(lambda image, boxes: torch.ops.elsewhere.pooled(image, boxes), *operands)
+    assert [tuple(x.shape) for x in found] == [(2, 3, 4, 4), (7, 5)]
+    assert not any(x.any() for x in found)
+
+
 def test_an_operand_named_twice_is_one_tensor():
     left, right = arguments_of(lambda x: x * x, torch.randn(4))
     assert left is right

@@ -22,6 +22,7 @@ _CORE_CACHE_BYTES = 2 << 20  # of the L2 cache of a core, at most
 _MAX_SHARED_CACHE_BYTES = 64 << 20  # of the L3 cache: to go through more takes too long
 _SHARED_CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 _POOLS = {_aten.max_pool2d_with_indices.default: 2, _aten.max_pool3d_with_indices.default: 3}
+_KNOWN = ("aten", "prims", "shoal")  # namespaces of ops
 _WRITING = (_aten.index_put, _aten.index_put_, _aten._unsafe_index_put)
 _INDEXING = (_aten.index, _aten._unsafe_index, *_WRITING)
 _POOL_BACKWARDS = {
@@ -35,7 +36,8 @@ class OperandFactory:
 
     Floats are standard normal; one-dimensional ones (variances, scales) are above 0.5. Booleans are random, but a mask
     among indices selects what the other operands are for. Integers are valid for the op: indices in their windows for
-    max pooling, classes for losses, rows for embeddings, else 0.
+    max pooling, classes for losses, rows for embeddings, else 0. Operands of another library's op are all 0: what
+    its numbers say is unknown, and places among floats, as of torchvision's `roi_align`, are written to unchecked.
     Sizes, strides and dtypes are those of the fake tensors.
     """
 
@@ -48,11 +50,12 @@ class OperandFactory:
     def arguments(self, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional and keyword arguments to call `node.target` with; the same node gives the same tensor."""
         made: dict[fx.Node, Any] = {}
+        zeros = _is_of_others(node)
 
         def materialise(operand: fx.Node) -> Any:
             if operand not in made:
                 fill = _integers_for(node, operand)
-                made[operand] = tree_map(lambda leaf: self._leaf(leaf, fill), operand.meta.get("val"))
+                made[operand] = tree_map(lambda leaf: self._leaf(leaf, fill, zeros=zeros), operand.meta.get("val"))
             return made[operand]
 
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), materialise)
@@ -80,14 +83,17 @@ class OperandFactory:
         else:
             self._others[shared].add_(1)
 
-    def _leaf(self, leaf: Any, fill: Callable[[torch.Tensor], None] | None) -> Any:
+    def _leaf(self, leaf: Any, fill: Callable[[torch.Tensor], None] | None, *, zeros: bool) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return concrete(leaf)
         shape = [int(size) for size in leaf.shape]
         strides = [int(stride) for stride in leaf.stride()]
         extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) if prod(shape) else 0
         block = torch.empty(extent, dtype=leaf.dtype, device=self.device)
-        self._fill(block, positive=len(shape) == 1)
+        if zeros:
+            block.zero_()
+        else:
+            self._fill(block, positive=len(shape) == 1)
         tensor = block.as_strided(shape, strides)
         if fill is not None and not leaf.dtype.is_floating_point and 0 not in strides:
             fill(tensor)
@@ -119,6 +125,11 @@ def _shared_cache_bytes() -> int:
     except (OSError, ValueError):  # no such cache, or not on Linux
         return _MAX_SHARED_CACHE_BYTES // 2
     return min(kibibytes << 10, _MAX_SHARED_CACHE_BYTES)
+
+
+def _is_of_others(node: fx.Node) -> bool:
+    """Whether the op is neither PyTorch's nor ours."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace not in _KNOWN
 
 
 def _integers_for(node: fx.Node, operand: fx.Node) -> Callable[[torch.Tensor], None] | None:

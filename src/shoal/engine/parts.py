@@ -89,21 +89,33 @@ class PartedSteps(PartSequence):
             raise self._refused.with_traceback(None)  # of this call, not of those before
         self._count_what_changed()
         is_new_shape = self._note_shape(args, kwargs)
-        if self._planned or self._keeps_little:
+        if self._planned and (self._branches or self.session.status.budget_bytes is None):
             return self._run(model, captured, kind, args, kwargs, is_new_shape=is_new_shape)
         before = Snapshot(model)
         try:
-            return self._run(model, captured, kind, args, kwargs, is_new_shape=is_new_shape)
+            return self._run(model, captured, kind, args, kwargs, before.buffers, is_new_shape=is_new_shape)
         except CaptureError:
             before.restore()
             raise
         except BudgetError:
+            if not self._may_keep_less():
+                raise
             log.debug("%s: too much was kept for its later graphs", self.session.name)
         gc.collect()  # frames of the traceback held what the forward pass has saved
         before.restore()
         self._keeps_little = True
         self.forget()
-        return self._run(model, captured, kind, args, kwargs, is_new_shape=is_new_shape)
+        return self._run(model, captured, kind, args, kwargs, before.buffers, is_new_shape=is_new_shape)
+
+    def _may_keep_less(self) -> bool:
+        """Whether the parts that ran could have left more room for one that did not fit.
+
+        They could where everything was kept, and where they ran by a plan that does not know it.
+        """
+        if any(node.share is not None for node in self.node.path()):
+            self._branches = not self._has_other_sizes
+            return True
+        return not self._keeps_little
 
     def is_between_steps(self) -> bool:
         """Whether no call of the model is under way, and none is being metered."""
@@ -117,6 +129,7 @@ class PartedSteps(PartSequence):
         kind: Any,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
+        beside: Sequence[torch.Tensor] = (),
         *,
         is_new_shape: bool,
     ) -> Any:
@@ -126,7 +139,8 @@ class PartedSteps(PartSequence):
             captured[this] = capturing_parts(model, self.compile_graph)
         run, self.node = captured[this], self._begin.setdefault(kind, Node())
         metering, status = self.metering, self.session.status
-        metering.arguments = [a for a in tree_leaves((args, dict(kwargs))) if isinstance(a, torch.Tensor)]
+        given = tree_leaves((args, dict(kwargs)))
+        metering.arguments = [*(a for a in given if isinstance(a, torch.Tensor)), *beside]
         metering.in_call = True
         first = [after.step for after in self.node.after.values()]
         if is_new_shape or not first or any(step is None or step.steps_to_meter for step in first):
@@ -171,6 +185,8 @@ class PartedSteps(PartSequence):
 
     def forget(self) -> None:
         """Capture and plan anew from the next step on."""
+        for seen in self._sizes.values() if self._has_other_sizes else ():
+            seen.forget_captured()
         self._begin.clear()
         self._times_forgotten += 1
         self._measured.clear()
@@ -238,8 +254,6 @@ class PartedSteps(PartSequence):
         """Capture the step again with symbols for sizes that vary within it: else each would be a way of its own, which
         none of the parts before it was planned for."""
         log.info("%s: sizes within it differ between steps; planning for all of them", self.session.name)
-        for seen in self._sizes.values():
-            seen.forget_captured()
         self.forget()
 
     def _plan(self, nodes: tuple[Node, ...], peak_bytes: int) -> None:

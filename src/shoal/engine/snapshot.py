@@ -24,6 +24,11 @@ class Snapshot:
         self._states = [(device, generator_state(device)) for device in (torch.device("cpu"), *devices)]
         self._others = numpy.random.get_state(), random.getstate()  # wav2vec 2.0 masks with NumPy's
 
+    @property
+    def buffers(self) -> list[torch.Tensor]:
+        """The copies."""
+        return [before for _, before in self._buffers]
+
     def restore(self) -> None:
         """Put all back as it was."""
         with torch.no_grad():
