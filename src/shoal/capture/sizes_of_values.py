@@ -18,6 +18,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 
+from shoal.capture import dynamo
 from shoal.capture.dynamo import GraphBreak
 
 _ARITHMETIC = (operator.mul, operator.add, operator.sub, operator.truediv)
@@ -32,7 +33,7 @@ def break_at_unknown_sizes(gm: fx.GraphModule) -> None:
     """
     for node in gm.graph.nodes:
         if reason := _unknown(node):
-            frames = _FRAME.findall(node.stack_trace or "")
+            frames = [frame for frame in _FRAME.findall(node.stack_trace or "") if frame[0] != dynamo.__file__]
             theirs = [frame for frame in frames if "/torch/" not in frame[0]] or frames  # else a layer of PyTorch's own
             place = f"{theirs[-1][0]}:{theirs[-1][1]} ({theirs[-1][2].strip()})" if theirs else "an unknown line"
             raise GraphBreak(reason, place)
