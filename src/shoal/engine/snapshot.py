@@ -19,7 +19,12 @@ class Snapshot:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+        alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        for buffer in model.buffers():
+            alike.setdefault((buffer.device, buffer.dtype), []).append(buffer.detach())
+        self._buffers = [(buffers, [torch.empty_like(one) for one in buffers]) for buffers in alike.values()]
+        for buffers, copies in self._buffers:
+            torch._foreach_copy_(copies, buffers)  # every planned step of several graphs begins so: one launch for all
         devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
         self._states = [(device, generator_state(device)) for device in (torch.device("cpu"), *devices)]
         self._others = numpy.random.get_state(), random.getstate()  # wav2vec 2.0 masks with NumPy's
@@ -27,13 +32,12 @@ class Snapshot:
     @property
     def buffers(self) -> list[torch.Tensor]:
         """The copies."""
-        return [before for _, before in self._buffers]
+        return [copy for _, copies in self._buffers for copy in copies]
 
     def restore(self) -> None:
         """Put all back as it was."""
-        with torch.no_grad():
-            for buffer, before in self._buffers:
-                buffer.copy_(before)
+        for buffers, copies in self._buffers:
+            torch._foreach_copy_(buffers, copies)
         for device, state in self._states:
             set_generator_state(device, state)
         numpy_state, state_of_python = self._others
