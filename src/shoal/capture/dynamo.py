@@ -32,8 +32,8 @@ from torch._dynamo.pgo import get_code_state
 from torch._dynamo.utils import get_compilation_metrics, get_metrics_context
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode
 
-from shoal.capture.checkpoint_sequential import trace_checkpoint_sequential
 from shoal.capture.cumulative_norms import cumulative_norms
+from shoal.capture.traced_functions import trace_more_functions
 from shoal.core.progress import Preparation, preparing
 from shoal.errors import CaptureError, ShoalError
 from shoal.lowlevel.capture_records import record_captures_without_settings
@@ -318,7 +318,7 @@ def settings(logging_functions: Collection[Callable[..., Any]] = ()) -> Iterator
         logging_functions: what its forward pass may log with, as of `logging_functions`.
     """
     record_captures_without_settings()
-    trace_checkpoint_sequential()
+    trace_more_functions()
     # A region under torch.utils.checkpoint runs once, so what it does beside, such as counting its calls, is safe.
     effects = "skip_fwd_side_effects_in_bwd_under_checkpoint"
     once: dict[str, Any] = {effects: True} if hasattr(config, effects) else {}

@@ -1,4 +1,4 @@
-"""`torch.utils.checkpoint.checkpoint_sequential` in a graph: Dynamo traces `checkpoint`, and breaks at this one."""
+"""Functions of PyTorch at which Dynamo breaks a graph, written so that it traces them."""
 
 from __future__ import annotations
 
@@ -7,17 +7,31 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch._dynamo
 from torch import nn
+from torch._dynamo.trace_rules import get_torch_obj_rule_map
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 
 @cache
-def trace_checkpoint_sequential() -> None:
-    """Let Dynamo trace it from here on, in whichever model of this process."""
-    try:
-        torch.compiler.substitute_in_graph(checkpoint_sequential, skip_signature_check=True)(_in_parts)
-    except ValueError:  # another library has told Dynamo how
-        return
+def trace_more_functions() -> None:
+    """Let Dynamo trace them from here on, in whichever model of this process."""
+    get_torch_obj_rule_map().pop(torch.jit.isinstance, None)  # by its rule nothing of torch.jit is traced
+    for function, traced in ((checkpoint_sequential, _in_parts), (torch.jit.isinstance, _is_instance)):
+        try:
+            torch.compiler.substitute_in_graph(function, skip_signature_check=True)(traced)
+        except ValueError:  # another library has told Dynamo how
+            continue
+
+
+def _is_instance(value: Any, kind: Any) -> bool:
+    """`torch.jit.isinstance`; what a container holds is looked at outside the graph."""
+    if isinstance(kind, tuple):
+        return any(_is_instance(value, one) for one in kind)
+    if not isinstance(kind, type):
+        torch._dynamo.graph_break("torch.jit.isinstance looks at what a container holds")
+        return torch.jit.isinstance(value, kind)  # where Dynamo goes on in here
+    return isinstance(value, kind)
 
 
 def _in_parts(
@@ -27,7 +41,7 @@ def _in_parts(
     use_reentrant: bool | None = None,
     **kwargs: Any,
 ) -> Any:
-    """As PyTorch's function computes it; `use_reentrant` says nothing in a graph."""
+    """`checkpoint_sequential`; `use_reentrant` says nothing in a graph."""
     preserve_rng_state = kwargs.pop("preserve_rng_state", True)
     if kwargs:
         raise ValueError("Unexpected keyword arguments: " + ",".join(kwargs))
