@@ -161,12 +161,13 @@ class PartedSteps(PartSequence):
             metering.in_call, metering.arguments = False, []
 
     def _trains(self, outputs: Any) -> bool:
-        """Whether a graph of this call has a backward pass, where its results have one."""
+        """Whether a graph of this call has a backward pass, where its results have one, or hide whether they do."""
         path = self.node.path()
         if any(node.step is not None and node.step.trains for node in path):
             return True
-        has_gradient = any(isinstance(one, torch.Tensor) and one.requires_grad for one in tree_leaves(outputs))
-        return bool(path) and not has_gradient
+        plain = (torch.Tensor, int, float, str, type(None))  # else an object that may hold tensors
+        without = [isinstance(one, plain) and not getattr(one, "requires_grad", False) for one in tree_leaves(outputs)]
+        return bool(path) and all(without)
 
     def _note_shape(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether the model has not been called with inputs of these shapes yet."""
