@@ -33,6 +33,7 @@ from torch._dynamo.utils import get_compilation_metrics, get_metrics_context
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode
 
 from shoal.capture.cumulative_norms import cumulative_norms
+from shoal.capture.recurrences import in_words
 from shoal.capture.traced_functions import trace_more_functions
 from shoal.core.progress import Preparation, preparing
 from shoal.errors import CaptureError, ShoalError
@@ -200,7 +201,7 @@ def _capture_error(failure: Unsupported | UserError | ConstraintViolationError) 
             "a module of the model has a backward hook (register_full_backward_hook or its pre-hook), which cannot be "
             "part of a planned step; remove it, or use a forward hook, or a hook on a parameter (Tensor.register_hook)"
         )
-    return GraphBreak(what, _place(failure))
+    return GraphBreak(in_words(what), _place(failure))
 
 
 def _is_of_dynamo(failure: BaseException) -> bool:
@@ -215,8 +216,13 @@ def _fault_of_dynamo(origin: BaseException, failure: BaseException) -> FaultOfDy
 
 
 def _place(failure: BaseException) -> str:
-    frames = [frame for frame in getattr(failure, "real_stack", None) or () if frame.filename != __file__]
-    theirs = [frame for frame in frames if "/torch/" not in frame.filename] or frames  # else a layer of PyTorch's own
+    return place_of(getattr(failure, "real_stack", None) or ())
+
+
+def place_of(frames: Iterable[traceback.FrameSummary]) -> str:
+    """The model's line at which Dynamo was, in words; the innermost frame is the last."""
+    named = [frame for frame in frames if frame.filename != __file__]
+    theirs = [frame for frame in named if "/torch/" not in frame.filename] or named  # else a layer of PyTorch's own
     return f"{theirs[-1].filename}:{theirs[-1].lineno} ({theirs[-1].line})" if theirs else "an unknown line"
 
 

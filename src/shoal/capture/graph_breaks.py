@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import wraps
 from inspect import signature
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from shoal.capture.dynamo import call_of, refusals
+from shoal.capture.dynamo import call_of, place_of, refusals
+from shoal.capture.recurrences import between_graphs, in_words
 from shoal.lowlevel.torch_state import on_this_rank
 
 
@@ -17,7 +19,7 @@ def capturing_parts(model: nn.Module, backend: Callable[..., Any]) -> Callable[.
     """The model's call as it is to be called under `settings`, where it is not one graph: `backend` compiles each.
 
     Between its graphs the model runs eagerly, as under `torch.compile`. What that would leave out of all graphs, the
-    containers of torch.nn in a function that Dynamo gives up, is captured too.
+    containers of torch.nn in a function that Dynamo gives up, is captured too, and what surrounds a recurrent layer.
     """
     for module in _outermost_containers(model):
         object.__setattr__(module, "_compiled_call_impl", _entered(module))
@@ -30,7 +32,14 @@ def capturing_parts(model: nn.Module, backend: Callable[..., Any]) -> Callable[.
     apart = {"isolate_recompiles": True} if "isolate_recompiles" in signature(torch.compile).parameters else {}
     if any(on_this_rank(p) is not p for p in model.parameters()):
         apart["dynamic"] = False  # blocks of other sizes share the code of one class: they are no sizes that vary
-    return torch.compile(call_of(model), backend=compile_graph, **apart)  # type: ignore[call-overload]
+    run = torch.compile(call_of(model), backend=compile_graph, **apart)  # type: ignore[call-overload]
+
+    @wraps(run)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with between_graphs():
+            return run(*args, **kwargs)
+
+    return call
 
 
 def _outermost_containers(module: nn.Module) -> Iterator[nn.Module]:
@@ -56,6 +65,4 @@ def break_after(gm: fx.GraphModule) -> str:
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break:
         return ""
-    frame = reason.user_stack[-1] if reason.user_stack else None
-    place = f"{frame.filename}:{frame.lineno} ({frame.line})" if frame else "an unknown line"
-    return f"{place}: {reason.reason.splitlines()[0]}"
+    return f"{place_of(reason.user_stack)}: {in_words(reason.reason)}"
