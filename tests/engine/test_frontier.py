@@ -30,7 +30,8 @@ def test_no_plan_made_by_itself_is_faster_and_none_fits_in_less() -> None:
         assert point.seconds <= plan.predicted_seconds * (1 + 1e-9)
     plain = shoal.plan(normalised(), IMAGES)
     assert (frontier.plain_seconds, frontier.plain_peak_bytes) == (plain.predicted_seconds, plain.predicted_peak_bytes)
-    least_bytes = frontier.points[0].budget_bytes
+    states_bytes = 2 * torch.get_rng_state().nbytes  # a budget that is named has room for all that dropout may keep
+    least_bytes = frontier.points[0].budget_bytes - states_bytes
     with pytest.raises(BudgetError):
         shoal.plan(normalised(), IMAGES, least_bytes - 1, **how)
     assert said[:2] == ["the step as it is", "batch norm fused (bnff)"]

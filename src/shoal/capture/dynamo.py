@@ -32,6 +32,7 @@ from torch._dynamo.pgo import get_code_state
 from torch._dynamo.utils import get_compilation_metrics, get_metrics_context
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode
 
+from shoal.capture import layer_by_layer
 from shoal.capture.cumulative_norms import cumulative_norms
 from shoal.capture.recurrences import in_words
 from shoal.capture.traced_functions import trace_more_functions
@@ -46,6 +47,7 @@ OWN_BUDGET = "the model has a budget of its own, given to shoal.compile"  # why 
 _MANY_CAPTURES = 8  # each takes seconds: so many are worth a warning
 _COLLECTED_OBJECTS = 50_000  # new ones since the last collection of the youngest; Python's own is 700
 _OUR_SOURCES = ("L['model']", "L['args']", "L['kwargs']")  # what `call_of` calls what it is given
+_OURS = (__file__, layer_by_layer.__file__)
 _DYNAMO = Path(torch._dynamo.__file__).parent
 _LOGGED = ("debug", "info", "warning", "warn", "error", "exception", "critical", "fatal", "log", "isEnabledFor")
 
@@ -221,7 +223,7 @@ def _place(failure: BaseException) -> str:
 
 def place_of(frames: Iterable[traceback.FrameSummary]) -> str:
     """The model's line at which Dynamo was, in words; the innermost frame is the last."""
-    named = [frame for frame in frames if frame.filename != __file__]
+    named = [frame for frame in frames if frame.filename not in _OURS]
     theirs = [frame for frame in named if "/torch/" not in frame.filename] or named  # else a layer of PyTorch's own
     return f"{theirs[-1].filename}:{theirs[-1].lineno} ({theirs[-1].line})" if theirs else "an unknown line"
 
@@ -285,8 +287,11 @@ _numbers = itertools.count()
 _number_of: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 
 
-def call_of(model: nn.Module) -> Callable[..., Any]:
+def call_of(model: nn.Module, layers: Callable[..., Any] | None = None) -> Callable[..., Any]:
     """The model's call, hooks included, as a function that Dynamo enters whatever class the model is of.
+
+    Args:
+        layers: what calls its layers, as of `layer_by_layer`; None: the model itself does.
 
     Raises:
         CaptureError: a part of the model is split at drawn cuts.
@@ -300,10 +305,15 @@ def call_of(model: nn.Module) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         return plain_call(model, *args, **kwargs)
 
+    def call_layers(*args: Any, **kwargs: Any) -> Any:
+        assert layers is not None
+        return layers(*args, **kwargs)
+
+    own = call if layers is None else call_layers
     # Dynamo keeps and counts its graphs by code object: one of its own, so that no model uses up another's. What it has
     # seen change between calls it keeps by the code's name: else another model's numbers would be taken for changed.
     name = _name_of(model)
-    return FunctionType(call.__code__.replace(co_name=name), call.__globals__, name, None, call.__closure__)
+    return FunctionType(own.__code__.replace(co_name=name), own.__globals__, name, None, own.__closure__)
 
 
 def drawn_for(model: nn.Module, arguments: Sequence[Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import wraps
 from inspect import signature
 from typing import Any
@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 
 from shoal.capture.dynamo import call_of, place_of, refusals
+from shoal.capture.layer_by_layer import containers, entered, in_a_row
 from shoal.capture.recurrences import between_graphs, in_words
 from shoal.lowlevel.torch_state import on_this_rank
 
@@ -21,8 +22,9 @@ def capturing_parts(model: nn.Module, backend: Callable[..., Any]) -> Callable[.
     Between its graphs the model runs eagerly, as under `torch.compile`. What that would leave out of all graphs, the
     containers of torch.nn in a function that Dynamo gives up, is captured too, and what surrounds a recurrent layer.
     """
-    for module in _outermost_containers(model):
-        object.__setattr__(module, "_compiled_call_impl", _entered(module))
+    for module in containers(model):
+        object.__setattr__(module, "_compiled_call_impl", entered(module))
+    layers = entered(model) if in_a_row(model) else None
 
     def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         with refusals():
@@ -32,30 +34,12 @@ def capturing_parts(model: nn.Module, backend: Callable[..., Any]) -> Callable[.
     apart = {"isolate_recompiles": True} if "isolate_recompiles" in signature(torch.compile).parameters else {}
     if any(on_this_rank(p) is not p for p in model.parameters()):
         apart["dynamic"] = False  # blocks of other sizes share the code of one class: they are no sizes that vary
-    run = torch.compile(call_of(model), backend=compile_graph, **apart)  # type: ignore[call-overload]
+    run = torch.compile(call_of(model, layers), backend=compile_graph, **apart)  # type: ignore[call-overload]
 
     @wraps(run)
     def call(*args: Any, **kwargs: Any) -> Any:
         with between_graphs():
             return run(*args, **kwargs)
-
-    return call
-
-
-def _outermost_containers(module: nn.Module) -> Iterator[nn.Module]:
-    """Containers of torch.nn that no other one holds. Dynamo takes their calls into a graph, but begins none there."""
-    for child in module.children():
-        if not type(child).__module__.startswith("torch.nn.") or isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            yield from _outermost_containers(child)
-        elif next(child.children(), None) is not None and child._compiled_call_impl is None:
-            yield child
-
-
-def _entered(module: nn.Module) -> Callable[..., Any]:
-    """The module's call as a function of ours, where Dynamo may begin a graph."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return type(module)._call_impl(module, *args, **kwargs)
 
     return call
 

@@ -135,8 +135,8 @@ def varying(gm: fx.GraphModule) -> dict[Any, torch.SymInt]:
 
 
 def names_of(sizes: Mapping[Any, torch.SymInt]) -> dict[Any, str]:
-    """The name of each size, as in `shape_of`."""
-    return {s: _in_words(size.node.shape_env.var_to_sources[s][0].name) for s, size in sizes.items()}
+    """The name of each size, as in `shape_of`: also of one for which the symbol of another stands by now."""
+    return {s: _in_words(size.node.shape_env.var_to_sources[size.node._expr][0].name) for s, size in sizes.items()}
 
 
 def now(sizes: Mapping[Any, torch.SymInt]) -> dict[Any, int]:
@@ -165,7 +165,8 @@ def restrict(sizes: Mapping[Any, torch.SymInt], most: Mapping[Any, int]) -> None
 def tie_storages(gm: fx.GraphModule) -> None:
     """Guard that what an input is a view of, such as what an LSTM returns, is as large as the input.
 
-    Dynamo gives it sizes of its own, of which nothing else is known. Where it is larger now, it stays as large.
+    Dynamo gives it sizes of its own, of which nothing else is known; from here on either may have the other's symbol.
+    Where it is larger now, it stays as large.
     """
     for node in gm.graph.find_nodes(op="placeholder"):
         value = node.meta.get("example_value")

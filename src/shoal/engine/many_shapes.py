@@ -45,17 +45,15 @@ def compile_for_shapes(
         BudgetError: no plan fits: at this shape, or at the most that the user declared.
     """
     name, started = session.name or "model", time.perf_counter()
-    shape, sizes = varying_sizes.shape_of(gm), varying_sizes.varying(gm)
-    seen, now = session.sizes if seen is None else seen, varying_sizes.now(sizes)
-    declared = {
-        symbol: most for symbol, most in varying_sizes.declared(gm).items() if most >= now.get(symbol, most + 1)
-    }
+    shape, seen = varying_sizes.shape_of(gm), session.sizes if seen is None else seen
     # Of calls that wait for each other, each would count as the largest of them.
     each_at_its_size = session.loop.calls_at_once > 1 and session.status.budget_bytes is not None
-    if sizes and not (seen.fixed or seen.has_its_own(shape) or each_at_its_size):
+    if varying_sizes.varying(gm) and not (seen.fixed or seen.has_its_own(shape) or each_at_its_size):
         varying_sizes.tie_storages(gm)
+        sizes = varying_sizes.varying(gm)
         varying_sizes.make_static(gm, but=sizes)
-        names = varying_sizes.names_of(sizes)
+        names, now = varying_sizes.names_of(sizes), varying_sizes.now(sizes)
+        declared = {s: most for s, most in varying_sizes.declared(gm).items() if most >= now.get(s, most + 1)}
         varying_sizes.leave_out(sizes, names, seen.captured())
         plans = session.status.plans
         choices = seen.bounds(names, now)

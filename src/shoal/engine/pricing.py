@@ -41,6 +41,7 @@ from shoal.engine.search.variants import Variants
 from shoal.engine.search.without_effect import without_effect
 from shoal.engine.step_planning import allowed, limited_step
 from shoal.errors import InputError
+from shoal.kernels.generator import state_bytes
 from shoal.memory.budget import budget_bytes as allowed_bytes
 from shoal.memory.optimizer_state import Declared, declared_optimizer
 from shoal.memory.static_memory import StaticMemory
@@ -172,7 +173,7 @@ class Pricing:
         static_bytes = StaticMemory(self.model, self.optimizer).bytes_beside(graph, runs_here=self.target is None)
         link, hardware = self._link_and_hardware(device)
         means, lossy = self.options.means, self.options.lossy
-        planner = allowed(means, self.options.planner)
+        planner = allowed(means, self.options.planner, 0 if self.target else state_bytes(device))
 
         def completed(timed: StepGraph) -> StepGraph:
             if self.options.cuda_graphs:

@@ -25,6 +25,7 @@ from shoal.core.variant import WHOLE, Candidate, Variant
 from shoal.cost.measure import measure
 from shoal.cost.measure_links import link_to
 from shoal.cost.profile import profile_step
+from shoal.engine.generator_states import counting_states, states_of
 from shoal.engine.loop_memory import Basis, LoopMemory, by_itself, in_loop
 from shoal.engine.options import CompileOptions
 from shoal.engine.overlapping import plan_overlapping
@@ -143,7 +144,7 @@ class StepPlanning:
                 graph = in_loop(graph, loop, self.outputs)
                 return replace(graph, static_bytes=graph.static_bytes + others_bytes)
 
-            made[others_bytes], plan = self._plan_with_states(in_the_loop, encoding)
+            made[others_bytes], plan = self._plan_one(in_the_loop, encoding)
             return plan
 
         aside_bytes, plan = plan_overlapping(loop.calls_at_once, self._options.budget_bytes or 0, make, in_force)
@@ -152,31 +153,6 @@ class StepPlanning:
         others_bytes = plan.graph.static_bytes - graph.static_bytes - loop.small_bytes
         basis = Basis(graph, exact, self.outputs, others_bytes, self._fingerprint)
         return Planned(made[aside_bytes], plan, basis)
-
-    def _plan_with_states(self, placed: InLoop, encoding: Encoding) -> tuple[Captured, Plan]:
-        """Plan with the generator states counted that replayed random ops keep, each and the one it puts back."""
-        each_bytes = state_bytes(self._device)
-        n_random = sum(op.random and op.recomputable for op in self._captured.graph.ops)
-        if not n_random or not each_bytes or self._ready_plan is not None:
-            return self._plan_one(placed, encoding)
-
-        def with_all(graph: StepGraph) -> StepGraph:
-            graph = placed(graph)
-            return replace(graph, static_bytes=graph.static_bytes + (n_random + 1) * each_bytes)
-
-        try:
-            captured, plan = self._plan_one(placed, encoding)
-        except BudgetError:
-            captured, plan = self._plan_one(with_all, encoding)
-        replayed = {plan.graph.producer[storage.id] for storage in plan.recomputed}
-        n_replayed = sum(plan.graph.ops[op].random for op in replayed)
-        if not n_replayed:
-            return captured, plan
-        before_bytes = placed(self._costs_of(captured)).static_bytes
-        counted = replace(plan, graph=replace(plan.graph, static_bytes=before_bytes + (n_replayed + 1) * each_bytes))
-        if plan.budget_bytes and counted.predicted_peak_bytes > plan.budget_bytes:
-            return self._plan_one(with_all, encoding)
-        return captured, counted
 
     def priced(self, loop: LoopMemory) -> StepGraph:
         """The step by itself in a training loop, with nothing encoded."""
@@ -194,7 +170,13 @@ class StepPlanning:
     def _plan_one(self, placed: InLoop, encoding: Encoding) -> tuple[Captured, Plan]:
         captured, budget_bytes = self._captured, self._options.budget_bytes
         if self._ready_plan is not None:
-            return _adopt(self._ready_plan, captured, lambda step: placed(self._costs_of(step)), budget_bytes)
+            states = states_of(self._ready_plan) * state_bytes(self._device)
+
+            def costed(step: Captured) -> StepGraph:
+                graph = placed(self._costs_of(step))
+                return replace(graph, static_bytes=graph.static_bytes + states)
+
+            return _adopt(self._ready_plan, captured, costed, budget_bytes)
         if budget_bytes is None:
             return captured, planners.get("keep_all")(placed(self._costs_of(captured)), self._hardware, 0)
         if self._spare_bytes:
@@ -205,7 +187,7 @@ class StepPlanning:
 
     def _plan_within(self, budget_bytes: int, placed: InLoop, encoding: Encoding) -> tuple[Captured, Plan]:
         options, hardware = self._options, self._hardware
-        planner = allowed(options.means, options.planner)
+        planner = allowed(options.means, options.planner, state_bytes(self._device))
         before = placed(self._costs_of(self._captured))
         if options.lossy is None or isinstance(encoding, EncodeNothing):
             return self._captured, planner(before, hardware, budget_bytes)
@@ -235,9 +217,14 @@ class StepPlanning:
         return replace(graph, static_bytes=graph.static_bytes + self._beside_bytes, link=self._link)
 
 
-def allowed(means: frozenset[str], planner: str | planners.Planner) -> planners.Planner:
-    """A planner that recomputes, offloads and orders only where that is among the means."""
-    make = remembered(planner, order="order" in means)
+def allowed(means: frozenset[str], planner: str | planners.Planner, each_state_bytes: int = 0) -> planners.Planner:
+    """A planner that recomputes, offloads and orders only where that is among the means.
+
+    Args:
+        means, planner: what the options say.
+        each_state_bytes: as of `counting_states`.
+    """
+    make = counting_states(remembered(planner, order="order" in means), each_state_bytes)
     if {"recompute", "offload"} <= means:
         return make
 

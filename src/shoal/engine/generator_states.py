@@ -1,0 +1,57 @@
+"""States of the random generator that a plan keeps to repeat random ops in the backward pass, counted in its peak."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from shoal.core.hardware import Hardware
+from shoal.core.plan import Plan
+from shoal.core.step import StepGraph
+from shoal.errors import BudgetError
+from shoal.planners import Planner
+
+
+def counting_states(planner: Planner, each_bytes: int) -> Planner:
+    """A planner whose plans have them in their steps' `static_bytes`.
+
+    Args:
+        planner: what makes the plans.
+        each_bytes: of one state.
+    """
+
+    def plan(graph: StepGraph, hardware: Hardware, budget_bytes: int) -> Plan:
+        most = _kept(sum(op.random and op.recomputable for op in graph.ops)) if each_bytes else 0
+        counted = 0
+        while True:
+            with_states = replace(graph, static_bytes=graph.static_bytes + counted * each_bytes)
+            try:
+                made = planner(with_states, hardware, budget_bytes)
+            except BudgetError:
+                if counted == most:
+                    raise
+                counted = most  # of so many the least budget that it names is enough
+                continue
+            needed = states_of(made) if each_bytes else 0
+            static_bytes = graph.static_bytes + needed * each_bytes
+            found = made if needed == counted else with_static(made, static_bytes)
+            if needed <= counted or not budget_bytes or found.predicted_peak_bytes <= budget_bytes:
+                return found
+            counted = needed
+
+    return plan
+
+
+def states_of(plan: Plan) -> int:
+    """How many states it keeps: one for each random op that it repeats, and the one that is put back."""
+    repeated = {plan.graph.producer[storage.id] for storage in plan.recomputed}
+    return _kept(sum(plan.graph.ops[op].random for op in repeated))
+
+
+def with_static(plan: Plan, static_bytes: int) -> Plan:
+    """The plan with so many bytes in use all step beside its storages."""
+    exact = plan.exact_graph and replace(plan.exact_graph, static_bytes=static_bytes)
+    return replace(plan, graph=replace(plan.graph, static_bytes=static_bytes), exact_graph=exact)
+
+
+def _kept(repeated: int) -> int:
+    return repeated + 1 if repeated else 0
