@@ -31,6 +31,8 @@ from shoal.kernels import (
     prelu_pieces,
     relu,
 )
+from shoal.lowlevel import allocations
+from tests.engine.training_laws import needs_compiler
 from tests.joint_graphs import NETWORKS, captured_step, operands, run_joint, run_lowered
 
 aten = torch.ops.aten
@@ -389,3 +391,25 @@ def test_of_two_operands_the_one_that_dies_is_overwritten() -> None:
         graph = captured_step(Applies(lambda x, w, f=function: f(x, w).exp())).graph
         inner, total = [op for op in graph.ops if op.target == "aten.add.Tensor" and op.phase == "forward"]
         assert total.overwrites == inner.writes[0]
+
+
+def scratch_bytes(run: Callable[[], Any]) -> int:
+    result, changes = allocations.record(run)
+    del result  # held until here: results are no scratch
+    return allocations.peak_bytes(changes) - max(0, sum(changes))
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("target", "arguments"),
+    [pytest.param(*call, id=called(call[0])) for call in CALLS],
+)
+def test_what_takes_more_scratch_to_overwrite_is_measured_so(
+    target: Callable[..., Any], arguments: Callable[[torch.Tensor, torch.Tensor], tuple[Any, ...]]
+) -> None:
+    x, y = (torch.randn(2, 8, 256, 256, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
+    node, tensors = node_of(target, *arguments(x, y))
+    anew = scratch_bytes(lambda: call(target, node.args, node.kwargs, tensors))
+    for operand in inplace.operands(node):
+        over = scratch_bytes(lambda operand=operand: call(*_over(node, operand), tensors))  # type: ignore[misc]
+        assert over <= anew or inplace.needs_scratch_to_overwrite(target)

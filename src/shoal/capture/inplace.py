@@ -114,7 +114,14 @@ _CALLS: dict[Any, tuple[tuple[int, ...], Callable[..., Any]]] = {
 # it for large operands alone.
 _OVER: dict[Any, int] = {direct_convolution.forward: 3, direct_convolution.input_gradient: 3}
 _WORTH_PLANES_BYTES = 4 << 20
-_WITH_SCRATCH = (*_OVER, layer_norm.backward, prelu.backward)
+_WITH_SCRATCH = (
+    *_OVER,
+    layer_norm.backward,
+    group_norm.backward,
+    prelu.backward,
+    _aten._prelu_kernel.default,
+    torch.ops.shoal.norm_act_backward.default,
+)
 _READ_LATER = (batch_norm.normalise, group_norm.normalise)
 _NORMS = (
     _aten._native_batch_norm_legit_functional.default,

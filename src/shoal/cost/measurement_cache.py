@@ -24,7 +24,7 @@ from shoal.lowlevel.cuda_allocator import allocator_settings
 from shoal.lowlevel.native import fingerprint
 
 _MAX_DEPTH = 8  # of lists and objects in a cached value
-_FORMAT = 5
+_FORMAT = 6
 
 
 def device_of(name: str | torch.device) -> torch.device:
