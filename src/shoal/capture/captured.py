@@ -68,7 +68,7 @@ class Captured:
         numbers = {node.meta.get("ac_graph_id") for node in self.joint.graph.nodes}
         return len(numbers - {None})
 
-    @property
+    @cached_property
     def backward_names(self) -> frozenset[str]:
         """Names of the nodes that are ops of the backward pass."""
         return frozenset(op.name for op in self.graph.ops if op.phase == "backward")

@@ -235,3 +235,81 @@ def test_a_form_that_fits_with_everything_kept_is_planned_however_far_the_whole_
         return Priced(step, lambda budget_bytes: (None, Plan(taking(plan_seconds, 0), {}, "keep_all")))
 
     assert best_variant(forms, price, CROWDED_BYTES - 1, "").variant == on_slices
+
+
+class Bounding(OnPatches):
+    """Forms with kept seconds of their own, and by `variant` the lower bound and the seconds of a plan.
+
+    With pieces or shrunk, a form has the bounds and plans that stand for it, if any do.
+    """
+
+    def __init__(self, kept_seconds: float, **bound_and_plan_seconds: tuple[float, float]) -> None:
+        super().__init__(1)
+        self.kept_seconds = kept_seconds
+        self.seconds = bound_and_plan_seconds
+        self.held_bytes = {ON_SLICES[name]: 0 for name in ("whole", "slices") if name in bound_and_plan_seconds}
+        self.planned: list[str] = []
+        self.shrinks: list[Variant] = []
+
+    def price(self, variant: Variant) -> Priced[None]:
+        name = next(name for name, other in ON_SLICES.items() if other == variant)
+
+        def shrunk() -> Priced[None] | None:
+            self.shrinks.append(variant)
+            return self.named(f"{name}_shrunk")
+
+        return replace(self.named(name), shrunk=shrunk)  # type: ignore[type-var]
+
+    def named(self, name: str) -> Priced[None] | None:
+        if name not in self.seconds:
+            return None
+        bound_seconds, plan_seconds = self.seconds[name]
+
+        class Bounded(Priced[None]):
+            def least_seconds(self, budget_bytes: int) -> float:
+                return bound_seconds
+
+        def plan(budget_bytes: int) -> tuple[None, Plan]:
+            self.planned.append(name)
+            return None, Plan(taking(plan_seconds, 0), {}, "keep_all")
+
+        place = list(self.seconds).index(name)
+        cut = self.named(f"{name}_pieces")
+        step = crowded(taking(self.kept_seconds + place / 100, place))
+        return Bounded(step, plan, cut=lambda: ((Pieces("conv", 0, 2),), cut) if cut is not None else None)
+
+    def chosen(self) -> Variant:
+        return best_variant(self, self.price, CROWDED_BYTES - 1, "").variant
+
+
+ON_SLICES = {"whole": WHOLE, "slices": Variant(depth=0.5, slices=4)}
+
+
+def test_where_no_form_can_be_fast_by_its_bound_slices_are_bounded_before_any_is_planned() -> None:
+    slow = Bounding(100.0, whole=(110.0, 130.0), slices=(105.0, 107.0))
+    assert slow.chosen().slices == 4 and slow.planned == ["slices"]
+    slices_are_slow = Bounding(100.0, whole=(110.0, 150.0), slices=(112.0, 128.0))
+    assert slices_are_slow.chosen().slices == 4 and slices_are_slow.planned == ["whole", "slices"]
+    fast = Bounding(100.0, whole=(101.0, 101.5), slices=(100.0, 100.0))
+    assert fast.chosen() == WHOLE and fast.planned == ["whole"] and fast.captured == []
+
+
+def test_what_is_shrunk_or_in_pieces_is_planned_behind_what_is_not_where_its_bound_is_hardly_lower() -> None:
+    hardly = Bounding(100.0, whole=(110.0, 110.2), whole_pieces=(109.8, 109.9), whole_shrunk=(109.9, 110.0))
+    assert hardly.chosen() == WHOLE and hardly.planned == ["whole"]
+    lower = Bounding(100.0, whole=(110.0, 111.0), whole_pieces=(105.0, 106.0))
+    assert lower.chosen().pieces and lower.planned == ["whole_pieces"]
+
+
+def test_on_slices_it_is_planned_shrunk_only_if_that_lowers_its_bound() -> None:
+    """As it is, a plan of the shrunk step was often faster with the same bound; on slices little waits."""
+    slices = {"whole": (120.0, 130.0), "slices": (105.0, 110.0)}
+    same = Bounding(100.0, **slices, slices_shrunk=(105.0, 106.0))
+    assert same.chosen() == ON_SLICES["slices"] and same.planned == ["slices"]
+    lower = Bounding(100.0, **slices, slices_shrunk=(104.0, 106.0))
+    assert lower.chosen() == replace(ON_SLICES["slices"], shrunk=True) and lower.planned == ["slices", "slices_shrunk"]
+
+
+def test_a_form_that_cannot_be_the_fastest_by_its_bound_is_not_shrunk() -> None:
+    forms = Bounding(100.0, whole=(105.0, 106.0), slices=(120.0, 121.0))
+    assert forms.chosen() == WHOLE and forms.shrinks == [WHOLE]

@@ -4,13 +4,14 @@ Forms are captured and priced, none is run as a whole. A relaxed program bounds 
 `planners.estimates.least_seconds`), and only what could be faster than the best plan so far is planned in full.
 Convolutions in pieces take less scratch and mostly more time, so the forms are looked at with them where they are
 slowed down, or do not fit; a form that fits is planned with them only if that lowers its bound. Likewise with what
-waits in the backward pass shrunk, which takes an op each time. Direct kernels alone
-may be faster than the library's, so forms that are not slowed down are looked at with these. Overlapping patches
-compute their halos besides what the network computes, so they are looked at where the other forms are slowed down by
-more than that. All numbers of slices are bounded before any is planned; fewer than fit are planned only if their bound
-is lower, and more are captured only where fewer are short of room by their bound. Storages are encoded last, in the
-forms of which the bound says that they may be faster so than the best plan that encodes nothing. Counts of ops end the
-search, never a clock.
+waits in the backward pass shrunk, which takes an op each time. Direct kernels alone may be faster than the library's,
+so forms that are not slowed down are looked at with these. Overlapping patches compute their halos besides what the
+network computes, so they are looked at where the other forms are slowed down by more than that. All numbers of slices
+are bounded before any is planned; fewer than fit are planned only if their bound is lower, and more are captured only
+where fewer are short of room by their bound. Where the bounds of all forms that do not run part by part say that they
+are slowed down, those on slices are bounded before any of them is planned: a plan takes longer than all these bounds,
+and the fastest plan leaves no need of the others. Storages are encoded last, in the forms of which the bound says that
+they may be faster so than the best plan that encodes nothing. Counts of ops end the search, never a clock.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import Generic
 
 from shoal.capture.layered import Refused
@@ -80,6 +82,7 @@ class _Search(Generic[Graph, Made]):
         self._worth = WorthCapturing(self.state)
         self._cut: set[str] = set()  # forms that were asked for pieces
         self._shrunk: set[str] = set()  # forms that were asked to be shrunk
+        self._has_sliced = False
 
     def _form(self, variant: Variant) -> list[Form[Graph, Made]]:
         """The form, captured and priced; none where the step does not have it."""
@@ -100,8 +103,19 @@ class _Search(Generic[Graph, Made]):
         bounded = bound_forms(state, captured)
         whole_seconds = next((seconds for seconds, form in bounded if form.variant == WHOLE), math.inf)
         considered = self._consider_smaller_maps((1 - WORTH_A_PLAN) * whole_seconds, [])
-        plan_forms(state, bounded)
+        plan_forms(state, self._with_what_needs_less(bounded))
         self._consider_smaller_maps((1 - WORTH_A_PLAN) * state.best_seconds, considered)
+
+    def _with_what_needs_less(self, bounded: Bounded[Graph, Made]) -> Bounded[Graph, Made]:
+        """The forms, and while none of them can be fast by its bound, those that need fewer bytes.
+
+        They would be asked for behind plans of the others, each of which takes longer than all these bounds.
+        """
+        for more in (self._shrunk_forms, self._forms_in_pieces, self._sliced_forms):
+            if not self.state.is_slow(min((self.state.best_seconds, *(seconds for seconds, _ in bounded)))):
+                break
+            bounded = bounded + more()
+        return bounded
 
     def _consider_smaller_maps(self, below_seconds: float, considered: Sequence[Variant]) -> list[Variant]:
         """Where all batch norms fused do not fit, leave those of the largest maps: as few as it takes.
@@ -147,22 +161,32 @@ class _Search(Generic[Graph, Made]):
         try_forms(self.state, _changed(forms, lambda priced: priced.faster()))
 
     def consider_shrunk(self) -> None:
-        """The same forms once more, shrunk in the backward pass, but for those that were asked already."""
+        """The same forms once more, shrunk in the backward pass."""
+        if self.state.is_short_of_room:
+            plan_forms(self.state, self._shrunk_forms())
+
+    def _shrunk_forms(self) -> Bounded[Graph, Made]:
+        """The forms shrunk, but for those that were asked already, or cannot be the fastest by their bounds."""
         state = self.state
-        if not state.is_short_of_room:
-            return
         fresh = [form for key, form in state.forms.items() if key not in self._shrunk]
         self._shrunk |= state.forms.keys()
         forms = []
         for form in fresh:
-            if form.variant.pieces or form.variant.shrunk or not state.may_gain(form.priced.graph.plain_seconds):
+            row = state.row(form.variant)
+            bound_seconds = row.bound_seconds if row is not None else None
+            least_seconds = form.priced.graph.plain_seconds if bound_seconds is None else bound_seconds
+            if form.variant.pieces or form.variant.shrunk or not state.may_gain(least_seconds):
                 continue
             if (priced := form.priced.shrunk()) is not None:
                 forms.append(Form(replace(form.variant, shrunk=True), form.graph, priced))
-        try_forms(state, forms)
+        return bound_forms(state, forms)
 
     def consider_pieces(self) -> None:
-        """The same forms once more, with convolutions in pieces, but for those that were asked already.
+        """The same forms once more, with convolutions in pieces."""
+        plan_forms(self.state, self._forms_in_pieces())
+
+    def _forms_in_pieces(self) -> Bounded[Graph, Made]:
+        """The forms in pieces, but for those that were asked already.
 
         Of a form that was shrunk, that one alone: pieces too are for the fewest bytes.
         """
@@ -172,26 +196,29 @@ class _Search(Generic[Graph, Made]):
         shrunk = {replace(form.variant, shrunk=False) for form in known.values() if form.variant.shrunk}
         whole = [form for key, form in known.items() if key in uncut and not form.variant.pieces]
         forms = [form for form in whole if form.variant not in shrunk]
-        try_forms(self.state, _changed(forms, lambda priced: priced.cut()))
+        return bound_forms(self.state, _changed(forms, lambda priced: priced.cut()))
 
     def consider_split(self) -> None:
-        """On slices of the batch, each number bounded before more are captured; then on slabs and patches."""
-        state, bounded = self.state, list[tuple[float, Form[Graph, Made]]]()
-        variant = next(split := iter(self._variants.split()), None)
-        while variant is not None and variant.slices:
-            if self._is_worth_capturing(variant, bounded):
-                bounded += bound_forms(state, self._form(variant))
-            variant = next(split, None)
-        plan_forms(state, bounded)
+        """On slices of the batch; then on slabs and patches."""
+        state = self.state
+        plan_forms(state, self._sliced_forms())
         self.consider_shrunk()
         if self._worth.most_slices and state.is_slowed:
             self.consider_pieces()
-        while variant is not None:
-            if self._is_worth_capturing(variant, []):
+        for variant in self._variants.split():
+            if not variant.slices and self._is_worth_capturing(variant, []):
                 try_forms(state, self._form(variant))
                 if variant.slabs and state.best is None:
                     self.consider_pieces()
-            variant = next(split, None)
+
+    def _sliced_forms(self) -> Bounded[Graph, Made]:
+        """On slices of the batch, each number bounded before more are captured; none where they were asked already."""
+        bounded: Bounded[Graph, Made] = []
+        for variant in takewhile(lambda one: one.slices, () if self._has_sliced else self._variants.split()):
+            if self._is_worth_capturing(variant, bounded):
+                bounded += bound_forms(self.state, self._form(variant))
+        self._has_sliced = True
+        return bounded
 
     def _is_worth_capturing(self, variant: Variant, bounded: Bounded[Graph, Made]) -> bool:
         """Whether a form may be the fastest, and is not too large; the table says why not."""

@@ -8,6 +8,7 @@ from typing import Generic
 
 from shoal.core.plan import Plan
 from shoal.core.sizes import format_bytes
+from shoal.core.step import StepGraph
 from shoal.core.variant import WHOLE, Candidate, Variant
 from shoal.engine.search.nearest_first import Form
 from shoal.engine.search.priced import Made
@@ -62,13 +63,13 @@ class SearchState(Generic[Graph, Made]):
         return self.best.plan.predicted_seconds if self.best is not None else math.inf
 
     @property
-    def whole(self) -> Candidate:
-        """The row of the step as it is."""
-        return self.row(WHOLE)
+    def whole(self) -> StepGraph:
+        """The step as it is."""
+        return next(form.priced.graph for form in self.forms.values() if form.variant == WHOLE)
 
-    def row(self, variant: Variant) -> Candidate:
-        """The row of a form."""
-        return next(row for row in self.rows if row.variant == variant)
+    def row(self, variant: Variant) -> Candidate | None:
+        """The row of a form; None while it has none."""
+        return next((row for row in self.rows if row.variant == variant), None)
 
     def may_gain(self, bound_seconds: float) -> bool:
         """Whether a form with this lower bound may be faster than the best plan so far, by more than a little."""
@@ -85,7 +86,11 @@ class SearchState(Generic[Graph, Made]):
     @property
     def is_slowed(self) -> bool:
         """Whether the best plan so far is slower than the step with everything kept, or there is none."""
-        return self.best_seconds > (1 + GOOD_ENOUGH) * self.whole.plain_seconds
+        return self.is_slow(self.best_seconds)
+
+    def is_slow(self, seconds: float) -> bool:
+        """Whether a step takes longer than as it is with everything kept, by more than a little."""
+        return seconds > (1 + GOOD_ENOUGH) * self.whole.plain_seconds
 
     @property
     def is_short_of_room(self) -> bool:
@@ -111,6 +116,7 @@ class SearchState(Generic[Graph, Made]):
     def note_plan(self, found: Best[Graph, Made]) -> None:
         """Put a plan that was made after all, or that encodes, into the table."""
         row = self.row(found.variant)
+        assert row is not None
         self.rows[self.rows.index(row)] = replace(
             row,
             bound_seconds=row.plain_seconds + found.plan.lower_bound_seconds,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from shoal.core.progress import doing
 from shoal.core.simulate import simulate
-from shoal.core.variant import Candidate, Variant
+from shoal.core.variant import WHOLE, Candidate, Variant
 from shoal.engine.search.nearest_first import Form
 from shoal.engine.search.priced import Made
 from shoal.engine.search.search_state import WORTH_A_PLAN, Best, SearchState
@@ -50,8 +50,19 @@ def bound_forms(state: SearchState[Graph, Made], forms: Iterable[Form[Graph, Mad
 
 
 def plan_forms(state: SearchState[Graph, Made], bounded: Bounded[Graph, Made]) -> None:
-    """Plan those that may be faster than the best plan so far, the most promising first."""
-    for bound_seconds, form in sorted(bounded, key=lambda one: one[0]):
+    """Plan those that may be faster than the best plan so far, the most promising first.
+
+    A form that is shrunk or has pieces comes after itself without them where its bound is hardly lower.
+    """
+    bounds = {form.variant: bound_seconds for bound_seconds, form in bounded}
+
+    def place(one: tuple[float, Form[Graph, Made]]) -> tuple[float, int]:
+        bound_seconds, form = one
+        plainer = [bounds[variant] for variant in _plainer(form.variant) if variant in bounds]
+        hardly_lower = [other for other in plainer if bound_seconds >= (1 - WORTH_A_PLAN) * other]
+        return max([bound_seconds, *hardly_lower]), len(form.variant.pieces) + form.variant.shrunk
+
+    for bound_seconds, form in sorted(bounded, key=place):
         row = _row(form, bound_seconds)
         if reason := _why_not(state, row, bound_seconds):
             state.rows.append(replace(row, outcome=reason))
@@ -84,8 +95,10 @@ def _why_not(state: SearchState[Graph, Made], row: Candidate, bound_seconds: flo
         return f"cannot be {'much ' if bound_seconds < state.best_seconds else ''}faster, by its bound"
     if state.fits(row.plain_peak_bytes):
         return ""  # with everything kept it is a plan
-    if variant.pieces and _fits_whole(state, variant, bound_seconds):
-        return "fits without pieces, and gains nothing by its bound"
+    # On slices little waits that could be shrunk; of whole steps plans were nearer to the same bound so.
+    plainer = _plainer(variant) if variant.slices else {replace(variant, pieces=())} - {variant}
+    if _fits_as(state, plainer, bound_seconds):
+        return f"fits without {'pieces' if variant.pieces else 'being shrunk'}, and gains nothing by its bound"
     if variant.slices and _fits_on_more(state, variant, bound_seconds):
         return "fits on more slices, and gains nothing by its bound"
     if variant.slices and _must_come_nearer(state, bound_seconds):
@@ -100,10 +113,15 @@ def _gains_nothing(bound_seconds: float, planned: Candidate) -> bool:
     return bound_seconds >= (1 - WORTH_A_PLAN) * planned.bound_seconds
 
 
-def _fits_whole(state: SearchState[Graph, Made], variant: Variant, bound_seconds: float) -> bool:
-    """Whether the same form without pieces has a plan, and a lower bound that is hardly higher."""
-    whole = replace(variant, pieces=())
-    return any(_gains_nothing(bound_seconds, row) for row in state.rows if row.variant == whole)
+def _plainer(variant: Variant) -> set[Variant]:
+    """The same form without pieces, not shrunk, and neither."""
+    others = {replace(variant, pieces=()), replace(variant, shrunk=False), replace(variant, pieces=(), shrunk=False)}
+    return others - {variant}
+
+
+def _fits_as(state: SearchState[Graph, Made], others: Collection[Variant], bound_seconds: float) -> bool:
+    """Whether one of other forms has a plan, and a lower bound that is hardly higher."""
+    return any(_gains_nothing(bound_seconds, row) for row in state.rows if row.variant in others)
 
 
 def _fits_on_more(state: SearchState[Graph, Made], variant: Variant, bound_seconds: float) -> bool:
@@ -117,8 +135,8 @@ def _fits_on_more(state: SearchState[Graph, Made], variant: Variant, bound_secon
 
 def _must_come_nearer(state: SearchState[Graph, Made], bound_seconds: float) -> bool:
     """Whether a form is the fastest only if its plan is much nearer to its bound than that of the step as it is."""
-    whole = state.whole
-    if state.best is None or whole.seconds is None or not whole.bound_seconds:
+    whole = state.row(WHOLE)
+    if state.best is None or whole is None or whole.seconds is None or not whole.bound_seconds:
         return False
     gap = whole.seconds / whole.bound_seconds - 1
     return bound_seconds * (1 + gap / 2) >= state.best_seconds

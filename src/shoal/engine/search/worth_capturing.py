@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Generic
 
 from shoal.core.simulate import simulate
-from shoal.core.variant import WHOLE, Candidate, Variant
+from shoal.core.step import StepGraph
+from shoal.core.variant import Candidate, Variant
 from shoal.engine.search.nearest_first import Form
 from shoal.engine.search.priced import Made, why_too_many
 from shoal.engine.search.search_state import GOOD_ENOUGH, WORTH_A_PLAN, SearchState
@@ -62,7 +63,7 @@ class WorthCapturing(Generic[Graph, Made]):
             return "slices and slabs compute nothing twice"
         if work.more_share > slowed_share:
             return f"computes {100 * work.more_share:.0f} % more"
-        return why_too_many(work, whole.n_ops, 0 if one_after_another else sum(row.n_ops for row in state.rows))
+        return why_too_many(work, len(whole.ops), 0 if one_after_another else sum(row.n_ops for row in state.rows))
 
     def _note_what_is_needed(self) -> None:
         """Where what stays in any form is over the budget, finer patches are for the least alone."""
@@ -77,7 +78,8 @@ class WorthCapturing(Generic[Graph, Made]):
     def _kept_seconds_on(self, slices: int, bounded: Bounded[Graph, Made]) -> float:
         """About the step with everything kept, from forms on fewer slices: each slice more takes as much more."""
         rows = self._state.rows
-        known = {row.variant.slices or 1: row.plain_seconds for row in rows if row.n_ops and _is_on_slices(row)}
+        known = {1: self._state.whole.plain_seconds}
+        known |= {row.variant.slices: row.plain_seconds for row in rows if row.n_ops and _is_on_slices(row)}
         known |= {form.variant.slices: simulate(form.priced.graph, {}).seconds for _, form in bounded}
         (few, fast), *more = sorted(known.items())
         if not more:
@@ -92,13 +94,12 @@ class WorthCapturing(Generic[Graph, Made]):
         return max((max(form.variant.slices, form.variant.slabs) for form in forms), default=0)
 
 
-def _has_room(bound_seconds: float, form: Form[Graph, Made], whole: Candidate) -> bool:
+def _has_room(bound_seconds: float, form: Form[Graph, Made], whole: StepGraph) -> bool:
     """Whether a form on slices is hardly slowed down for lack of room by its bound; each slice more takes longer."""
     kept_seconds = simulate(form.priced.graph, {}).seconds
     return kept_seconds >= whole.plain_seconds and bound_seconds <= (1 + WORTH_A_PLAN) * kept_seconds
 
 
 def _is_on_slices(row: Candidate) -> bool:
-    """Whether a form is the step as it is, or that on slices of the batch."""
-    variant = row.variant
-    return not (variant.pieces or variant.shrunk) and (variant == WHOLE or bool(variant.slices))
+    """Whether a form is the step on slices of the batch, with nothing else changed."""
+    return bool(row.variant.slices) and not (row.variant.pieces or row.variant.shrunk)
