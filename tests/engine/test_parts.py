@@ -633,6 +633,45 @@ def test_sizes_that_vary_within_a_step_are_of_one_graph_and_one_plan_and_every_s
     assert ours.shoal.repairs == 0
 
 
+class PickingTwice(Picking):
+    """The same head for few rows and for many, each in its own graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = Head()
+
+    def forward(self, x: torch.Tensor, few: torch.Tensor, many: torch.Tensor) -> torch.Tensor:
+        rows, total = self.body(x).permute(0, 2, 3, 1), x.new_zeros(())
+        for picks in (few, many):
+            total = total + self.head(rows[picks]).square().mean()
+        return total
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 5)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(rows).sigmoid())
+
+
+def test_once_a_size_within_a_step_has_varied_all_such_sizes_may_grow() -> None:
+    """Else the next that does has the whole step captured anew."""
+    plain = PickingTwice()
+    ours = shoal.compile(copy.deepcopy(plain), budget="1GiB", allow="bitwise")
+    captures = []
+    with costs_that_do_not_matter():
+        for few, many in ((4, 20), (5, 20), (5, 20), (5, 22), (5, 25), (6, 30), (5, 28)):
+            (x,) = images(1, 2, 3, 16, 16)
+            for model in (plain, ours):
+                model.zero_grad()
+                model(x, *_picks(few, many)).backward()
+            captures.append(ours.shoal.captures)
+            assert all(torch.equal(p.grad, g.grad) for p, g in zip(ours.parameters(), plain.parameters(), strict=True))
+    assert captures[2:] == captures[2:3] * len(captures[2:])
+
+
 def _parts(graph: StepGraph) -> int:
     return len({op.name.split(".")[0] for op in graph.ops if op.name.startswith("part")})
 

@@ -253,8 +253,10 @@ class PartedSteps(PartSequence):
 
     def _plan_for_all_sizes(self) -> None:
         """Capture the step again with symbols for sizes that vary within it: else each would be a way of its own, which
-        none of the parts before it was planned for."""
+        none of the parts before it was planned for. Any of them may be larger in the next step."""
         log.info("%s: sizes within it differ between steps; planning for all of them", self.session.name)
+        for seen in self._sizes.values():
+            seen.wander = True
         self.forget()
 
     def _plan(self, nodes: tuple[Node, ...], peak_bytes: int) -> None:
