@@ -160,9 +160,11 @@ def fit(
         >>> found.patch, found.too_large
         ((16, 48, 48), (16, 56, 48))
 
-    Known limits: it assumes that where a batch does not fit, no larger one does, and likewise for a patch with more
-    voxels. A patch is planned anew for each that is tried: seconds to a minute each for a large network. A planner
-    whose search is limited can miss a plan; then the answer is one that fits, not the largest.
+    Known limits: the loss is taken to use twice the bytes of the outputs' gradients while it runs, as a mean of squares
+    does; in a loop whose loss uses less, one more may fit. It assumes that where a batch does not fit, no larger one
+    does, and likewise for a patch with more voxels. A patch is planned anew for each that is tried: seconds to a minute
+    each for a large network. A planner whose search is limited can miss a plan; then the answer is one that fits, not
+    the largest.
     """
     if patch is None and (multiple_of is not None or max_patch is not None):
         raise InputError("multiple_of= and max_patch= are for the search of a patch; give patch= to begin with")

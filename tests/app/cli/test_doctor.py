@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -11,6 +12,7 @@ from typer.testing import CliRunner, Result
 from shoal.app.cli import app
 from shoal.app.doctor.examine import examine
 from shoal.app.doctor.findings import as_json, as_lines
+from shoal.app.doctor.steps import seconds
 from shoal.app.doctor.subject import load_subject
 
 MODELS = """
@@ -147,3 +149,20 @@ def test_a_mistake_is_one_line(arguments: list[str], said: str) -> None:
     done = doctor(*arguments)
     assert done.exit_code == 2 and done.stdout == "", done.output
     assert said in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_model_of_several_graphs_is_timed_in_a_step_in_which_nothing_is_prepared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prepared = []
+
+    def timed(model: Any, *arguments: Any) -> float:
+        before = len(model.shoal.preparations)
+        taken = seconds(model, *arguments)
+        prepared.append(len(model.shoal.preparations) - before)
+        return taken
+
+    monkeypatch.setattr("shoal.app.doctor.examine.seconds", timed)
+    assert doctor("my_models.py:printing", "--budget", "4MiB").exit_code == 0
+    assert prepared[0] and not prepared[-1]
+    assert all(prepared[:-1])

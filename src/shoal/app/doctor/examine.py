@@ -19,6 +19,7 @@ from shoal.memory.budget import budget_bytes
 from shoal.memory.optimizer_state import declared_optimizer
 from shoal.memory.storage_bytes import distinct_bytes
 
+_STEPS_TO_SETTLE = 4  # of several graphs the second step is compiled anew, by the plan of what the first one showed
 _HALVINGS = 3  # each is planned, which takes seconds where it does not fit either
 
 
@@ -158,7 +159,11 @@ def _planned(
     status: Any = model.shoal
     seconds(model, subject.example, start)  # prepared and metered
     difference = None if gradients is None else largest_difference(gradients_of(model), gradients)
-    again = seconds(model, subject.example, start)
+    for _ in range(_STEPS_TO_SETTLE):
+        prepared = len(status.preparations)
+        again = seconds(model, subject.example, start)
+        if len(status.preparations) == prepared:
+            break
     plan, measured_bytes = status.plan, status.measured_peak_bytes  # no optimizer has made its state here
     return {
         "plan": plan,
