@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -102,6 +103,18 @@ def test_a_row_that_gets_another_layer_is_called_with_it() -> None:
     x = images(1, 2, 3, 8, 8)[0]
     assert planned(x).shape == (2, 4 * 8 * 8)
     planned(x).square().mean().backward()
+
+
+class Backwards(nn.Sequential):
+    """Calls its layers from the last to the first."""
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return reversed(list(super().__iter__()))
+
+
+def test_a_row_in_an_order_of_its_own_is_called_in_that() -> None:
+    layers = Backwards(nn.Conv2d(4, 2, 3), Break(), nn.GELU(), nn.Conv2d(3, 4, 3))
+    assert_same_training(Holding(nn.Sequential(layers, Break(), nn.Conv2d(2, 2, 1))), images(3, 2, 3, 8, 8))
 
 
 def test_a_break_is_named_by_the_layer_at_which_it_is() -> None:

@@ -52,7 +52,8 @@ def containers(module: nn.Module) -> Iterator[nn.Module]:
 
 def in_a_row(module: nn.Module) -> bool:
     """Whether it calls its layers one after another, each with what the one before returns."""
-    return type(module).forward is nn.Sequential.forward
+    kind = type(module)
+    return kind.forward is nn.Sequential.forward and kind.__iter__ is nn.Sequential.__iter__  # type: ignore[attr-defined]
 
 
 def _one_by_one(module: nn.Module) -> Callable[..., Any]:

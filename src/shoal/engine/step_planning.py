@@ -170,13 +170,10 @@ class StepPlanning:
     def _plan_one(self, placed: InLoop, encoding: Encoding) -> tuple[Captured, Plan]:
         captured, budget_bytes = self._captured, self._options.budget_bytes
         if self._ready_plan is not None:
-            states = states_of(self._ready_plan) * state_bytes(self._device)
-
-            def costed(step: Captured) -> StepGraph:
-                graph = placed(self._costs_of(step))
-                return replace(graph, static_bytes=graph.static_bytes + states)
-
-            return _adopt(self._ready_plan, captured, costed, budget_bytes)
+            each_bytes = state_bytes(self._device)
+            return _adopt(
+                self._ready_plan, captured, lambda step: placed(self._costs_of(step)), each_bytes, budget_bytes
+            )
         if budget_bytes is None:
             return captured, planners.get("keep_all")(placed(self._costs_of(captured)), self._hardware, 0)
         if self._spare_bytes:
@@ -246,22 +243,32 @@ def _is_same(one: StepGraph, other: StepGraph) -> bool:
 
 
 def _adopt(
-    plan: Plan, captured: Captured, costed: Callable[[Captured], StepGraph], budget_bytes: int | None
+    plan: Plan,
+    captured: Captured,
+    costed: Callable[[Captured], StepGraph],
+    each_state_bytes: int,
+    budget_bytes: int | None,
 ) -> tuple[Captured, Plan]:
     """The residences of a plan made elsewhere, with the costs of this machine, and the step with what it encodes.
 
     Raises:
         PlanError: it was made for another model or shape, breaks a rule, or passes the budget here.
     """
-    exact = graph = costed(captured)
+    graph = costed(captured)
     for step in (plan.graph, plan.exact_step):
         check_step(step)
     check_plan(replace(plan.graph, link=graph.link), plan.residences)
+    states_bytes = states_of(plan) * each_state_bytes
+
+    def with_states(graph: StepGraph) -> StepGraph:
+        return replace(graph, static_bytes=graph.static_bytes + states_bytes)
+
+    exact = graph = with_states(graph)
     said = encoded_by(plan)
     if said is not None and _is_same(plan.exact_step, graph):
         lossy, chosen = said
         captured = encoded(captured, chosen, lossy)
-        graph = costed(captured)
+        graph = with_states(costed(captured))
     if not _is_same(plan.captured_graph, graph):
         theirs = [s.shape for s in plan.graph.storages if s.kind == "input"]
         ours = [s.shape for s in graph.storages if s.kind == "input"]
