@@ -238,9 +238,11 @@ def test_a_form_that_fits_with_everything_kept_is_planned_however_far_the_whole_
 
 
 class Bounding(OnPatches):
-    """Forms with kept seconds of their own, and by `variant` the lower bound and the seconds of a plan.
+    """Forms that all take `kept_seconds` with everything kept.
 
-    With pieces or shrunk, a form has the bounds and plans that stand for it, if any do.
+    Args:
+        kept_seconds: of each.
+        bound_and_plan_seconds: of `whole` and `slices`, and of `whole_shrunk` or `slices_pieces` where there is one.
     """
 
     def __init__(self, kept_seconds: float, **bound_and_plan_seconds: tuple[float, float]) -> None:

@@ -97,6 +97,7 @@ class _Search(Generic[Graph, Made]):
         """The step as it is, and with batch norms fused: all of them, or where they do not fit, but for the largest.
 
         Fewer fused are captured before anything is planned where all would be faster than the step as it is can be.
+        Where none of them can be fast, they are planned together with the forms of `_with_what_needs_less`.
         """
         state = self.state
         captured = [form for variant in (WHOLE, *self._variants.of_norms()) for form in self._form(variant)]

@@ -47,8 +47,8 @@ class EncodeForms(Generic[Graph, Made]):
         """Whether the bound of a form, exact or with storages encoded, lets it fit and be faster than the best plan."""
         assert form.priced.encoded is not None
         doing("plan", f"{len(form.priced.graph.ops)} ops, {form.variant}, storages encoded")
-        exact = self._state.row(form.variant)
-        if exact is not None and exact.bound_seconds is not None and self._state.may_gain(exact.bound_seconds):
+        row = self._state.row(form.variant)
+        if row is not None and row.bound_seconds is not None and self._state.may_gain(row.bound_seconds):
             return True
         for share in BOUNDING_SHARES:
             bound_seconds = least_seconds(form.priced.encoded.graph(share), self._state.budget_bytes)
