@@ -76,6 +76,29 @@ def test_two_sizes_that_grew_share_the_growth_and_stay_multiples_of_what_was_see
     ]
 
 
+def test_up_to_three_shapes_that_grow_are_captured_with_numbers_where_that_gives_them_other_forms() -> None:
+    seen, plain = SizesSeen(has_forms=True), SizesSeen()
+
+    def captured(**sizes: int) -> None:
+        for one in (seen, plain):
+            one.note(frozenset(sizes.items()))
+            one.note_captured(frozenset(sizes.items()))
+
+    def deserves(one: SizesSeen, **sizes: int) -> bool:
+        return one.deserves_numbers(frozenset(sizes.items()))
+
+    captured(batch=2, width=8)
+    assert deserves(seen, batch=3, width=8) and not deserves(plain, batch=3, width=8)
+    assert not deserves(seen, batch=3, width=7) and not deserves(seen, batch=2, width=8)
+    seen.wander = True
+    assert not deserves(seen, batch=3, width=8)
+    seen.wander = False
+    captured(batch=3, width=8)
+    assert not deserves(seen, batch=3, width=8) and deserves(seen, batch=3, width=9)
+    captured(batch=3, width=9)
+    assert not deserves(seen, batch=4, width=9)
+
+
 def test_sizes_that_wander_are_planned_for_more_than_the_largest_seen_without_having_grown() -> None:
     seen = SizesSeen(wander=True)
     told(seen, w=101)

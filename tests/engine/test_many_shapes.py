@@ -172,6 +172,20 @@ def test_every_step_stays_in_the_budget_by_pytorchs_own_count(
         ours.zero_grad()
 
 
+def test_a_larger_batch_than_the_first_is_looked_at_in_all_forms_too() -> None:
+    """The first may be a trial, or the last batch of an epoch in a run that is resumed."""
+    torch.manual_seed(0)
+    ours = shoal.compile(nn.Sequential(*classifier(3, 8)), "1GiB", allow="recompute,fuse")
+    for batch in batches(*((n, 3, 16, 16) for n in (2, 4, 3, 4))):
+        step(ours, batch)
+    assert [_batch_of(plan) for plan in ours.shoal.plans] == [2, 4, 4]  # the third for all sizes up to there
+    assert [any(one.variant.fuse for one in plan.candidates) for plan in ours.shoal.plans] == [True, True, False]
+
+
+def _batch_of(plan: Plan) -> int:
+    return next(storage.shape[0] for storage in plan.graph.storages if storage.kind == "input")
+
+
 def test_what_an_lstm_leaves_of_a_model_has_one_graph_for_every_later_length() -> None:
     torch.manual_seed(0)
     net = Recurrent()

@@ -1,6 +1,6 @@
 """Which sizes of a model's inputs vary from call to call, and how large a step is planned for.
 
-The first shape is captured with numbers. Where a second one differs from it in sizes alone, Dynamo makes those sizes
+The first shape is captured with numbers. Where another one differs from it in sizes alone, Dynamo makes those sizes
 symbols. Here each gets a most that it can be, as a guard: up to there one captured graph and one plan serve every call.
 """
 
@@ -26,6 +26,7 @@ GROWTHS = (2.0, 1.3)
 """A size that was seen to grow is planned for as far as the inputs get so many times the elements of the largest: by
 the first of these that fits the budget."""
 _LESS_THAN_NEEDED = 0.98
+_MOST_WITH_NUMBERS = 3  # shapes, each larger than those before: the first may be no more than a trial
 Shape = frozenset[tuple[str, int]]
 
 
@@ -37,11 +38,13 @@ class SizesSeen:
         fixed: why sizes stay numbers; empty where they may vary.
         most_growth: the most that may fit, of what `GROWTHS` says.
         wander: whether they depend on values, so that the next may be the largest, however they came so far.
+        has_forms: whether a step that is captured with numbers can take other forms than the one with symbols.
     """
 
     fixed: str = ""
     most_growth: float = GROWTHS[0]
     wander: bool = False
+    has_forms: bool = False
     _seen: dict[str, set[int]] = field(default_factory=dict)  # by the name of the size, as Dynamo words it
     _expected: bool = False
     _is_refused: bool = False
@@ -74,6 +77,17 @@ class SizesSeen:
     def has_its_own(self, shape: Shape) -> bool:
         """Whether a step was captured with these sizes as numbers."""
         return shape in self._captured
+
+    def deserves_numbers(self, shape: Shape) -> bool:
+        """Whether a shape is captured with numbers, though others were: it is larger, and may have a faster form so.
+
+        The first shape may be no more than a trial, or the last batch of an epoch in a run that is resumed.
+        """
+        if not self.has_forms or self.wander or not 0 < len(self._captured) < _MOST_WITH_NUMBERS:
+            return False
+        largest = {name: max(numbers) for name, numbers in self._seen.items()}
+        growth = [number - largest.get(name, number) for name, number in shape]
+        return max(growth, default=0) > 0 and min(growth) >= 0
 
     def is_another(self, shape: Shape) -> bool:
         """Whether the inputs were of other sizes whenever they were noted."""

@@ -73,6 +73,7 @@ def compile_chosen(
     if session.options.budget_bytes is None or not _trains(example_inputs):
         return compile_form(gm, WHOLE_FORM)
     leaves = session.offloading is not None
+    session.sizes.has_forms |= variants.has_others
     session.say_without_effect(without_effect(variants, session.options, leaves=leaves, runs_here=True))
     key = _inputs(gm)
     known = session.status.variants.get(key)

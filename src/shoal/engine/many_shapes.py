@@ -1,8 +1,9 @@
 """One capture and one plan for many shapes of a model's inputs, where the step can be captured with symbolic sizes.
 
-The first shape is captured with numbers, in the form that trains fastest. From the second on, the sizes that differ are
-symbols. The plan is made at the most that each may be: every storage of a smaller call is at most as large, so the plan
-bounds its peak. What cannot be captured so is captured shape by shape.
+The first shape is captured with numbers, in the form that trains fastest, and so are the next two that are larger than
+all before. Of all others, the sizes that differ are symbols, and the form is the author's own. Such a plan is made at
+the most that each size may be: every storage of a smaller call is at most as large, so the plan bounds its peak. What
+cannot be captured so is captured shape by shape.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ def compile_for_shapes(
     shape, seen = varying_sizes.shape_of(gm), session.sizes if seen is None else seen
     # Of calls that wait for each other, each would count as the largest of them.
     each_at_its_size = session.loop.calls_at_once > 1 and session.status.budget_bytes is not None
-    if varying_sizes.varying(gm) and not (seen.fixed or seen.has_its_own(shape) or each_at_its_size):
+    has_numbers = seen.has_its_own(shape) or seen.deserves_numbers(shape)
+    if varying_sizes.varying(gm) and not (seen.fixed or has_numbers or each_at_its_size):
         varying_sizes.tie_storages(gm)
         sizes = varying_sizes.varying(gm)
         varying_sizes.make_static(gm, but=sizes)

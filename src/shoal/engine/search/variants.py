@@ -105,6 +105,11 @@ class Variants:
         """Whether it has a form with a graph of its own."""
         return next(self.of_norms(), None) is not None or next(self.split(), None) is not None
 
+    @property
+    def has_others(self) -> bool:
+        """Whether it may have any form but its own."""
+        return self.has_other_graphs or self._pieces.any
+
     def why_not(self, means: str) -> str:
         """Why the step has no use for a means, as far as its graph tells; "" where it may have."""
         if means == "encode":
