@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import logging
 from collections.abc import Callable
@@ -196,6 +197,35 @@ def test_the_named_optimizer_is_replaced_by_the_one_that_steps(caplog: pytest.Lo
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 1 and "'adamw' was declared, and SGD has stepped, and holds" in said[0]
     assert other.predicted_peak_bytes < as_named.predicted_peak_bytes
+
+
+class WithHistory(torch.optim.Optimizer):
+    """Keeps the gradients of its last steps in a list."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter].setdefault("past", []).append(parameter.grad.clone())
+
+
+def test_state_that_grows_from_step_to_step_counts_as_it_grows(caplog: pytest.LogCaptureFixture) -> None:
+    net = network()
+    owner = WithHistory(net.parameters())
+    plain_bytes = shoal.plan(net, torch.empty(IMAGES), allow="keep", budget="1GiB").predicted_peak_bytes
+    parameter_bytes = sum(p.nbytes for p in net.parameters())
+    model = shoal.compile(net, budget=plain_bytes + 4 * parameter_bytes, allow="keep", optimizer=owner)
+    predicted = []
+    with pytest.raises(BudgetError, match="no plan of Sequential fits"):
+        for _ in range(5):
+            model(torch.randn(IMAGES)).sum().backward()
+            owner.step()
+            owner.zero_grad()
+            predicted.append(model.shoal.predicted_peak_bytes)
+    assert len(predicted) >= 3
+    assert {after - before for before, after in itertools.pairwise(predicted[:3])} == {parameter_bytes}
+    assert "WithHistory has stepped, and holds" in caplog.messages[0]
 
 
 def test_an_optimizers_step_that_passes_the_budget_is_told(caplog: pytest.LogCaptureFixture) -> None:

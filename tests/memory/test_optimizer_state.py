@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -18,6 +19,7 @@ from shoal.memory.optimizer_state import (
     declared_optimizer,
     optimizer_state_bytes,
     reject_copy,
+    state_tensors,
     step_scratch_bytes,
 )
 from shoal.memory.storage_bytes import distinct_bytes
@@ -215,3 +217,53 @@ def test_a_copy_is_refused_and_everything_else_is_not() -> None:
     reject_copy(torch.optim.SGD(nn.Linear(3, 3).parameters()), model.parameters())  # of a model beside this one
     reject_copy(torch.optim.SGD(network().double().parameters()), model.parameters())  # masters
     reject_copy(optimizer, [])
+
+
+class WithHistory(torch.optim.Optimizer):
+    """Keeps the gradients of its last three steps in a list, as Shampoo and L-BFGS keep matrices and vectors."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            past = self.state[parameter].setdefault("past", [])
+            past.append(parameter.grad.clone())
+            del past[:-3]
+
+
+def test_tensors_in_lists_of_the_state_count() -> None:
+    model = network()
+    optimizer = WithHistory(model.parameters())
+    parameter_bytes = sum(p.nbytes for p in model.parameters())
+    for steps in (1, 2, 3, 3):
+        take_step(model, optimizer)
+        assert optimizer_state_bytes(optimizer) == steps * parameter_bytes
+        assert distinct_bytes(state_tensors(optimizer)) == steps * parameter_bytes
+
+
+@pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
+def test_lbfgs_counts_with_its_history_full_and_what_it_holds_while_it_calls_the_closure(
+    line_search: str | None,
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 1))
+    optimizer = torch.optim.LBFGS(model.parameters(), 0.1, history_size=3, line_search_fn=line_search)
+    batch, parameter_bytes = torch.randn(30, 20), sum(p.nbytes for p in model.parameters())
+    foretold = optimizer_state_bytes(optimizer)
+    in_closure = []
+
+    def closure() -> torch.Tensor:
+        vectors = [t for t in gc.get_objects() if type(t) is torch.Tensor and t.nbytes == parameter_bytes]
+        in_closure.append(distinct_bytes(vectors))
+        optimizer.zero_grad()
+        loss = (model(batch) - batch[:, :1].sin()).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(20):
+        optimizer.step(closure)
+    assert distinct_bytes(state_tensors(optimizer)) > 8 * parameter_bytes
+    assert max(in_closure) > 9 * parameter_bytes
+    assert 0 < foretold - max(in_closure) <= (3 if line_search is None else 5) * parameter_bytes
+    assert optimizer_state_bytes(optimizer) == foretold

@@ -169,11 +169,12 @@ class Session:
         news = static.stepped(optimizer)
         if news:
             self.check_optimizer_step()
-        if not news or not self.status.plans or self.ready_plan is not None:
+        if not (static.has_grown(optimizer) or news) or not self.status.plans or self.ready_plan is not None:
             return
         more_bytes = static.state_bytes() - self.state_bytes
         if not more_bytes:
             return
+        news = news or f"{type(optimizer).__name__} has stepped"
         memory_warnings.state_was_not_counted(self._said_name, news, static.state_bytes(), self.state_bytes)
         self.state_bytes += more_bytes
         self._count(more_bytes)

@@ -131,12 +131,14 @@ def optimizer_state_bytes(optimizer: optim.Optimizer) -> int:
     """Device bytes of the optimizer's state once it has stepped.
 
     State that exists is counted. For parameters without state, an optimizer of the same class takes one step on meta
-    tensors, which shows what it would allocate.
+    tensors, which shows what it would allocate. LBFGS counts with its history full.
 
     >>> model = torch.nn.Linear(10, 10, bias=False)
     >>> optimizer_state_bytes(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     400
     """
+    if isinstance(optimizer, optim.LBFGS):
+        return _lbfgs_bytes(optimizer)
     present_bytes = 0
     new_groups = []
     devices = []
@@ -152,6 +154,47 @@ def optimizer_state_bytes(optimizer: optim.Optimizer) -> int:
             new_groups.append({**_options_of(group), "params": [_on_meta(on_this_rank(p).shape, p.dtype) for p in new]})
             devices += [p.device for p in new]
     return present_bytes + _bytes_after_one_step(type(optimizer), new_groups, devices)
+
+
+def state_tensors(optimizer: optim.Optimizer) -> list[torch.Tensor]:
+    """The tensors of the optimizer's state, those in lists and mappings of it too."""
+    return [tensor for state in optimizer.state.values() for value in state.values() for tensor in tensors_in(value)]
+
+
+def tensors_in(value: object) -> list[torch.Tensor]:
+    """The tensors of one entry of an optimizer's state."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (list, tuple, dict)):
+        return [tensor for tensor in tree_leaves(value) if isinstance(tensor, torch.Tensor)]
+    return []
+
+
+def state_entries(optimizer: optim.Optimizer) -> int:
+    """How many entries the state has: while there are as many as before, it takes as many bytes.
+
+    Asked for after each step, so it looks at no tensor.
+    """
+    return sum(
+        len(value) if isinstance(value, (list, tuple, dict)) else 1
+        for state in optimizer.state.values()
+        for value in state.values()
+    )
+
+
+def _lbfgs_bytes(optimizer: optim.LBFGS) -> int:
+    """What LBFGS holds while it calls its closure once its history is full, in vectors as long as all parameters."""
+    group = optimizer.param_groups[0]
+    parameters = [on_this_rank(parameter) for parameter in group["params"]]
+    history = group["history_size"]
+    lasting = 2 * history + 2  # steps and changes of the gradient; a direction, the gradient before
+    in_a_step = 5  # the gradient, the next direction and what it is made from, a pair that may not enter the history
+    if group["line_search_fn"] is not None:
+        in_a_step += 5  # where the search began, and the gradients there, at both ends of the interval and in between
+    numbers = 2 * history + 8
+    device = parameters[0].device
+    vector_bytes = allocated_bytes(sum(p.numel() * p.element_size() for p in parameters), device)
+    return (lasting + in_a_step) * vector_bytes + numbers * allocated_bytes(parameters[0].element_size(), device)
 
 
 def step_scratch_bytes(optimizer: optim.Optimizer, device_type: str) -> int:
@@ -261,8 +304,8 @@ def _bytes_after_one_step(
 
 def _device_bytes(value: object, device: torch.device, *, counts_there: bool = False) -> int:
     """Bytes of an entry of an optimizer's state; step counters on the CPU do not count on another device."""
-    if isinstance(value, torch.Tensor):
-        value = on_this_rank(value)
-        is_there = value.device.type in (device.type, "meta") or value.dim() > 0 or counts_there
-        return allocated_bytes(value.numel() * value.element_size(), device) if is_there else 0
-    return 0
+    total_bytes = 0
+    for tensor in map(on_this_rank, tensors_in(value)):
+        if tensor.device.type in (device.type, "meta") or tensor.dim() > 0 or counts_there:
+            total_bytes += allocated_bytes(tensor.numel() * tensor.element_size(), device)
+    return total_bytes

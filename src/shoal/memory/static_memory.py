@@ -13,7 +13,15 @@ from torch.nn.parallel import DistributedDataParallel
 from shoal.core.step import StepGraph
 from shoal.lowlevel.torch_state import has_gradient_hook, on_this_rank
 from shoal.memory.library_memory import Caller, caller, is_known, kept_bytes, library_bytes
-from shoal.memory.optimizer_state import Declared, NamedOptimizer, optimizer_state_bytes, step_scratch_bytes
+from shoal.memory.optimizer_state import (
+    Declared,
+    NamedOptimizer,
+    optimizer_state_bytes,
+    state_entries,
+    state_tensors,
+    step_scratch_bytes,
+    tensors_in,
+)
 from shoal.memory.storage_bytes import bytes_on, distinct_bytes
 
 
@@ -46,6 +54,7 @@ class StaticMemory:
         self._named: list[tuple[weakref.ref[nn.Module] | None, NamedOptimizer]] = []
         self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         self._have_stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._entries: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self.gradients_pass = self.hook_is_metered = self.copies_inputs = False
         self.input_copies: list[torch.Tensor] = []
         self._library: dict[Caller, int] = {}  # what cuBLAS keeps for the steps planned so far
@@ -130,6 +139,12 @@ class StaticMemory:
             declared = f"{named[0]!r} was declared, and "
         return f"{declared}{type(optimizer).__name__} has stepped"
 
+    def has_grown(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether the state of an optimizer that has stepped has other entries than when this was last asked."""
+        before = self._entries.get(optimizer)
+        now = self._entries[optimizer] = state_entries(optimizer)
+        return now != before
+
     def tensors(self) -> list[torch.Tensor]:
         """Parameters, buffers, and the gradients and optimizer state that exist already."""
         return [*self.lasting_tensors(), *self.gradients()]
@@ -152,9 +167,7 @@ class StaticMemory:
         for model in models:
             tensors += map(on_this_rank, (*self._parameters_in(model), *model.buffers()))
         for optimizer in optimizers:
-            tensors += [
-                on_this_rank(v) for state in optimizer.state.values() for v in state.values() if torch.is_tensor(v)
-            ]
+            tensors += map(on_this_rank, state_tensors(optimizer))
         # Of what DDP and cuBLAS hold there are no tensors to be had.
         for held_bytes in (self.bucket_bytes() - self.hook_bytes * self.hook_is_metered, self.library_bytes):
             if held_bytes:
@@ -208,13 +221,12 @@ class StaticMemory:
 
     def state_there_bytes(self) -> int:
         """Bytes of the state that the optimizers have allocated."""
-        states = (state for optimizer in self._alive()[1] for state in optimizer.state.values())
-        return self._counted_bytes([value for state in states for value in state.values() if torch.is_tensor(value)])
+        return self._counted_bytes([tensor for optimizer in self._alive()[1] for tensor in state_tensors(optimizer)])
 
     def state_of(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """The state that the optimizers have of some parameters."""
         found = [optimizer.state[p] for p in parameters for optimizer in self._alive()[1] if p in optimizer.state]
-        return [value for state in found for value in state.values() if torch.is_tensor(value)]
+        return [tensor for state in found for value in state.values() for tensor in tensors_in(value)]
 
     def optimizer_step_bytes(self) -> tuple[int, int]:
         """Bytes in use while an optimizer steps, and how many of them that step allocates and frees again."""
