@@ -28,6 +28,7 @@ from torch._dynamo.exc import (
     Unsupported,
     UserError,
 )
+from torch._dynamo.graph_break_hints import USER_ERROR
 from torch._dynamo.pgo import get_code_state
 from torch._dynamo.utils import get_compilation_metrics, get_metrics_context
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode
@@ -84,17 +85,22 @@ class ModelRaised(Exception):
 
 
 class GraphBreak(CaptureError):
-    """The model is not one graph, though it may be several; `reason` and `place` say what ends the first one."""
+    """The model is not one graph, though it may be several; `reason` and `place` say what ends the first one.
+
+    Attributes:
+        may_be_an_error: by what Dynamo says, the model may raise there without it too, as where an argument is missing.
+    """
 
     advice = (
         "take data-dependent control flow, printing and calls into other libraries out of forward(), or compile the "
         "submodule that is free of them"
     )
 
-    def __init__(self, reason: str, place: str) -> None:
+    def __init__(self, reason: str, place: str, *, may_be_an_error: bool = False) -> None:
         super().__init__(f"the model cannot be captured as one graph: {reason} at {place}; {self.advice}")
         self.reason = reason
         self.place = place
+        self.may_be_an_error = may_be_an_error
 
 
 class FaultOfDynamo(GraphBreak):
@@ -203,7 +209,7 @@ def _capture_error(failure: Unsupported | UserError | ConstraintViolationError) 
             "a module of the model has a backward hook (register_full_backward_hook or its pre-hook), which cannot be "
             "part of a planned step; remove it, or use a forward hook, or a hook on a parameter (Tensor.register_hook)"
         )
-    return GraphBreak(in_words(what), _place(failure))
+    return GraphBreak(in_words(what), _place(failure), may_be_an_error=USER_ERROR[0] in str(failure.msg))
 
 
 def _is_of_dynamo(failure: BaseException) -> bool:

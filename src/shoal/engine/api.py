@@ -50,7 +50,7 @@ from shoal.engine.snapshot import Snapshot
 from shoal.engine.status import Status
 from shoal.engine.tensor_subclass import call_as_function, subclass_among
 from shoal.engine.unreplicated import Unreplicated
-from shoal.errors import BudgetError, CaptureError, InputError
+from shoal.errors import BudgetError, CaptureError, InputError, ShoalError
 from shoal.lowlevel.torch_state import active_ddp_module, in_trace, is_exporting
 from shoal.memory.budget import budget_bytes
 from shoal.memory.optimizer_state import declared_optimizer, reject_copy
@@ -338,47 +338,67 @@ class _Caller(ModelCall):
                     doing("capture")
                     planned = self._planned[kind] = capturing(model, self._backend(), name, record)
                     return planned(*args, **kwargs, **drawn_for(model, args))
-        except GraphBreak as broken:
-            if admit_cumulative_norms(model):  # averaging of weights has set them so in the midst of training
-                return self._train(kind, args, kwargs)
-            if not self._may_break or drawn_for(model, args):
-                raise
-            for asked, option in (
-                (self.session.options.budget_of == "reserved", "budget_of='reserved'"),
-                (self.session.options.cuda_graphs, "cuda_graphs=True"),
-            ):
-                if asked:
-                    raise CaptureError(
-                        f"{option} needs a model of one graph; {self.session.name} breaks: {broken.reason} at "
-                        f"{broken.place}"
-                    ) from None
-            log.warning(
-                "%s is not one graph: %s at %s; its graphs are planned as one step, and what crosses between them is "
-                "kept (model.shoal.plan.explain() tells where it breaks; strict=True refuses)",
-                self.session.name,
-                broken.reason,
-                broken.place,
-            )
-            leaves = self.session.offloading is not None
-            self.session.say_without_effect(
-                in_several_graphs(self.session.options, "a model of several graphs", leaves=leaves)
-            )
-            self._planned.clear()
-            self._before_first = SetUp(model)
-            self._parts = PartedSteps(self.session, f"{broken.place}: {broken.reason}")
-        except ModelRaised as failure:
+        except (GraphBreak, ModelRaised) as failure:
+            why = failure.with_traceback(None)
+        return self._train_otherwise(why, kind, args, kwargs)
+
+    def _train_otherwise(
+        self, why: GraphBreak | ModelRaised, kind: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """A call that cannot be captured as one graph: as several, where it is no mistake of the caller's."""
+        model, session = self.model, self.session
+        if isinstance(why, ModelRaised):
             plain_call(model, *args, **kwargs)  # raises as the plain model does
-            raise CaptureError(f"the model cannot be captured as one graph: {failure.reason}") from None
+            raise CaptureError(f"the model cannot be captured as one graph: {why.reason}")
+        if admit_cumulative_norms(model):  # averaging of weights has set them so in the midst of training
+            return self._train(kind, args, kwargs)
+        if why.may_be_an_error:
+            before = Snapshot(model)
+            with torch.no_grad():
+                plain_call(model, *args, **kwargs)  # raises as the plain model does, or there is more to the break
+            before.restore()
+        if not self._may_break or drawn_for(model, args):
+            raise why
+        for asked, option in (
+            (session.options.budget_of == "reserved", "budget_of='reserved'"),
+            (session.options.cuda_graphs, "cuda_graphs=True"),
+        ):
+            if asked:
+                raise CaptureError(
+                    f"{option} needs a model of one graph; {session.name} breaks: {why.reason} at {why.place}"
+                )
+        log.warning(
+            "%s is not one graph: %s at %s; its graphs are planned as one step, and what crosses between them is "
+            "kept (model.shoal.plan.explain() tells where it breaks; strict=True refuses)",
+            session.name,
+            why.reason,
+            why.place,
+        )
+        leaves = session.offloading is not None
+        session.say_without_effect(in_several_graphs(session.options, "a model of several graphs", leaves=leaves))
+        self._planned.clear()
+        self._before_first = SetUp(model)
+        self._parts = PartedSteps(session, f"{why.place}: {why.reason}")
         return self._begin_in_parts(self._parts, kind, args, kwargs)
 
     def _begin_in_parts(self, parts: PartedSteps, kind: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The first step of several graphs. Where they do not fit, and it has set the model up, one graph may."""
+        """The first step of several graphs. Where they do not fit, and it has set the model up, one graph may.
+
+        Where the model raises, as by a mistaken call, the next call tells whether it is one graph.
+        """
         before = Snapshot(self.model)
         try:
             with settings(self._logging), one_graph():
                 return parts.call(self.model, self._planned, kind, args, kwargs)
         except BudgetError as refused:
             error = refused.with_traceback(None)
+        except ShoalError:
+            raise
+        except Exception:
+            self.session.as_one_graph()
+            self._parts = self._before_first = None
+            self._planned.clear()
+            raise
         gc.collect()  # frames of the traceback held what the forward pass has saved
         if not self._is_set_up():
             raise error

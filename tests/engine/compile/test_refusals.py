@@ -230,3 +230,50 @@ def test_a_batch_too_large_for_the_budget_is_refused_and_the_others_go_on() -> N
             planned(large)
         train(net, batches)
         assert not differences(train(planned, batches), train(net, batches))
+
+
+class TwoInputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.BatchNorm1d(8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        assert shift is None or shift.size(-1) == x.size(-1)
+        return self.linear(self.norm(x) + shift)
+
+
+MISTAKES = {
+    "no arguments": ((), {}),
+    "one too many": ((torch.ones(4, 8),), {"shift": torch.ones(8), "mask": None}),
+    "no tensor": ((torch.ones(4, 8), None), {}),
+    "the batch as it is": (({"x": torch.ones(4, 8), "shift": torch.ones(8)},), {"shift": torch.ones(8)}),
+    "another size": ((torch.ones(4, 7), torch.ones(7)), {}),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("planned_before", [False, True])
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_mistaken_call_raises_as_the_plain_model_does_and_the_model_is_one_graph_as_before(
+    mistake: str, strict: bool, planned_before: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    args, kwargs = MISTAKES[mistake]
+    plain = TwoInputs()
+    with pytest.raises((TypeError, AttributeError, RuntimeError)) as expected:
+        plain(*args, **kwargs)
+    model = shoal.compile(TwoInputs(), budget=ROOMY, allow="recompute", strict=strict)
+    batch = torch.randn(4, 8), torch.randn(8)
+    if planned_before:
+        model(*batch).sum().backward()
+        model.zero_grad()
+    if strict and mistake == "the batch as it is":  # its line is named
+        with pytest.raises(CaptureError, match="cannot be captured as one graph: .* x.size"):
+            model(*args, **kwargs)
+        return
+    with pytest.raises(type(expected.value), match=re.escape(str(expected.value))) as raised:
+        model(*args, **kwargs)
+    assert raised.value.__context__ is None, "nothing of the capture is told"
+    model(*batch).sum().backward()
+    assert model.shoal.plan.breaks == () and model.shoal.measured_peak_bytes and model.shoal.repairs == 0
+    if mistake != "the batch as it is":
+        assert model.shoal.captures == 1 and not caplog.messages
