@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -196,6 +197,22 @@ def test_a_plan_that_computes_little_again_is_not_searched_further_in_a_large_st
         plan = joint(graph, HERE, int(0.8 * plain_peak_bytes(graph)), limits=limits)
         assert 0 < plan.added_seconds <= limits.recomputes_little * plan.plain_seconds
         assert bool(searches) == (large_ops > 0)
+
+
+def test_a_choice_whose_reruns_leave_no_room_is_where_local_search_begins() -> None:
+    """The program does not count the scratch of reruns, and with as much set aside nothing fits."""
+    graph = resnet_like()
+    scratch_bytes = max(storage.nbytes for storage in graph.storages)
+    ops = (replace(op, workspace_bytes=scratch_bytes * (op.phase == "forward")) for op in graph.ops)
+    graph = replace(graph, ops=tuple(ops))
+    fewest = fewest_bytes(graph)
+    budget_bytes = fewest + (plain_peak_bytes(graph) - fewest) * 15 // 100
+    for finds in (False, True):
+        limits = Limits(local_search=finds)
+        search = joint_module._Search(HERE, budget_bytes, graph.plain_seconds, limits, Guard(limits.guard_seconds))
+        found = search._program(recompute_choice(graph))
+        assert (found is not None) == finds
+    assert found is not None and found.peak_bytes <= budget_bytes and found.seconds < 1.25 * graph.plain_seconds
 
 
 @pytest.mark.parametrize(

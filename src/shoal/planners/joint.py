@@ -9,7 +9,7 @@ Without a link to the host, inside a budget that keeping everything does not fit
 1. *Lower bound.* A relaxation of the program, below every plan that keeps or recomputes, however often.
 2. *Integer program.* The fastest plan that recomputes each storage at most once. Its memory is what `simulate` adds up,
    but for the scratch of the reruns; so each solution is simulated, and where its peak is over the budget the program
-   is solved again with the difference set aside.
+   is solved again with the difference set aside. Where nothing fits so, local search begins with the first solution.
 3. *Dynamic program* (`chain`), where that plan is far from the bound or there is none: it may recompute several times.
 4. *Local search* (`local_search`), further off: it starts from what linear programs with more room choose, recomputes
    more than once, and earlier than it must. Not for a large step whose plan computes little again.
@@ -338,19 +338,23 @@ class _Search:
         yield everything_away(choice)
 
     def _program(self, choice: RecomputeChoice) -> Simulated | None:
-        """The fastest plan that recomputes each storage at most once, exact in its peak."""
-        room_bytes = self._budget_bytes
+        """The fastest plan that recomputes each storage at most once, or, where that has no room, one near to it."""
+        limits, room_bytes = self._limits, self._budget_bytes
+        gap = limits.gap_of_many_ops if self._has_many_ops(choice.graph) else limits.gap
+        first: Simulated | None = None
         start: Chosen | None = None
-        for _ in range(self._limits.max_solves if self._limits.integer_program else 0):
-            solution = solve(choice, room_bytes, start=start, limits=self._limits, guard=self._guard)
+        for _ in range(limits.max_solves if limits.integer_program else 0):
+            solution = solve(choice, room_bytes, start=start, gap=gap, limits=limits, guard=self._guard)
             if solution.chosen is None:
-                return None
+                break
             found = as_chosen(choice, solution.chosen)
             if found.peak_bytes <= self._budget_bytes:
                 return found
-            start = solution.chosen
+            first, start = first or found, solution.chosen
             room_bytes -= found.peak_bytes - self._budget_bytes
-        return None
+        if first is None or not limits.local_search:
+            return None
+        return self._searched(first, self._effort("local search", limits.local_search_ops))
 
     def _dynamic_program(self, graph: StepGraph) -> Simulated | None:
         """The fastest plan of `chain`."""
@@ -364,18 +368,19 @@ class _Search:
         """The fastest of what local search makes of what linear programs choose, or else of what is narrow kept."""
         graph, limits = choice.graph, self._limits
         effort = self._effort("local search", limits.local_search_ops)
-
-        def searched(start: Mapping[str, Residence]) -> Simulated | None:
-            found = local_search(graph, start, self._budget_bytes, limits, effort)
-            return self._filled(simulated(graph, found)) if found is not None else None
-
         best: Simulated | None = None
         if limits.integer_program:
             for chosen in relaxed_choices(choice, self._budget_bytes, limits, self._guard):
-                best = _faster(best, searched(as_chosen(choice, chosen).residences))
+                best = _faster(best, self._searched(as_chosen(choice, chosen), effort))
                 if effort.is_spent:
                     break
-        return best or searched(just_in_time(graph, narrow(choice, limits.narrow_share)))
+        narrow_kept = just_in_time(graph, narrow(choice, limits.narrow_share))
+        return best or self._searched(simulated(graph, narrow_kept), effort)
+
+    def _searched(self, start: Simulated, effort: Effort) -> Simulated | None:
+        """What local search makes of a plan that has no room."""
+        found = local_search(start.graph, start.residences, self._budget_bytes, self._limits, effort)
+        return self._filled(simulated(start.graph, found)) if found is not None else None
 
     def _filled(self, found: Simulated | None) -> Simulated | None:
         """The plan with more kept where it leaves room."""

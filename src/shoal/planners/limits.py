@@ -39,8 +39,8 @@ class Limits:
         many_ops: a step of more ops is searched in one order, that with the lower bound; and where recomputing each
             storage once adds more than the bound by `far_off`, by `local_search` before the integer program, which
             takes long to find that nothing fits so.
-        gap, gap_with_link: relative gaps at which a mixed-integer program is solved well enough: of a step without a
-            link, and with one.
+        gap, gap_with_link, gap_of_many_ops: relative gaps at which a mixed-integer program is solved well enough: of a
+            step without a link, with one, and of one with more than `many_ops` for the plan itself.
         max_solves: how often the program is solved again with less room, until its exact peak fits.
         set_aside: shares of the largest storage by which the budget of a linear program is reduced, each a start for
             the iterated search: a copy frees nothing until it has ended.
@@ -94,6 +94,7 @@ class Limits:
     max_peak_entries: int = 10_000_000
     gap: float = 0.002
     gap_with_link: float = 0.005
+    gap_of_many_ops: float = 0.02
     max_solves: int = 5
     set_aside: tuple[float, ...] = (0.5, 1.0, 0.25, 0.0)
     close_enough: float = 0.002
