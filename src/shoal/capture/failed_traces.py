@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 _DETECTED = "Error detected in "  # AOTAutograd traces in anomaly mode, which warns with the stack of the forward pass
 _CALLER = str(Path(__file__).with_name("dynamo.py"))  # what Dynamo traces around the model's own lines
@@ -22,11 +23,18 @@ def line_of_failure() -> Iterator[None]:
     places: list[str] = []
     show = warnings.showwarning
 
-    def note(message: Warning | str, category: type[Warning], filename: str, lineno: int, *rest: object) -> None:
+    def note(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
         if str(message).startswith(_DETECTED):
             places.append(place_in(str(message)))
         else:
-            show(message, category, filename, lineno, *rest)  # type: ignore[arg-type]
+            show(message, category, filename, lineno, file, line)
 
     with warnings.catch_warnings():
         warnings.filterwarnings("always", _DETECTED)
