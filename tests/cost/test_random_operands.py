@@ -104,3 +104,14 @@ def test_operands_of_another_librarys_op_are_zeros_for_it_may_take_floats_for_pl
 def test_an_operand_named_twice_is_one_tensor():
     left, right = arguments_of(lambda x: x * x, torch.randn(4))
     assert left is right
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
+def test_what_is_asserted_holds(dtype):
+    graph = fx.Graph()
+    operand = graph.placeholder("x")
+    operand.meta["val"] = FakeTensorMode().from_tensor(torch.zeros((), dtype=dtype))
+    node = graph.call_function(aten._assert_async.msg, (operand, "it does not hold"))
+    args, _ = OperandFactory(torch.device("cpu")).arguments(node)
+    aten._assert_async.msg(*args)
+    assert bool(args[0])

@@ -20,6 +20,7 @@ import shoal
 import shoal.app.models
 from shoal.app.cli import app
 from shoal.core.plan import Plan
+from shoal.core.sizes import format_bytes
 from shoal.engine.backend import backend
 from shoal.errors import BudgetError, InputError
 from shoal.memory import budget
@@ -197,6 +198,24 @@ def test_the_named_optimizer_is_replaced_by_the_one_that_steps(caplog: pytest.Lo
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 1 and "'adamw' was declared, and SGD has stepped, and holds" in said[0]
     assert other.predicted_peak_bytes < as_named.predicted_peak_bytes
+
+
+def test_optimizers_of_single_parameters_are_told_together(caplog: pytest.LogCaptureFixture) -> None:
+    net = network()
+    model = shoal.compile(net, budget="1GiB", allow="keep")
+    for parameter in net.parameters():
+        owner = torch.optim.Adam([parameter], foreach=False)
+        parameter.register_post_accumulate_grad_hook(lambda p, owner=owner: (owner.step(), owner.zero_grad())[0])
+    for _ in range(3):
+        model(torch.randn(IMAGES)).sum().backward()
+    first, others = caplog.messages
+    held = format_bytes(sum(optimizer_bytes(p) for p in net.parameters()))
+    assert "Adam has stepped, and holds" in first
+    assert f"{len(list(net.parameters())) - 1} more optimizers have stepped, and all hold {held} of state" in others
+
+
+def optimizer_bytes(parameter: nn.Parameter) -> int:
+    return 2 * parameter.nbytes + 4  # two averages, and the number of its steps
 
 
 class WithHistory(torch.optim.Optimizer):

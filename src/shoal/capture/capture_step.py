@@ -24,6 +24,7 @@ from shoal.capture.dynamo import (
     settings,
 )
 from shoal.capture.early_gradients import Fate
+from shoal.capture.failed_traces import line_of_failure
 from shoal.capture.fx_nodes import input_layers, parameter_places
 from shoal.capture.sizes_of_values import break_at_unknown_sizes
 from shoal.capture.step_reader import capture
@@ -196,7 +197,7 @@ def joint_step(
         raise _Done(captured)
 
     try:
-        with eager_kernels():
+        with eager_kernels(), line_of_failure():
             aot_autograd(fw_compiler=_never, partition_fn=partition)(gm, inputs)
     except _Done as done:
         captured: Captured = done.result

@@ -35,6 +35,7 @@ from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, Guar
 
 from shoal.capture import layer_by_layer
 from shoal.capture.cumulative_norms import cumulative_norms
+from shoal.capture.failed_traces import line_noted
 from shoal.capture.recurrences import in_words
 from shoal.capture.traced_functions import trace_more_functions
 from shoal.core.progress import Preparation, preparing
@@ -145,7 +146,10 @@ def one_graph() -> Iterator[None]:
         if isinstance(inner, (torch.OutOfMemoryError, MemoryError)):
             raise inner from None
         reason = f"{type(inner).__name__}: {inner}".strip().splitlines()[0]
-        raise CaptureError(f"PyTorch cannot trace the training step of this model and input: {reason}") from inner
+        said = f"PyTorch cannot trace the training step of this model and input: {reason}"
+        if line := line_noted(inner):
+            raise CaptureError(f"{said} at {line}") from None
+        raise CaptureError(said) from inner
     except InternalTorchDynamoError as failure:
         origin = _origin(failure)
         if isinstance(origin, (torch.OutOfMemoryError, MemoryError)):

@@ -11,18 +11,16 @@ Dynamo captures as one graph:
 from __future__ import annotations
 
 import operator
-import re
 
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 
-from shoal.capture import dynamo
 from shoal.capture.dynamo import GraphBreak
+from shoal.capture.failed_traces import place_in
 
 _ARITHMETIC = (operator.mul, operator.add, operator.sub, operator.truediv)
-_FRAME = re.compile(r'File "(.+?)", line (\d+), in .+\n\s*(.+)')
 
 
 def break_at_unknown_sizes(gm: fx.GraphModule) -> None:
@@ -33,10 +31,18 @@ def break_at_unknown_sizes(gm: fx.GraphModule) -> None:
     """
     for node in gm.graph.nodes:
         if reason := _unknown(node):
-            frames = [frame for frame in _FRAME.findall(node.stack_trace or "") if frame[0] != dynamo.__file__]
-            theirs = [frame for frame in frames if "/torch/" not in frame[0]] or frames  # else a layer of PyTorch's own
-            place = f"{theirs[-1][0]}:{theirs[-1][1]} ({theirs[-1][2].strip()})" if theirs else "an unknown line"
-            raise GraphBreak(reason, place)
+            raise GraphBreak(reason, place_in(node.stack_trace or ""))
+
+
+def break_at_unknown_gradients(joint: fx.Graph) -> None:
+    """Take a model for broken where its gradients have such a size.
+
+    Raises:
+        GraphBreak: there is one.
+    """
+    for node in joint.nodes:
+        if any(isinstance(v, torch.Tensor) and free_unbacked_symbols(v) for v in tree_leaves(node.meta.get("val"))):
+            raise GraphBreak("a gradient's size depends on a tensor's values", place_in(node.stack_trace or ""))
 
 
 def _unknown(node: fx.Node) -> str:

@@ -22,8 +22,10 @@ from shoal.capture.captured import Captured, ReadOptions
 from shoal.capture.early_gradients import Fate, gradient_order, with_early_gradients
 from shoal.capture.fx_nodes import is_view, layer_path
 from shoal.capture.lossless import save_fewer_bytes
+from shoal.capture.masked_sums import sum_through_masks
 from shoal.capture.op_counts import flops, moved_bytes, signature, target_name
 from shoal.capture.rerun import can_run_again, is_random, moves_statistics, second_call, second_node, takes_statistics
+from shoal.capture.sizes_of_values import break_at_unknown_gradients
 from shoal.capture.symbolic_sizes import largest_numbers, usual_numbers, with_numbers, write_constants_out
 from shoal.core.step import RESIDENT, Again, Op, StepGraph, Storage, StorageKind, at_largest
 from shoal.errors import CaptureError
@@ -59,7 +61,10 @@ def capture(
 
     Raises:
         CaptureError: the graph has symbolic shapes that nothing bounds, or tensors that are not strided.
+        GraphBreak: the size of a gradient depends on a tensor's values.
     """
+    sum_through_masks(joint.graph)
+    break_at_unknown_gradients(joint.graph)
     _reject_sparse(joint.graph, n_forward_outputs, layers or {})
     write_constants_out(joint.graph)
     outputs: Any = joint.graph.output_node().args[0]

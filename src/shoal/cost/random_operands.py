@@ -25,6 +25,7 @@ _POOLS = {_aten.max_pool2d_with_indices.default: 2, _aten.max_pool3d_with_indice
 _KNOWN = ("aten", "prims", "shoal")  # namespaces of ops
 _WRITING = (_aten.index_put, _aten.index_put_, _aten._unsafe_index_put)
 _INDEXING = (_aten.index, _aten._unsafe_index, *_WRITING)
+_ASSERTIONS = (_aten._assert_async, _aten._functional_assert_async)
 _POOL_BACKWARDS = {
     _aten.max_pool2d_with_indices_backward.default: 2,
     _aten.max_pool3d_with_indices_backward.default: 3,
@@ -35,7 +36,8 @@ class OperandFactory:
     """Makes the arguments of nodes on one device, with a random generator of its own.
 
     Floats are standard normal; one-dimensional ones (variances, scales) are above 0.5. Booleans are random, but a mask
-    among indices selects what the other operands are for. Integers are valid for the op: indices in their windows for
+    among indices selects what the other operands are for, and what is asserted holds: on CUDA an assertion that fails
+    ends the process's use of the device. Integers are valid for the op: indices in their windows for
     max pooling, classes for losses, rows for embeddings, else 0. Operands of another library's op are all 0: what
     its numbers say is unknown, and places among floats, as of torchvision's `roi_align`, are written to unchecked.
     Sizes, strides and dtypes are those of the fake tensors.
@@ -134,6 +136,8 @@ def _is_of_others(node: fx.Node) -> bool:
 
 def _integers_for(node: fx.Node, operand: fx.Node) -> Callable[[torch.Tensor], None] | None:
     """A function that fills `operand` with integers that are valid for `node`; None for zeros."""
+    if getattr(node.target, "overloadpacket", None) in _ASSERTIONS:
+        return _holding
     pool = operand.args[0] if _is_getitem(operand, 1) else None
     if isinstance(pool, fx.Node) and pool.target in _POOLS:
         return _first_places(_pool_arguments(pool, 0), _POOLS[pool.target])
@@ -207,6 +211,10 @@ def _first_places(pool: tuple[list[int], Any, Any, Any], dims: int) -> Callable[
         indices.copy_(places)
 
     return fill
+
+
+def _holding(tensor: torch.Tensor) -> None:
+    tensor.fill_(1)
 
 
 def _count_up(tensor: torch.Tensor, bound: int) -> None:

@@ -16,6 +16,7 @@ from shoal.capture.capture_step import InputPlaces, joint_step
 from shoal.capture.captured import Captured
 from shoal.capture.dynamo import refusals
 from shoal.capture.early_gradients import gradient_order, handed_over
+from shoal.capture.failed_traces import line_of_failure
 from shoal.capture.graph_breaks import break_after
 from shoal.capture.lower import lower
 from shoal.capture.sizes_of_values import break_at_unknown_sizes
@@ -166,7 +167,7 @@ class PlannedStep:
         """What runs a graph of Dynamo's: its training step as planned, or only its forward pass."""
         results = [node.meta.get("example_value") for node in graph.graph.output_node().all_input_nodes]
         self.of_plain_tensors = are_plain((*example_inputs, *graph.parameters(), *graph.buffers(), *results))
-        with eager_kernels():
+        with eager_kernels(), line_of_failure():
             doing("capture", str(self.form.variant))
             compiled: Callable[..., Any] = aot_autograd(
                 fw_compiler=self.compile_forward,

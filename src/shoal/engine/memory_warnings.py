@@ -27,16 +27,47 @@ def optimizer_step_is_over(name: str, static: StaticMemory, budget_bytes: int | 
         )
 
 
-def state_was_not_counted(name: str, news: str, state_bytes: int, counted_bytes: int) -> None:
-    """An optimizer holds another state than was counted; `news` says which optimizer."""
-    log.warning(
-        "%s: %s, and holds %s of state where %s were counted; counted in the budget from here on: declare it with "
-        "optimizer=",
-        name,
-        news,
-        format_bytes(state_bytes),
-        format_bytes(counted_bytes),
-    )
+class UncountedState:
+    """Says which optimizers hold another state than was counted.
+
+    The first is told at once. Those that step after it, before the model's next call, are told together then: where
+    every parameter has an optimizer of its own there are hundreds.
+
+    Args:
+        name: the model's name.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._told_bytes: int | None = None  # of state, since the last call
+        self._untold = 0  # optimizers
+        self._bytes = 0
+
+    def stepped(self, news: str, state_bytes: int, counted_bytes: int) -> None:
+        """An optimizer has stepped; `news` says which."""
+        if self._told_bytes is None:
+            self._told_bytes = state_bytes
+            self._say(news, "holds", state_bytes, counted_bytes)
+        else:
+            self._untold, self._bytes = self._untold + 1, state_bytes
+
+    def called(self) -> None:
+        """The model is called."""
+        if self._untold and self._told_bytes is not None:
+            others = f"{self._untold} more optimizers have stepped" if self._untold > 1 else "another one has stepped"
+            self._say(others, "all hold", self._bytes, self._told_bytes)
+        self._told_bytes, self._untold = None, 0
+
+    def _say(self, news: str, holds: str, state_bytes: int, counted_bytes: int) -> None:
+        log.warning(
+            "%s: %s, and %s %s of state where %s were counted; counted in the budget from here on: declare it with "
+            "optimizer=",
+            self._name,
+            news,
+            holds,
+            format_bytes(state_bytes),
+            format_bytes(counted_bytes),
+        )
 
 
 def state_is_over(name: str, predicted_bytes: int, budget_bytes: int) -> None:

@@ -103,12 +103,14 @@ class Session:
     _aside: SetAside = field(default_factory=SetAside)
     _improved: bool = False
     _in_force: PlansInForce = field(init=False)
+    _uncounted: memory_warnings.UncountedState = field(init=False)
     _layouts: TracedLayouts = field(default_factory=TracedLayouts)
     _transfers: OpenTransfers = field(init=False)
 
     def __post_init__(self) -> None:
         self.metering = Metering(self.static, self.learn, self.ran_out)
         self._in_force = PlansInForce(self.status)
+        self._uncounted = memory_warnings.UncountedState(self._said_name)
         self._transfers = OpenTransfers(self.offloading)
         if self.options.cuda_graphs:
             self.loop = replace(self.loop, replays=True)
@@ -175,7 +177,7 @@ class Session:
         if not more_bytes:
             return
         news = news or f"{type(optimizer).__name__} has stepped"
-        memory_warnings.state_was_not_counted(self._said_name, news, static.state_bytes(), self.state_bytes)
+        self._uncounted.stepped(news, static.state_bytes(), self.state_bytes)
         self.state_bytes += more_bytes
         self._count(more_bytes)
         budget_bytes, predicted_bytes = self.status.budget_bytes, self.status.predicted_peak_bytes or 0
@@ -184,6 +186,7 @@ class Session:
 
     def check_caller(self) -> None:
         """A step is called: from another thread or stream than before, cuBLAS keeps another workspace, which counts."""
+        self._uncounted.called()
         more_bytes = self.static.called_from_elsewhere()
         if more_bytes and self.ready_plan is None:
             memory_warnings.called_from_elsewhere(self._said_name, more_bytes)

@@ -1,0 +1,48 @@
+"""A model that writes a learned value through a boolean mask is one graph, as a masked autoencoder's tokens ask for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import shoal
+from shoal.lowlevel import allocations
+from shoal.memory.storage_bytes import distinct_bytes
+from tests.engine.training_laws import same_bits
+
+
+class WithToken(nn.Module):
+    def __init__(self, *token: int) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.randn(token))
+        self.before = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16))
+        self.behind = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        x = self.before(x)
+        x[mask] = self.token
+        return self.behind(x).square().mean()
+
+
+@pytest.mark.parametrize("token", [(16,), (1,), ()])
+def test_it_trains_with_plain_pytorchs_bits_in_the_bytes_that_were_predicted(token: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    plain = WithToken(*token)
+    planned = WithToken(*token)
+    planned.load_state_dict(plain.state_dict())
+    shoal.compile(planned, budget=170_000, allow="bitwise")
+    for step, share in enumerate((0.5, 0.0, 1.0, 0.1)):
+        x, mask = torch.randn(8, 24, 16), torch.rand(8, 24) < share
+        held_bytes = distinct_bytes([*planned.parameters(), x, mask])
+        plain(x, mask).backward()
+        _, changes = allocations.record(lambda x=x, mask=mask: planned(x, mask).backward())
+        for expected, got in zip(plain.parameters(), planned.parameters(), strict=True):
+            assert expected.grad is not None and got.grad is not None
+            assert same_bits(got.grad, expected.grad)
+        if step:
+            assert held_bytes + allocations.peak_bytes(changes) <= planned.shoal.predicted_peak_bytes <= 170_000
+        for model in (plain, planned):
+            model.zero_grad()
+    assert planned.shoal.plan.breaks == () and planned.shoal.plan.added_seconds > 0
+    assert 0 <= planned.shoal.predicted_peak_bytes - planned.shoal.measured_peak_bytes <= 512
