@@ -374,8 +374,10 @@ class _Search:
                 best = _faster(best, self._searched(as_chosen(choice, chosen), effort))
                 if effort.is_spent:
                     break
+        if best is not None:
+            return best
         narrow_kept = just_in_time(graph, narrow(choice, limits.narrow_share))
-        return best or self._searched(simulated(graph, narrow_kept), effort)
+        return self._searched(simulated(graph, narrow_kept), effort)
 
     def _searched(self, start: Simulated, effort: Effort) -> Simulated | None:
         """What local search makes of a plan that has no room."""
