@@ -253,6 +253,31 @@ def test_where_a_symbolic_step_fails_each_shape_is_captured_and_the_reason_is_sa
     assert "captured and planned by itself" in caplog.text and "this cannot be told" in caplog.text
 
 
+def test_a_float_that_dynamo_needs_as_a_number_leaves_the_sizes_symbols(caplog: pytest.LogCaptureFixture) -> None:
+    """Dynamo takes the slope for a symbol first, and asks for the graph anew once a kernel needs its number."""
+
+    class Sloped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor, slope: float) -> torch.Tensor:
+            return F.leaky_relu(self.body(x), slope)
+
+    torch.manual_seed(0)
+    net = Sloped()
+    ours = compiled(net)
+    with costs_that_do_not_matter(), caplog.at_level(logging.WARNING, "shoal"):
+        for n, slope in ((4, 0.5), (6, 0.7), (5, 0.7), (3, 0.7)):
+            x = torch.randn(n, 8)
+            results = [model(x, slope) for model in (ours, net)]
+            assert torch.equal(*results)
+            for result in results:
+                result.square().mean().backward()
+    assert len(ours.shoal.plans) == 2 and not caplog.text
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(ours.parameters(), net.parameters(), strict=True))
+
+
 def test_the_first_step_of_each_shape_is_metered(monkeypatch: pytest.MonkeyPatch) -> None:
     net, every = Text(), batches(*((3, length) for length in (10, 30, 12, 14, 12, 40, 14, 9)))
     ours = compiled(net)

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import fx
+from torch._dynamo.exc import RestartAnalysis
 
 from shoal.capture import varying_sizes
 from shoal.capture.varying_sizes import GROWTHS, SizesSeen
@@ -72,6 +73,9 @@ def compile_for_shapes(
                     seen.most_growth = max((growth for growth in GROWTHS if growth < seen.most_growth), default=1.0)
                 log.info("%s: no plan fits at sizes up to %s: %s", name, _words(names, most), error)
                 continue
+            except RestartAnalysis:
+                session.go_back_to(plans)
+                raise  # Dynamo traces anew, with a number that it took for a symbol, and asks again
             except Exception as error:
                 seen.fixed = f"{type(error).__name__}: {error}".splitlines()[0]
                 break
