@@ -28,6 +28,7 @@ from shoal.planners.just_in_time import just_in_time
 from shoal.planners.keep_all import keep_all
 from shoal.planners.limits import Guard, Limits
 from shoal.planners.local_search import local_search
+from shoal.planners.smallest_plan import refuse_in_a_moment
 from shoal.planners.papers.sqrt import sqrt
 from shoal.planners.recompute_choice import recompute_choice
 from shoal.planners.simulated import as_chosen
@@ -173,6 +174,14 @@ def test_a_budget_below_the_least_is_refused_with_that_least_and_what_fills_it()
     least_bytes = refused.value.least_feasible_bytes
     assert refused.value.op and refused.value.largest
     assert joint(graph, HERE, least_bytes).predicted_peak_bytes <= least_bytes
+
+
+@given(steps())
+def test_the_budget_that_is_named_in_a_moment_works(graph: StepGraph) -> None:
+    with pytest.raises(BudgetError, match="was not searched for") as refused:
+        refuse_in_a_moment(graph, HERE, 1)
+    enough_bytes = refused.value.least_feasible_bytes or 0
+    assert joint(graph, HERE, enough_bytes).predicted_peak_bytes <= enough_bytes
 
 
 @given(steps())

@@ -35,6 +35,7 @@ from shoal.engine.step_planning import WHOLE_FORM, Form, Planned
 from shoal.errors import BudgetError, PlanError
 from shoal.lowlevel.torch_state import autocast_state, autocasting
 from shoal.memory.limit import no_memory_limit
+from shoal.planners.smallest_plan import refuse_in_a_moment
 
 _WORTH_SECONDS = 0.5  # a form that is found faster is searched for again
 
@@ -198,6 +199,10 @@ def _best_form(
         def plan(budget_bytes: int) -> tuple[_Made, Plan]:  # the session's own
             return made(EncodeNothing())
 
+        def refuse(budget_bytes: int) -> None:
+            with unset_fake_temporarily():
+                session.try_to_plan(planning.by(refuse_in_a_moment), EncodeNothing())
+
         @cache
         def with_share_encoded(share: float) -> StepGraph:
             with no_memory_limit(), unset_fake_temporarily():
@@ -222,6 +227,7 @@ def _best_form(
             Encodable(with_share_encoded, lambda budget_bytes, encoding: made(encoding)) if may_encode else None,
             cut=lambda: changed(choose_pieces),
             faster=lambda: changed(choose_faster),
+            refuse=refuse if session.options.planner == "joint" else None,
         )
 
     def price(graph: fx.GraphModule) -> Priced[_Made]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -153,6 +154,12 @@ class StepPlanning:
         others_bytes = plan.graph.static_bytes - graph.static_bytes - loop.small_bytes
         basis = Basis(graph, exact, self.outputs, others_bytes, self._fingerprint)
         return Planned(made[aside_bytes], plan, basis)
+
+    def by(self, planner: planners.Planner) -> StepPlanning:
+        """The same step, planned by another planner."""
+        other = copy(self)
+        other._options = replace(self._options, planner=planner)
+        return other
 
     def priced(self, loop: LoopMemory) -> StepGraph:
         """The step by itself in a training loop, with nothing encoded."""

@@ -10,14 +10,24 @@ from shoal.core.step import RESIDENT, Op, StepGraph
 from shoal.errors import BudgetError
 
 LARGEST = 3
+_FEW_OPS = 64  # of a step of which the least is searched whatever the budget
 
 
-def infeasible(least: Plan, budget_bytes: int) -> BudgetError:
+def is_hopeless(graph: StepGraph, budget_bytes: int) -> bool:
+    """Whether what stays in any form of the step is over the budget, and a search for the least takes long.
+
+    In every form the same parameters, buffers, inputs and gradients are there when the step ends.
+    """
+    return floor_bytes(graph) > budget_bytes and len(graph.ops) > _FEW_OPS
+
+
+def infeasible(least: Plan, budget_bytes: int, *, searched: bool = True) -> BudgetError:
     """The error to raise when no plan was found inside `budget_bytes`.
 
     Args:
         least: the plan with the smallest peak that is known.
         budget_bytes: what was asked for.
+        searched: whether it was searched for; where not, there may be smaller ones, and what is said is shorter.
 
     Returns:
         A BudgetError whose message is one line, facts first and hints after them, and whose attributes hold the same.
@@ -30,20 +40,22 @@ def infeasible(least: Plan, budget_bytes: int) -> BudgetError:
         (graph.storages[s].name, graph.storages[s].layer, graph.storages[s].nbytes)
         for s in sorted(alive, key=lambda s: (-graph.storages[s].nbytes, s))[:LARGEST]
     )
-    lines = [
-        f"no plan of {name} fits in {format_bytes(budget_bytes)} ({budget_bytes} bytes); "
-        f"the least found needs {format_bytes(peak_bytes)} ({peak_bytes} bytes)"
-    ]
+    lines = [f"no plan of {name} fits in {format_bytes(budget_bytes)} ({budget_bytes} bytes)"]
     always_bytes = floor_bytes(graph)
+    if searched:
+        lines.append(f"the least found needs {format_bytes(peak_bytes)} ({peak_bytes} bytes)")
     if always_bytes > budget_bytes:
         lines.append(
             f"parameters, gradients, optimizer state and the input batch alone need {format_bytes(always_bytes)}, "
             "so that no choice of activations can help"
         )
-    fills = [f"{storage} (layer {layer or '-'}) {format_bytes(nbytes)}" for storage, layer, nbytes in largest]
-    if op.workspace_bytes:
-        fills.append(f"workspace of {op.target} {format_bytes(op.workspace_bytes)}")
-    lines.append(f"its peak is at {op.name} ({op.phase}, layer {op.layer or '-'}), filled by {', '.join(fills)}")
+    if searched:
+        fills = [f"{storage} (layer {layer or '-'}) {format_bytes(nbytes)}" for storage, layer, nbytes in largest]
+        if op.workspace_bytes:
+            fills.append(f"workspace of {op.target} {format_bytes(op.workspace_bytes)}")
+        lines.append(f"its peak is at {op.name} ({op.phase}, layer {op.layer or '-'}), filled by {', '.join(fills)}")
+    else:
+        lines.append("the least that fits was not searched for: shoal.plan does that")
     lines.append(f"what would help: a budget of {peak_bytes} bytes or more, {_advice(peak_bytes, always_bytes)}")
     return BudgetError(
         "; ".join(lines),

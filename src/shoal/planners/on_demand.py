@@ -57,7 +57,8 @@ def plans_on_demand(graph: StepGraph, limits: Limits) -> tuple[tuple[Simulated, 
         peaks = {kept: simulated(start, on_demand(start, kept)).peak_bytes for kept in sets}
         for kept in sorted(sets, key=peaks.__getitem__)[:n_sets]:
             step = _ordered(start, kept, limits, guard)
-            found.append(simulated(step, on_demand(step, kept)))
+            one = simulated(step, on_demand(step, kept))
+            found.append(one if one.peak_bytes <= peaks[kept] else simulated(start, on_demand(start, kept)))
     return tuple(sorted(found, key=lambda one: (one.peak_bytes, one.seconds))), tuple(guard.stopped)
 
 

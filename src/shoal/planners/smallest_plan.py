@@ -14,11 +14,11 @@ from shoal.core.residence import Keep, Offload, Recompute, Residence
 from shoal.core.sizes import MAX_BYTES
 from shoal.core.step import Again, StepGraph
 from shoal.planners.chain import smallest_peak
-from shoal.planners.infeasible import fewest_bytes
+from shoal.planners.infeasible import fewest_bytes, infeasible
 from shoal.planners.integer_program import Chosen, lower_bound, relaxed_choices, solve
 from shoal.planners.just_in_time import just_in_time
 from shoal.planners.kept_on_demand import narrow
-from shoal.planners.limits import Effort, Guard, Limits
+from shoal.planners.limits import DEFAULT, Effort, Guard, Limits
 from shoal.planners.local_search import local_search
 from shoal.planners.on_demand import plans_on_demand
 from shoal.planners.order import lower_peak
@@ -35,7 +35,7 @@ def smallest_plan(graph: StepGraph, hardware: Hardware, budget_bytes: int, limit
     """The plan with the smallest peak that is known in whatever order, or the first one found that fits."""
     fewest = fewest_bytes(graph)
     if limits.on_demand and budget_bytes < fewest:  # it only tells what would fit
-        one = _least_on_demand(graph, hardware, replace(limits, order=False, kept_sets_ops=0, min_kept_sets=1))
+        one = _least_on_demand(graph, hardware, _in_a_moment(limits))
         if one.predicted_peak_bytes <= (1 + _NEAR) * fewest:
             return one
     on_demand = _least_on_demand(graph, hardware, limits) if limits.on_demand else None
@@ -49,6 +49,19 @@ def smallest_plan(graph: StepGraph, hardware: Hardware, budget_bytes: int, limit
         limits = replace(limits, smallest_peak_ops=less_ops, chain=limits.chain and len(graph.ops) <= _SMALL_OPS)
     searched = _smallest_in_either_order(graph, hardware, budget_bytes, below_bytes, limits)
     return searched if on_demand is None or searched.predicted_peak_bytes < below_bytes else on_demand
+
+
+def refuse_in_a_moment(graph: StepGraph, hardware: Hardware, budget_bytes: int) -> Plan:
+    """The planner of a step that is hopeless inside the budget: it makes one plan with a small peak, of which it tells.
+
+    Raises:
+        BudgetError: always. `joint` finds a plan inside the budget that it names.
+    """
+    raise infeasible(_least_on_demand(graph, hardware, _in_a_moment(DEFAULT)), budget_bytes, searched=False)
+
+
+def _in_a_moment(limits: Limits) -> Limits:
+    return replace(limits, order=False, kept_sets_ops=0, min_kept_sets=1)
 
 
 def _least_on_demand(graph: StepGraph, hardware: Hardware, limits: Limits) -> Plan:

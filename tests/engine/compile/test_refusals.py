@@ -137,6 +137,24 @@ def test_a_model_that_has_to_be_one_graph_and_is_not_is_refused_with_the_line_th
         assert planned(torch.randn(2, 3, 8, 8)).shape == (2, 4, 6, 6)
 
 
+def test_a_budget_below_parameters_and_their_gradients_is_refused_with_one_that_works() -> None:
+    net = classifier(3, *[8] * 9)
+    held_bytes = sum(tensor.nbytes for tensor in (*net.parameters(), *net.buffers()))
+    gradient_bytes = sum(parameter.nbytes for parameter in net.parameters())
+    x = torch.randn(2, 3, 16, 16)
+    with pytest.raises(
+        BudgetError, match=r"parameters, gradients.* no choice of activations can help.*not searched"
+    ) as refused:
+        shoal.compile(copy.deepcopy(net), budget=held_bytes + gradient_bytes)(x)
+    enough_bytes = refused.value.least_feasible_bytes
+    assert enough_bytes is not None and enough_bytes > held_bytes + gradient_bytes + x.nbytes
+    model: Any = shoal.compile(net, budget=enough_bytes)
+    for _ in range(2):
+        mean_square(model(x)).backward()
+        model.zero_grad()
+    assert model.shoal.measured_peak_bytes <= enough_bytes and not model.shoal.repairs
+
+
 @pytest.mark.parametrize("budget", ["lots", "", "12 parsecs", "-1GiB", 0, -5, "0 MiB", 1.5, True, [1]])
 def test_a_budget_that_is_no_number_of_bytes_is_refused(budget: Any) -> None:
     with pytest.raises(InputError, match=re.escape(f"budget={budget!r}")) as caught:

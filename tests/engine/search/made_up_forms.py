@@ -75,6 +75,24 @@ class OnPatches(Refusing):
         return Priced(replace(step, static_bytes=self.held_bytes[variant]), plan)
 
 
+class Many(Refusing):
+    """Forms of many ops, of which the least is not searched where the budget is hopeless."""
+
+    def __init__(self, **needed_bytes: int) -> None:
+        super().__init__(**needed_bytes)
+        self.step = conv_bn_relu_chain(20)
+        self.captured: list[Variant] = []
+
+    def price(self, variant: Variant) -> Priced[None]:
+        def refuse(budget_bytes: int) -> None:
+            raise BudgetError("in a moment")
+
+        self.captured.append(variant)
+        made = super().price(variant)
+        step = replace(self.step, static_bytes=self.step.static_bytes - list(self.needed_bytes).index(variant))
+        return replace(made, graph=step, refuse=refuse)
+
+
 class InSeconds(Refusing):
     """Forms by the seconds that they take with everything kept, and that their plans take."""
 

@@ -7,7 +7,8 @@ import pytest
 from shoal.core.variant import WHOLE
 from shoal.engine.search.best_variant import best_variant
 from shoal.errors import BudgetError
-from tests.engine.search.made_up_forms import OnPatches, Refusing
+from shoal.planners.infeasible import floor_bytes
+from tests.engine.search.made_up_forms import FUSED, Many, OnPatches, Refusing
 
 
 def test_the_least_of_every_form_is_told_whichever_it_is() -> None:
@@ -25,6 +26,16 @@ def test_a_form_whose_ops_alone_need_more_than_another_form_is_not_asked() -> No
     with pytest.raises(BudgetError) as refused:
         best_variant(forms, forms.price, 1, "")
     assert forms.asked == [WHOLE] and refused.value.least_feasible_bytes == 1001
+
+
+def test_of_many_ops_a_budget_below_what_stays_in_every_form_is_refused_before_another_form_is_captured() -> None:
+    forms = Many(whole=1, bnff=1)
+    with pytest.raises(BudgetError, match="in a moment"):
+        best_variant(forms, forms.price, floor_bytes(forms.step) - 1, "")
+    assert forms.captured == [WHOLE] and not forms.asked
+    with pytest.raises(BudgetError, match="no plan fits"):
+        best_variant(forms, forms.price, floor_bytes(forms.step), "")
+    assert FUSED in forms.captured and forms.asked
 
 
 def test_where_nothing_fits_patches_become_finer_while_they_need_less_and_one_form_is_searched() -> None:

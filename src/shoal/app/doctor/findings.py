@@ -77,7 +77,7 @@ def _plain(found: Examination) -> str:
 
 
 def _planned(found: Examination) -> str:
-    least = "" if found.least_bytes is None else f"; the least that works is {format_bytes(found.least_bytes)}"
+    least = "" if found.least_bytes is None else f"; {format_bytes(found.least_bytes)} are enough"
     if found.uncaptured:
         return "not taken: nothing of the model can be captured"
     if found.planned is None:

@@ -34,6 +34,7 @@ from shoal.engine.search.try_forms import Bounded, bound_forms, plan_forms, try_
 from shoal.engine.search.unfit_forms import nearest, plan_unfit
 from shoal.engine.search.variants import Forms, Graph
 from shoal.engine.search.worth_capturing import WorthCapturing
+from shoal.planners.infeasible import is_hopeless
 
 log = logging.getLogger("shoal")
 
@@ -96,11 +97,16 @@ class _Search(Generic[Graph, Made]):
     def consider_norms(self) -> None:
         """The step as it is, and with batch norms fused: all of them, or where they do not fit, but for the largest.
 
+        Where the budget is hopeless, that is said at once, and no other form is captured.
         Fewer fused are captured before anything is planned where all would be faster than the step as it is can be.
         Where none of them can be fast, they are planned together with the forms of `_with_what_needs_less`.
         """
         state = self.state
-        captured = [form for variant in (WHOLE, *self._variants.of_norms()) for form in self._form(variant)]
+        captured = self._form(WHOLE)
+        for form in captured:
+            if form.priced.refuse is not None and is_hopeless(form.priced.graph, state.budget_bytes):
+                form.priced.refuse(state.budget_bytes)
+        captured += [form for variant in self._variants.of_norms() for form in self._form(variant)]
         bounded = bound_forms(state, captured)
         whole_seconds = next((seconds for seconds, form in bounded if form.variant == WHOLE), math.inf)
         considered = self._consider_smaller_maps((1 - WORTH_A_PLAN) * whole_seconds, [])

@@ -54,6 +54,8 @@ class Priced(Generic[Made]):
         shrunk: the same form with what waits within the backward pass shrunk; None where nothing can be.
         cut: the same form with convolutions in pieces, and which those are; None where there are none.
         faster: likewise with those alone that direct kernels compute, which may be faster.
+        refuse: raises the BudgetError of a budget that is hopeless (see `planners.infeasible`), in a moment; None
+            where the planner may not find the plan that this tells of.
     """
 
     graph: StepGraph
@@ -62,6 +64,7 @@ class Priced(Generic[Made]):
     shrunk: Callable[[], Priced[Made] | None] = lambda: None
     cut: Callable[[], tuple[tuple[Pieces, ...], Priced[Made]] | None] = lambda: None
     faster: Callable[[], tuple[tuple[Pieces, ...], Priced[Made]] | None] = lambda: None
+    refuse: Callable[[int], object] | None = None
 
     def least_seconds(self, budget_bytes: int) -> float:
         """The lower bound of the step inside the budget, nothing encoded: see `planners.estimates.least_seconds`."""
