@@ -28,10 +28,10 @@ from shoal.planners.just_in_time import just_in_time
 from shoal.planners.keep_all import keep_all
 from shoal.planners.limits import Guard, Limits
 from shoal.planners.local_search import local_search
-from shoal.planners.smallest_plan import refuse_in_a_moment
 from shoal.planners.papers.sqrt import sqrt
 from shoal.planners.recompute_choice import recompute_choice
 from shoal.planners.simulated import as_chosen
+from shoal.planners.smallest_plan import refuse_in_a_moment
 from tests.joint_graphs import captured_step
 from tests.random_steps import conv_bn_relu_chain, densenet_like, resnet_like, steps, unet_like
 
