@@ -156,9 +156,11 @@ def one_graph() -> Iterator[None]:
             raise origin from None
         raise _fault_of_dynamo(origin, failure) from None
     except AssertionError as failure:
-        if not _is_of_dynamo(failure):
-            raise  # the model's own, in eager code
-        raise _fault_of_dynamo(failure, failure) from None
+        if _is_of_dynamo(failure):
+            raise _fault_of_dynamo(failure, failure) from None
+        if hasattr(failure, "real_stack"):  # Dynamo has put its own words behind those of torch._assert
+            raise ModelRaised(str(failure).strip().splitlines()[0]) from None
+        raise  # the model's own, in eager code
     except TorchRuntimeError as failure:
         raise ModelRaised(str(_origin(failure)).strip().splitlines()[0]) from None
     except (Unsupported, UserError, ConstraintViolationError) as failure:

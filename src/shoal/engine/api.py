@@ -367,6 +367,44 @@ class _Caller(ModelCall):
                 raise CaptureError(
                     f"{option} needs a model of one graph; {session.name} breaks: {why.reason} at {why.place}"
                 )
+        self._planned.clear()
+        self._before_first = SetUp(model)
+        self._parts = PartedSteps(session, f"{why.place}: {why.reason}")
+        return self._begin_in_parts(self._parts, why, kind, args, kwargs)
+
+    def _begin_in_parts(
+        self, parts: PartedSteps, why: GraphBreak, kind: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """The first step of several graphs. Where they do not fit, and it has set the model up, one graph may.
+
+        Where the model raises, as by a mistaken call, the next call tells whether it is one graph.
+        """
+        before = Snapshot(self.model)
+        try:
+            with settings(self._logging), one_graph():
+                outputs = parts.call(self.model, self._planned, kind, args, kwargs)
+        except BudgetError as refused:
+            error = refused.with_traceback(None)
+        except ShoalError:
+            self._say_that_it_breaks(why)
+            raise
+        except Exception:
+            self.session.as_one_graph()
+            self._parts = self._before_first = None
+            self._planned.clear()
+            raise
+        else:
+            self._say_that_it_breaks(why)
+            return outputs
+        gc.collect()  # frames of the traceback held what the forward pass has saved
+        if not self._is_set_up():
+            self._say_that_it_breaks(why)
+            raise error
+        before.restore()
+        return self._train_as_one(kind, args, kwargs)
+
+    def _say_that_it_breaks(self, why: GraphBreak) -> None:
+        session = self.session
         log.warning(
             "%s is not one graph: %s at %s; its graphs are planned as one step, and what crosses between them is "
             "kept (model.shoal.plan.explain() tells where it breaks; strict=True refuses)",
@@ -376,34 +414,6 @@ class _Caller(ModelCall):
         )
         leaves = session.offloading is not None
         session.say_without_effect(in_several_graphs(session.options, "a model of several graphs", leaves=leaves))
-        self._planned.clear()
-        self._before_first = SetUp(model)
-        self._parts = PartedSteps(session, f"{why.place}: {why.reason}")
-        return self._begin_in_parts(self._parts, kind, args, kwargs)
-
-    def _begin_in_parts(self, parts: PartedSteps, kind: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The first step of several graphs. Where they do not fit, and it has set the model up, one graph may.
-
-        Where the model raises, as by a mistaken call, the next call tells whether it is one graph.
-        """
-        before = Snapshot(self.model)
-        try:
-            with settings(self._logging), one_graph():
-                return parts.call(self.model, self._planned, kind, args, kwargs)
-        except BudgetError as refused:
-            error = refused.with_traceback(None)
-        except ShoalError:
-            raise
-        except Exception:
-            self.session.as_one_graph()
-            self._parts = self._before_first = None
-            self._planned.clear()
-            raise
-        gc.collect()  # frames of the traceback held what the forward pass has saved
-        if not self._is_set_up():
-            raise error
-        before.restore()
-        return self._train_as_one(kind, args, kwargs)
 
     def _is_set_up(self) -> bool:
         """Whether the first call, at which the model broke, has set it up, so that the next may be one graph."""
