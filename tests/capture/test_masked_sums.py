@@ -1,4 +1,4 @@
-"""A model that writes a learned value through a boolean mask is one graph, as a masked autoencoder's tokens ask for."""
+"""Writing a learned value through a boolean mask breaks no graph, as a masked autoencoder's tokens ask for."""
 
 from __future__ import annotations
 
@@ -13,23 +13,30 @@ from tests.engine.training_laws import same_bits
 
 
 class WithToken(nn.Module):
-    def __init__(self, *token: int) -> None:
+    def __init__(self, *token: int, breaks: bool = False) -> None:
         super().__init__()
+        self.breaks = breaks
         self.token = nn.Parameter(torch.randn(token))
         self.before = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16))
         self.behind = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16))
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         x = self.before(x)
+        if self.breaks:
+            torch._dynamo.graph_break()
+            x = x.tanh() + x
         x[mask] = self.token
         return self.behind(x).square().mean()
 
 
+@pytest.mark.parametrize("breaks", [False, True])
 @pytest.mark.parametrize("token", [(16,), (1,), ()])
-def test_it_trains_with_plain_pytorchs_bits_in_the_bytes_that_were_predicted(token: tuple[int, ...]) -> None:
+def test_it_trains_with_plain_pytorchs_bits_in_the_bytes_that_were_predicted(
+    token: tuple[int, ...], breaks: bool
+) -> None:
     torch.manual_seed(0)
-    plain = WithToken(*token)
-    planned = WithToken(*token)
+    plain = WithToken(*token, breaks=breaks)
+    planned = WithToken(*token, breaks=breaks)
     planned.load_state_dict(plain.state_dict())
     shoal.compile(planned, budget=170_000, allow="bitwise")
     for step, share in enumerate((0.5, 0.0, 1.0, 0.1)):
@@ -44,5 +51,6 @@ def test_it_trains_with_plain_pytorchs_bits_in_the_bytes_that_were_predicted(tok
             assert held_bytes + allocations.peak_bytes(changes) <= planned.shoal.predicted_peak_bytes <= 170_000
         for model in (plain, planned):
             model.zero_grad()
-    assert planned.shoal.plan.breaks == () and planned.shoal.plan.added_seconds > 0
+    assert len(planned.shoal.plan.breaks) == breaks and planned.shoal.captures == 1 + breaks
+    assert planned.shoal.plan.added_seconds > 0
     assert 0 <= planned.shoal.predicted_peak_bytes - planned.shoal.measured_peak_bytes <= 512

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from shoal.capture.capture_step import InputPlaces, joint_step
 from shoal.capture.captured import Captured
-from shoal.capture.dynamo import refusals
+from shoal.capture.dynamo import GraphBreak, refusals
 from shoal.capture.early_gradients import gradient_order, handed_over
 from shoal.capture.failed_traces import line_of_failure
 from shoal.capture.graph_breaks import break_after
@@ -46,6 +46,7 @@ from shoal.lowlevel.cuda_allocator import can_record
 from shoal.lowlevel.mutated_inputs import are_plain, leave_in_place
 from shoal.lowlevel.torch_internals import eager_kernels
 from shoal.lowlevel.torch_state import active_ddp_module
+from shoal.lowlevel.unknown_sizes import unknown_sizes
 from shoal.memory.budget import budget_bytes
 from shoal.memory.limit import no_memory_limit
 from shoal.memory.optimizer_state import reject_copy
@@ -167,7 +168,7 @@ class PlannedStep:
         """What runs a graph of Dynamo's: its training step as planned, or only its forward pass."""
         results = [node.meta.get("example_value") for node in graph.graph.output_node().all_input_nodes]
         self.of_plain_tensors = are_plain((*example_inputs, *graph.parameters(), *graph.buffers(), *results))
-        with eager_kernels(), line_of_failure():
+        with eager_kernels(), line_of_failure(), unknown_sizes(GraphBreak):
             doing("capture", str(self.form.variant))
             compiled: Callable[..., Any] = aot_autograd(
                 fw_compiler=self.compile_forward,
