@@ -1,4 +1,4 @@
-"""AOTAutograd traces what a mask selects in any graph of Dynamo's; one of several graphs breaks where that is refused."""
+"""AOTAutograd traces what a mask selects in any graph of Dynamo's; one of several breaks where that is refused."""
 
 from __future__ import annotations
 
