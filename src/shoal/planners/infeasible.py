@@ -46,8 +46,8 @@ def infeasible(least: Plan, budget_bytes: int, *, searched: bool = True) -> Budg
         lines.append(f"the least found needs {format_bytes(peak_bytes)} ({peak_bytes} bytes)")
     if always_bytes > budget_bytes:
         lines.append(
-            f"parameters, gradients, optimizer state and the input batch alone need {format_bytes(always_bytes)}, "
-            "so that no choice of activations can help"
+            f"parameters, gradients, optimizer state and the input batch alone need {format_bytes(always_bytes)} "
+            f"({always_bytes} bytes), so that no choice of activations can help"
         )
     if searched:
         fills = [f"{storage} (layer {layer or '-'}) {format_bytes(nbytes)}" for storage, layer, nbytes in largest]
@@ -55,7 +55,7 @@ def infeasible(least: Plan, budget_bytes: int, *, searched: bool = True) -> Budg
             fills.append(f"workspace of {op.target} {format_bytes(op.workspace_bytes)}")
         lines.append(f"its peak is at {op.name} ({op.phase}, layer {op.layer or '-'}), filled by {', '.join(fills)}")
     else:
-        lines.append("the least that fits was not searched for: shoal.plan does that")
+        lines.append("the least that fits was not searched for: with these bytes as the budget it is, and by shoal.plan")
     lines.append(f"what would help: a budget of {peak_bytes} bytes or more, {_advice(peak_bytes, always_bytes)}")
     return BudgetError(
         "; ".join(lines),
