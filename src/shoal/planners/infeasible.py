@@ -55,7 +55,7 @@ def infeasible(least: Plan, budget_bytes: int, *, searched: bool = True) -> Budg
             fills.append(f"workspace of {op.target} {format_bytes(op.workspace_bytes)}")
         lines.append(f"its peak is at {op.name} ({op.phase}, layer {op.layer or '-'}), filled by {', '.join(fills)}")
     else:
-        lines.append("the least that fits was not searched for: with these bytes as the budget it is, and by shoal.plan")
+        lines.append("the least that fits was not searched for: with that budget it is, and by shoal.plan")
     lines.append(f"what would help: a budget of {peak_bytes} bytes or more, {_advice(peak_bytes, always_bytes)}")
     return BudgetError(
         "; ".join(lines),
