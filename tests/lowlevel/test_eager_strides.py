@@ -93,6 +93,20 @@ def test_ops_whose_tensors_stand_elsewhere() -> None:
     assert departures(aten.where.self, 2, lambda x, y: (x > 0, y, x)) == []
 
 
+@pytest.mark.parametrize("name", ["mse_loss", "smooth_l1_loss", "huber_loss"])
+def test_gradients_of_losses(name: str) -> None:
+    op, more = getattr(aten, f"{name}_backward").default, () if name == "mse_loss" else (1.0,)
+    mean = torch.tensor(1.0)
+    assert departures(op, 2, lambda x, y: (mean, x, y, 1, *more)) == []
+    assert departures(op, 3, lambda grad, x, y: (grad, x, y, 0, *more)) == []
+    assert departures(op, 2, lambda x, y: (mean, x, y, 1, *more), nullcontext) != []
+
+
+def test_a_loss_of_each_element() -> None:
+    op = aten.binary_cross_entropy.default
+    assert departures(op, 2, lambda x, y: (x.sigmoid(), y.sigmoid(), None, 0)) == []
+
+
 @pytest.mark.parametrize("mode", ["reflection", "replication"])
 @pytest.mark.parametrize("dims", [2, 3])
 def test_padding_by_what_is_inside(mode: str, dims: int) -> None:

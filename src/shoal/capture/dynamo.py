@@ -78,11 +78,16 @@ def refusals() -> Iterator[None]:
 
 
 class ModelRaised(Exception):
-    """The model's own forward pass raises an exception, by what Dynamo saw of it; `reason` is one line."""
+    """The model's own forward pass raises an exception, by what Dynamo saw of it.
 
-    def __init__(self, reason: str) -> None:
+    Attributes:
+        reason: one line.
+        fault: what to raise where it does not raise when it runs: then Dynamo saw wrong.
+    """
+
+    def __init__(self, reason: str, fault: CaptureError) -> None:
         super().__init__(reason)
-        self.reason = reason
+        self.reason, self.fault = reason, fault
 
 
 class GraphBreak(CaptureError):
@@ -159,13 +164,14 @@ def one_graph() -> Iterator[None]:
         if _is_of_dynamo(failure):
             raise _fault_of_dynamo(failure, failure) from None
         if hasattr(failure, "real_stack"):  # Dynamo has put its own words behind those of torch._assert
-            raise ModelRaised(str(failure).strip().splitlines()[0]) from None
+            raise ModelRaised(_first_line(failure), _fault_of_dynamo(failure, failure)) from None
         raise  # the model's own, in eager code
     except TorchRuntimeError as failure:
-        raise ModelRaised(str(_origin(failure)).strip().splitlines()[0]) from None
+        raise ModelRaised(_first_line(_origin(failure)), _fault_of_dynamo(_origin(failure), failure)) from None
     except (Unsupported, UserError, ConstraintViolationError) as failure:
         if isinstance(failure, Unsupported) and _is_models_own(failure):
-            raise ModelRaised(f"an exception is raised at {_place(failure)}") from None
+            reason = f"an exception is raised at {_place(failure)}"
+            raise ModelRaised(reason, _fault_of_dynamo(failure, failure)) from None
         raise _capture_error(failure) from None
     except GuardOnDataDependentSymNode as failure:  # an index into a list, say: Dynamo reports it as a fault of its own
         raise GraphBreak("Python code depends on a tensor's value", _place(failure)) from None
@@ -225,8 +231,11 @@ def _is_of_dynamo(failure: BaseException) -> bool:
 
 
 def _fault_of_dynamo(origin: BaseException, failure: BaseException) -> FaultOfDynamo:
-    what = next(iter(str(origin).strip().splitlines()), "")
-    return FaultOfDynamo(f"PyTorch's Dynamo fails ({type(origin).__name__}: {what})", _place(failure))
+    return FaultOfDynamo(f"PyTorch's Dynamo fails ({type(origin).__name__}: {_first_line(origin)})", _place(failure))
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), "")
 
 
 def _place(failure: BaseException) -> str:

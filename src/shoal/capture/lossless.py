@@ -8,6 +8,7 @@ Each takes the joint graph of forward and backward (aten ops, functional) and ed
 - gradients that are written into zeros as a whole, only to be read from there, are views (`whole_scatters`);
 - batch norms on CUDA that eager PyTorch leaves to cuDNN are left to it (`cudnn_batch_norms`), for the bits;
 - results that kernels lay out or type otherwise than traced are so in the trace (`kernel_layouts`);
+- results that PyTorch leaves in a larger storage, such as the mean of all squares, have one of their own size;
 - the input of max pooling, of which the backward pass reads only the shape, is not saved for it;
 - max-pool indices wait in 1 byte (the place within the window) instead of 8, which also says where a ReLU before the
   pooling lets no gradient through;
@@ -49,7 +50,7 @@ from shoal.capture.gradients_in_place import WRITTEN_OVER, write_over_gradient
 from shoal.capture.kernel_layouts import lay_out_as_kernels_do, type_as_kernels_do
 from shoal.capture.norm_gradients import fold_norm_gradients
 from shoal.capture.op_counts import convolution_backward_flops
-from shoal.capture.symbolic_sizes import as_arguments
+from shoal.capture.symbolic_sizes import as_arguments, usual
 from shoal.capture.whole_scatters import view_whole_scatters
 from shoal.codecs import pool_index
 from shoal.kernels.convolution import (
@@ -61,6 +62,7 @@ from shoal.kernels.convolution import (
 from shoal.kernels.dropout import dropout, dropout_backward, noise_like
 from shoal.kernels.memory_format import channels_last_format, suggested_memory_format
 from shoal.kernels.norm import joined_statistics
+from shoal.kernels.own_storage import OWN
 from shoal.kernels.pooling import backward as pool_backward
 from shoal.kernels.pooling import forward as pool_forward
 
@@ -107,6 +109,8 @@ def save_fewer_bytes(joint: fx.GraphModule, backward: set[fx.Node], *, cpu_kerne
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
+        if node.target in OWN and _is_smaller_than_an_operand(node):
+            node.target = OWN[node.target]
         if cpu_kernels and node.target in WRITTEN_OVER:
             write_over_gradient(graph, node, backward)
         elif node.target is _aten.hardtanh_backward.default:
@@ -340,6 +344,11 @@ def _flops(node: fx.Node) -> int | torch.SymInt:
 
 def _args(node: fx.Node) -> tuple[Any, ...]:
     return node.args  # fx types each as a union of all it may be; the op's schema says which
+
+
+def _is_smaller_than_an_operand(node: fx.Node) -> bool:
+    elems = usual(node.meta["val"].numel())
+    return any(elems < usual(operand.meta["val"].numel()) for operand in node.all_input_nodes)
 
 
 def _is_handed_out(node: fx.Node) -> bool:

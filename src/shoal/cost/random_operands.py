@@ -26,6 +26,7 @@ _KNOWN = ("aten", "prims", "shoal")  # namespaces of ops
 _WRITING = (_aten.index_put, _aten.index_put_, _aten._unsafe_index_put)
 _INDEXING = (_aten.index, _aten._unsafe_index, *_WRITING)
 _ASSERTIONS = (_aten._assert_async, _aten._functional_assert_async)
+_OF_PROBABILITIES = "binary_cross_entropy"  # PyTorch's op, and ours that stands for it
 _POOL_BACKWARDS = {
     _aten.max_pool2d_with_indices_backward.default: 2,
     _aten.max_pool3d_with_indices_backward.default: 3,
@@ -37,8 +38,8 @@ class OperandFactory:
 
     Floats are standard normal; one-dimensional ones (variances, scales) are above 0.5. Booleans are random, but a mask
     among indices selects what the other operands are for, and what is asserted holds: on CUDA an assertion that fails
-    ends the process's use of the device. Integers are valid for the op: indices in their windows for
-    max pooling, classes for losses, rows for embeddings, else 0. Operands of another library's op are all 0: what
+    ends the process's use of the device. Probabilities are 0. Integers are valid for the op: indices in their windows
+    for max pooling, classes for losses, rows for embeddings, else 0. Operands of another library's op are all 0: what
     its numbers say is unknown, and places among floats, as of torchvision's `roi_align`, are written to unchecked.
     Sizes, strides and dtypes are those of the fake tensors.
     """
@@ -52,7 +53,7 @@ class OperandFactory:
     def arguments(self, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional and keyword arguments to call `node.target` with; the same node gives the same tensor."""
         made: dict[fx.Node, Any] = {}
-        zeros = _is_of_others(node)
+        zeros = _is_of_others(node) or getattr(node.target, "__name__", "").partition(".")[0] == _OF_PROBABILITIES
 
         def materialise(operand: fx.Node) -> Any:
             if operand not in made:

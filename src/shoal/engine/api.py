@@ -36,7 +36,7 @@ from shoal.engine.backend import compile_step
 from shoal.engine.early_gradients import EarlyGradients
 from shoal.engine.lossy_report import LossyReport
 from shoal.engine.lossy_report import lossy_report as report_on
-from shoal.engine.model_call import ModelCall, reject_function_transforms
+from shoal.engine.model_call import ModelCall, raise_as_plain, reject_function_transforms
 from shoal.engine.model_refusals import reject_compiled, reject_hopeless
 from shoal.engine.options import CompileOptions
 from shoal.engine.parts import PartedSteps
@@ -348,8 +348,7 @@ class _Caller(ModelCall):
         """A call that cannot be captured as one graph: as several, where it is no mistake of the caller's."""
         model, session = self.model, self.session
         if isinstance(why, ModelRaised):
-            plain_call(model, *args, **kwargs)  # raises as the plain model does
-            raise CaptureError(f"the model cannot be captured as one graph: {why.reason}")
+            raise_as_plain(model, why, args, kwargs)
         if admit_cumulative_norms(model):  # averaging of weights has set them so in the midst of training
             return self._train(kind, args, kwargs)
         if why.may_be_an_error:

@@ -57,7 +57,8 @@ class Window:
         kept: places of results that the caller still held when a backward pass began. released: of those it did not.
         measured: what it used; None until it is over.
         gradients_stayed: whether gradients of an earlier step were there when a backward pass began.
-        tangents_stayed: whether a gradient of a result was still held by somebody when its backward pass ended.
+        tangents_stayed: whether a gradient of a result, of more than one number, was still held by somebody when its
+            backward pass ended.
     """
 
     steps: list[Metered] = field(default_factory=list)
@@ -147,7 +148,8 @@ class Metering:
         window.gradients_stayed |= any(held.is_alive for held in self._old_gradients)
         meter.resume(self._in_use(arguments))
         given = arguments[len(arguments) - step.n_tangents :]
-        return [WeakStorage(tangent) for tangent in given if isinstance(tangent, torch.Tensor)]
+        # That of a loss is the 1 that `backward()` itself makes and holds, which takes no room.
+        return [WeakStorage(tangent) for tangent in given if isinstance(tangent, torch.Tensor) and tangent.numel() > 1]
 
     def _end_backward(self, tangents: Sequence[WeakStorage]) -> None:
         window, meter = self._window, self._meter

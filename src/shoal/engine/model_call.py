@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
+from shoal.capture.dynamo import ModelRaised, plain_call
+from shoal.engine.snapshot import Snapshot
 from shoal.errors import CaptureError
 from shoal.lowlevel.torch_state import in_transform
 
@@ -38,6 +40,14 @@ class ModelCall:
             object.__setattr__(module, "shoal", status)
         object.__setattr__(self.model, "_compiled_call_impl", self)
         object.__setattr__(self.model, "_call_impl", self)
+
+
+def raise_as_plain(model: nn.Module, raised: ModelRaised, args: Sequence[Any], kwargs: Mapping[str, Any]) -> NoReturn:
+    """Raise what the plain model raises in this call; where it does not, Dynamo saw wrong, and that is raised."""
+    before = Snapshot(model)
+    plain_call(model, *args, **kwargs)
+    before.restore()
+    raise raised.fault
 
 
 def reject_function_transforms() -> None:

@@ -25,13 +25,13 @@ from shoal.capture.dynamo import (
 )
 from shoal.core.sizes import format_bytes
 from shoal.engine.budget_table import Standing, table
-from shoal.engine.model_call import ModelCall, reject_function_transforms
+from shoal.engine.model_call import ModelCall, raise_as_plain, reject_function_transforms
 from shoal.engine.options import CompileOptions
 from shoal.engine.search.without_effect import in_several_graphs
 from shoal.engine.session import Session
 from shoal.engine.status import Status
 from shoal.engine.turns import TurnSteps
-from shoal.errors import BudgetError, CaptureError, InputError, brief
+from shoal.errors import BudgetError, InputError, brief
 from shoal.lowlevel.torch_state import active_ddp_module, in_trace, is_exporting
 from shoal.memory.budget import budget_bytes
 from shoal.memory.optimizer_state import Declared, reject_copy
@@ -271,8 +271,8 @@ class SharedCall(ModelCall):
             with settings(self._logging), one_graph():
                 return self._steps.call(self.name, self._captured, kind, args, kwargs)
         except ModelRaised as failure:
-            plain_call(self.model, *args, **kwargs)  # raises as the plain model does
-            raise CaptureError(f"the model cannot be captured: {failure.reason}") from None
+            raised = failure
+        raise_as_plain(self.model, raised, args, kwargs)
 
 
 def reject_member(model: nn.Module) -> None:

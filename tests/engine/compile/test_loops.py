@@ -340,3 +340,30 @@ def test_a_loss_whose_mean_lies_in_the_storage_of_all_squares_counts_while_it_is
     planned.zero_grad()
     peak = true_peak(planned, lambda: loop(planned), [batch])
     assert planned.shoal.predicted_peak_bytes == pytest.approx(peak, rel=0.005)
+
+
+class WithLoss(nn.Module):
+    """Returns its loss and what that is computed from, of which nothing else is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(16, 256), nn.Tanh(), nn.Linear(256, 64))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.body(x)
+        return F.cross_entropy(logits, torch.arange(len(x)) % 64), logits
+
+
+def test_the_gradient_of_logits_beside_a_loss_does_not_count_once_it_is_read() -> None:
+    net, x = WithLoss(), torch.randn(512, 16)
+
+    def loop(model: nn.Module) -> None:
+        model.zero_grad()
+        model(x)[0].backward()
+
+    planned = shoal.compile(net, budget="1GiB")
+    for _ in range(2):
+        loop(planned)
+    planned.zero_grad()
+    peak = true_peak(planned, lambda: loop(planned), [x])
+    assert 0 <= planned.shoal.predicted_peak_bytes - peak <= 1024

@@ -67,6 +67,27 @@ def test_what_dynamo_itself_fails_on_is_refused_with_its_line_and_what_helps_doe
     assert_same_training(RoundingEagerly(), images(2, 4, 8))
 
 
+def test_what_fails_in_dynamo_alone_is_refused_with_its_line_and_changes_nothing() -> None:
+    @torch.library.custom_op("shoal_tests::misdescribed", mutates_args=())
+    def misdescribed(x: torch.Tensor) -> torch.Tensor:
+        return x + torch.rand_like(x)
+
+    @misdescribed.register_fake
+    def _(x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no such shape")
+
+    class Misdescribed(TwoInputs):
+        def forward(self, x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+            return misdescribed(super().forward(x, shift))
+
+    model = shoal.compile(Misdescribed(), budget=ROOMY)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    generator = torch.get_rng_state()
+    with pytest.raises(CaptureError, match=r"Dynamo fails .*no such shape.* at .*test_refusals.py:\d+ .*misdescribed"):
+        model(torch.randn(4, 8, generator=torch.Generator()), torch.ones(8))
+    assert not differences(model.state_dict(), before) and same_bits(torch.get_rng_state(), generator)
+
+
 def test_a_gradient_that_is_sparse_is_refused_with_its_layer() -> None:
     model = shoal.compile(nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 2)), budget=ROOMY)
     with pytest.raises(CaptureError, match=r"the gradient of layer 0 is torch.sparse_coo.*sparse=True"):

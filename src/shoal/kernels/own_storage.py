@@ -1,0 +1,51 @@
+"""Ops whose results PyTorch leaves in a larger storage, in which they were computed: here they get one of their size.
+
+The mean of all squares is a number that holds the memory of all squares, and `F.fold` holds as much as it was given.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_aten = torch.ops.aten
+
+
+def mse_loss(*args: Any) -> torch.Tensor:
+    """`aten.mse_loss`."""
+    return _aten.mse_loss.default(*args).clone()
+
+
+def smooth_l1_loss(*args: Any) -> torch.Tensor:
+    """`aten.smooth_l1_loss`."""
+    return _aten.smooth_l1_loss.default(*args).clone()
+
+
+def soft_margin_loss(*args: Any) -> torch.Tensor:
+    """`aten.soft_margin_loss`."""
+    return _aten.soft_margin_loss.default(*args).clone()
+
+
+def binary_cross_entropy(*args: Any) -> torch.Tensor:
+    """`aten.binary_cross_entropy`."""
+    return _aten.binary_cross_entropy.default(*args).clone()
+
+
+def col2im(*args: Any) -> torch.Tensor:
+    """`aten.col2im`, which `F.fold` and the gradient of `F.unfold` are.
+
+    >>> col2im(torch.ones(1, 9, 16), [4, 4], [3, 3], [1, 1], [1, 1], [1, 1]).untyped_storage().nbytes()
+    64
+    """
+    return _aten.col2im.default(*args).clone()
+
+
+OWN = {
+    _aten.mse_loss.default: mse_loss,
+    _aten.smooth_l1_loss.default: smooth_l1_loss,
+    _aten.soft_margin_loss.default: soft_margin_loss,
+    _aten.binary_cross_entropy.default: binary_cross_entropy,
+    _aten.col2im.default: col2im,
+}
+"""The functions by the op that each stands for."""
