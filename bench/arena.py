@@ -8,7 +8,7 @@ float32. Each contender is a process of its own, since malloc is tuned when a pr
 each, in rounds that start one further every time; one runs at a time. CPU time tells more than the clock where others
 run on the same cores. The losses of a round must be equal to the last bit. The first steps, which the arena records and
 then lays out, are warm-up for all. "Held" is the most that the process has of the machine's memory, beyond what it has
-when the model is made, over the bytes that its tensors use at once, as the arena counted them.
+when the model is made; beside it, over the most bytes that tensors use at once, as the caching allocator counts them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from bench.workload import make_workload
 from shoal.core.sizes import format_bytes
 from shoal.errors import InputError
 from shoal.memory.cpu_allocator import CACHING as CACHING_KIND
-from shoal.memory.cpu_allocator import TORCH, use_caching, why_not_caching
+from shoal.memory.cpu_allocator import TORCH, cpu_memory, use_caching, why_not_caching
 
 SETTINGS = {  # one to five seconds a step on one thread
     "resnet50": Setting(batch=8, image=160),
@@ -76,6 +76,7 @@ def measure_network(name: str, setting: Setting, *, rounds: int, seed: int) -> d
             if len(set(losses)) != 1:
                 raise WrongResult(f"{name}, step {turn}: the losses differ: {losses}")
         arena = workers[ARENA].ask("arena")
+        most_bytes = workers[CACHING].ask("most_bytes")
     rows = {}
     for contender, steps in taken.items():
         timed = steps[WARM_UPS:]
@@ -86,7 +87,7 @@ def measure_network(name: str, setting: Setting, *, rounds: int, seed: int) -> d
             "held_bytes": max(step["held_bytes"] for step in timed),
             "warm_up_seconds": [step["seconds"] for step in steps[:WARM_UPS]],
         }
-    return {"network": name, "setting": asdict(setting), "rows": rows, "arena": arena}
+    return {"network": name, "setting": asdict(setting), "rows": rows, "arena": arena, "most_bytes": most_bytes}
 
 
 def _table(result: Mapping[str, Any]) -> Table:
@@ -98,7 +99,6 @@ def _table(result: Mapping[str, Any]) -> Table:
         "< | a step | of malloc's | CPU time | of malloc's | page faults a step | held | over the most in use",
     )
     seconds, cpu_seconds = median(rows[DEFAULT]["seconds"]), median(rows[DEFAULT]["cpu_seconds"])
-    most_bytes = arena["arena_bytes"] / arena["fragmentation"]
     for contender, row in rows.items():
         table.add_row(
             contender,
@@ -108,7 +108,7 @@ def _table(result: Mapping[str, Any]) -> Table:
             f"{median(row['cpu_seconds']) / cpu_seconds:.2f}",
             f"{median(row['faults']):.0f}",
             format_bytes(row["held_bytes"]),
-            f"{row['held_bytes'] / most_bytes:.2f}",
+            f"{row['held_bytes'] / result['most_bytes']:.2f}",
         )
     return table
 
@@ -122,23 +122,27 @@ def _started(contender: str) -> Worker:
 class Trainer:
     """Trains one network, a step whenever it is asked to; in a process for one malloc, see `bench.processes`.
 
-    The first question says what to train. "step" takes a step; "arena" asks what the arena came to.
+    The first question says what to train. "step" takes a step; "arena" asks what the arena came to, "most_bytes" how
+    many bytes tensors used at once, beyond those in use when the first question was answered.
     """
 
     def __call__(self, question: Any, stage: Stage) -> Any:
         if question == "step":
             return self._step()
+        if question == "most_bytes":
+            return cpu_memory().most_in_use - self._in_use_bytes
         if question == "arena":
             arena = self._arena
             counts = {"departures": arena.departures, "replayed_steps": arena.replayed_steps}
             return {"arena_bytes": arena.bytes, "fragmentation": arena.fragmentation, **counts}
+        if question["caching"] and use_caching() != CACHING_KIND:
+            raise InputError(f"the caching allocator is not to be had: {why_not_caching()}")
         self._workload = make_workload(question["network"], question["batch"], question["image"], seed=question["seed"])
         self._optimizer = torch.optim.SGD(self._workload.model.parameters(), lr=1e-3, momentum=0.9)
         self._arena = Arena() if question["arena"] else None
-        if question["caching"] and use_caching() != CACHING_KIND:
-            raise InputError(f"the caching allocator is not to be had: {why_not_caching()}")
         self._steps = 0
         self._before_bytes = psutil.Process().memory_info().rss
+        self._in_use_bytes = cpu_memory().in_use
         gc.disable()  # a collection would add its time to whoever is being timed
         return None
 
