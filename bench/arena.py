@@ -8,7 +8,7 @@ float32. Each contender is a process of its own, since malloc is tuned when a pr
 each, in rounds that start one further every time; one runs at a time. CPU time tells more than the clock where others
 run on the same cores. The losses of a round must be equal to the last bit. The first steps, which the arena records and
 then lays out, are warm-up for all. "Held" is the most that the process has of the machine's memory, beyond what it has
-when the model is made; beside it, over the most bytes that tensors use at once, as the caching allocator counts them.
+before the model is made; beside it, over the most bytes that tensors use at once, as the caching allocator counts them.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Trainer:
     """Trains one network, a step whenever it is asked to; in a process for one malloc, see `bench.processes`.
 
     The first question says what to train. "step" takes a step; "arena" asks what the arena came to, "most_bytes" how
-    many bytes tensors used at once, beyond those in use when the first question was answered.
+    many bytes tensors used at once, the model's own included.
     """
 
     def __call__(self, question: Any, stage: Stage) -> Any:
@@ -137,12 +137,12 @@ class Trainer:
             return {"arena_bytes": arena.bytes, "fragmentation": arena.fragmentation, **counts}
         if question["caching"] and use_caching() != CACHING_KIND:
             raise InputError(f"the caching allocator is not to be had: {why_not_caching()}")
+        self._before_bytes = psutil.Process().memory_info().rss
+        self._in_use_bytes = cpu_memory().in_use
         self._workload = make_workload(question["network"], question["batch"], question["image"], seed=question["seed"])
         self._optimizer = torch.optim.SGD(self._workload.model.parameters(), lr=1e-3, momentum=0.9)
         self._arena = Arena() if question["arena"] else None
         self._steps = 0
-        self._before_bytes = psutil.Process().memory_info().rss
-        self._in_use_bytes = cpu_memory().in_use
         gc.disable()  # a collection would add its time to whoever is being timed
         return None
 

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import pytest
 import torch
@@ -76,27 +77,25 @@ def test_no_more_is_held_than_was_in_use_at_once_and_a_fiftieth(sizes: list[int]
         assert now.held >= now.in_use
 
 
-def test_what_is_freed_is_there_for_the_next_tensor_of_its_size() -> None:
-    first = block(3 * MiB)
-    address = first.data_ptr()
-    behind = block(MiB)
-    del first
-    assert block(3 * MiB).data_ptr() == address
-    del behind
-
-
-def test_a_tensor_gets_the_smallest_hole_that_it_fits_in() -> None:
-    blocks = [block(nbytes * MiB) for nbytes in (9, 1, 5, 1, 7, 1)]
-    hole = blocks[2].data_ptr()
-    blocks[0] = blocks[2] = blocks[4] = block(64)
-    assert block(4 * MiB).data_ptr() == hole
-
-
-def test_neighbouring_holes_become_one() -> None:
-    blocks = [block(4 * MiB) for _ in range(4)]
-    first = blocks[0].data_ptr()
-    blocks[1] = blocks[0] = blocks[2] = block(64)
-    assert block(12 * MiB).data_ptr() == first
+@pytest.mark.parametrize(
+    ("freed", "asked_mebibytes", "expected"),
+    [
+        ([2], 5, 2),  # it is there again
+        ([0, 2, 4], 4, 2),  # the smallest hole that it fits in, not the first
+        ([1, 3, 2], 7, 1),  # neighbouring holes are one, in whichever order they came about
+    ],
+)
+def test_which_hole_a_tensor_gets(freed: list[int], asked_mebibytes: int, expected: int) -> None:
+    python(f"""
+import torch
+from shoal.memory.cpu_allocator import use_caching
+assert use_caching() == "caching"
+def block(mebibytes): return torch.empty(mebibytes * 2**20, dtype=torch.uint8)
+blocks = [block(mebibytes) for mebibytes in (9, 1, 5, 1, 7, 1)]
+address = blocks[{expected}].data_ptr()
+for place in {freed}: blocks[place] = None
+assert block({asked_mebibytes}).data_ptr() == address
+""")
 
 
 def test_unused_memory_goes_back_to_the_system_and_tensors_stay() -> None:
@@ -111,8 +110,7 @@ def test_unused_memory_goes_back_to_the_system_and_tensors_stay() -> None:
 
 
 def resident_bytes() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
 def test_the_process_holds_what_it_says() -> None:
