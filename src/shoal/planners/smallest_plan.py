@@ -54,10 +54,13 @@ def smallest_plan(graph: StepGraph, hardware: Hardware, budget_bytes: int, limit
 def refuse_in_a_moment(graph: StepGraph, hardware: Hardware, budget_bytes: int) -> Plan:
     """The planner of a step that is hopeless inside the budget: it makes one plan with a small peak, of which it tells.
 
+    Where that has none, as with ops that cannot run again, it tells of the step with everything kept.
+
     Raises:
         BudgetError: always. `joint` finds a plan inside the budget that it names.
     """
-    raise infeasible(_least_on_demand(graph, hardware, _in_a_moment(DEFAULT)), budget_bytes, searched=False)
+    plans = Plan(graph, {}, "joint", hardware.name), _least_on_demand(graph, hardware, _in_a_moment(DEFAULT))
+    raise infeasible(min(plans, key=lambda plan: plan.predicted_peak_bytes), budget_bytes, searched=False)
 
 
 def _in_a_moment(limits: Limits) -> Limits:
