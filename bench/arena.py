@@ -1,13 +1,14 @@
-"""Whole training steps with and without an arena, against glibc's malloc as it comes and tuned by hand.
+"""Whole training steps with the CPU's caching allocator and in an arena, against glibc's malloc as it comes and tuned.
 
-    OMP_NUM_THREADS=1 python -m bench.arena          ten minutes
+    OMP_NUM_THREADS=1 python -m bench.arena          a quarter of an hour
     python -m bench.arena --quick                    tiny inputs, to see that it runs
 
 A step is forward, cross entropy, backward, SGD with momentum and `zero_grad`, in plain eager PyTorch, channels_last
 float32. Each contender is a process of its own, since malloc is tuned when a process starts. They take turns, one step
 each, in rounds that start one further every time; one runs at a time. CPU time tells more than the clock where others
 run on the same cores. The losses of a round must be equal to the last bit. The first steps, which the arena records and
-then lays out, are warm-up for all.
+then lays out, are warm-up for all. "Held" is the most that the process has of the machine's memory, beyond what it has
+before the model is made; beside it, over the most bytes that tensors use at once, as the caching allocator counts them.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from dataclasses import asdict
 from statistics import median
 from typing import Any
 
+import psutil
 import torch
 from rich.table import Table
 from torch.nn import functional as F
@@ -35,16 +37,21 @@ from bench.processes import HUGE_PAGES, NEVER_UNMAPPED, Stage, Worker, malloc_en
 from bench.tables import new_table
 from bench.workload import make_workload
 from shoal.core.sizes import format_bytes
+from shoal.errors import InputError
+from shoal.memory.cpu_allocator import CACHING as CACHING_KIND
+from shoal.memory.cpu_allocator import TORCH, cpu_memory, use_caching, why_not_caching
 
-SETTINGS = {  # about a second a step on one thread
-    "resnet50": Setting(batch=2, image=224),
-    "vgg16_bn": Setting(batch=1, image=224),
-    "mobilenet_v2": Setting(batch=8, image=224),
-    "densenet121": Setting(batch=2, image=224),
+SETTINGS = {  # one to five seconds a step on one thread
+    "resnet50": Setting(batch=8, image=160),
+    "vgg16_bn": Setting(batch=4, image=160),
+    "mobilenet_v2": Setting(batch=16, image=224),
+    "densenet121": Setting(batch=4, image=224),
+    "unet": Setting(batch=2, image=256),
 }
 QUICK_SETTINGS = {name: Setting(2, 32) for name in SETTINGS}
-DEFAULT, TUNED, HUGE, ARENA = "malloc", "malloc, tuned", "malloc, tuned, huge pages", "arena"
-TUNABLES = {DEFAULT: "", TUNED: NEVER_UNMAPPED, HUGE: f"{NEVER_UNMAPPED}:{HUGE_PAGES}", ARENA: ""}
+DEFAULT, TUNED, HUGE = "malloc", "malloc, tuned", "malloc, tuned, huge pages"
+CACHING, ARENA = "caching allocator", "arena"
+TUNABLES = {DEFAULT: "", TUNED: NEVER_UNMAPPED, HUGE: f"{NEVER_UNMAPPED}:{HUGE_PAGES}", CACHING: "", ARENA: ""}
 WARM_UPS = 4
 ROUNDS = 9
 
@@ -61,7 +68,7 @@ def measure_network(name: str, setting: Setting, *, rounds: int, seed: int) -> d
         workers = {contender: stack.enter_context(_started(contender)) for contender in contenders}
         for contender, worker in workers.items():
             asked = {"network": name, "batch": setting.batch, "image": setting.image, "seed": seed}
-            worker.ask(asked | {"arena": contender == ARENA})
+            worker.ask(asked | {"arena": contender == ARENA, "caching": contender == CACHING})
         for contender, _ in turns(contenders, WARM_UPS + rounds):
             taken[contender].append(workers[contender].ask("step"))
         for turn, steps in enumerate(zip(*taken.values(), strict=True), 1):
@@ -69,6 +76,7 @@ def measure_network(name: str, setting: Setting, *, rounds: int, seed: int) -> d
             if len(set(losses)) != 1:
                 raise WrongResult(f"{name}, step {turn}: the losses differ: {losses}")
         arena = workers[ARENA].ask("arena")
+        most_bytes = workers[CACHING].ask("most_bytes")
     rows = {}
     for contender, steps in taken.items():
         timed = steps[WARM_UPS:]
@@ -76,9 +84,10 @@ def measure_network(name: str, setting: Setting, *, rounds: int, seed: int) -> d
             "seconds": [step["seconds"] for step in timed],
             "cpu_seconds": [step["cpu_seconds"] for step in timed],
             "faults": [step["faults"] for step in timed],
+            "held_bytes": max(step["held_bytes"] for step in timed),
             "warm_up_seconds": [step["seconds"] for step in steps[:WARM_UPS]],
         }
-    return {"network": name, "setting": asdict(setting), "rows": rows, "arena": arena}
+    return {"network": name, "setting": asdict(setting), "rows": rows, "arena": arena, "most_bytes": most_bytes}
 
 
 def _table(result: Mapping[str, Any]) -> Table:
@@ -87,39 +96,49 @@ def _table(result: Mapping[str, Any]) -> Table:
         f"{result['network']}, {setting['batch']} x {setting['image']} pixels: arena of "
         f"{format_bytes(arena['arena_bytes'])}, {arena['fragmentation']:.3f} of the most in use, "
         f"{arena['departures']} departures in {arena['replayed_steps']} replayed steps",
-        "< | a step | of the arena's | CPU time | of the arena's | page faults a step",
+        "< | a step | of malloc's | CPU time | of malloc's | page faults a step | held | over the most in use",
     )
-    with_arena, cpu_with_arena = median(rows[ARENA]["seconds"]), median(rows[ARENA]["cpu_seconds"])
+    seconds, cpu_seconds = median(rows[DEFAULT]["seconds"]), median(rows[DEFAULT]["cpu_seconds"])
     for contender, row in rows.items():
         table.add_row(
             contender,
             f"{median(row['seconds']):.3f} s",
-            f"{median(row['seconds']) / with_arena:.2f}",
+            f"{median(row['seconds']) / seconds:.2f}",
             f"{median(row['cpu_seconds']):.3f} s",
-            f"{median(row['cpu_seconds']) / cpu_with_arena:.2f}",
+            f"{median(row['cpu_seconds']) / cpu_seconds:.2f}",
             f"{median(row['faults']):.0f}",
+            format_bytes(row["held_bytes"]),
+            f"{row['held_bytes'] / result['most_bytes']:.2f}",
         )
     return table
 
 
 def _started(contender: str) -> Worker:
-    environment = malloc_environment(TUNABLES[contender], torch.get_num_threads(), os.environ)
+    allocator = CACHING_KIND if contender == CACHING else TORCH
+    environment = malloc_environment(TUNABLES[contender], torch.get_num_threads(), os.environ, allocator=allocator)
     return Worker("bench.arena:Trainer", environment)
 
 
 class Trainer:
     """Trains one network, a step whenever it is asked to; in a process for one malloc, see `bench.processes`.
 
-    The first question says what to train. "step" takes a step; "arena" asks what the arena came to.
+    The first question says what to train. "step" takes a step; "arena" asks what the arena came to, "most_bytes" how
+    many bytes tensors used at once, the model's own included.
     """
 
     def __call__(self, question: Any, stage: Stage) -> Any:
         if question == "step":
             return self._step()
+        if question == "most_bytes":
+            return cpu_memory().most_in_use - self._in_use_bytes
         if question == "arena":
             arena = self._arena
             counts = {"departures": arena.departures, "replayed_steps": arena.replayed_steps}
             return {"arena_bytes": arena.bytes, "fragmentation": arena.fragmentation, **counts}
+        if question["caching"] and use_caching() != CACHING_KIND:
+            raise InputError(f"the caching allocator is not to be had: {why_not_caching()}")
+        self._before_bytes = psutil.Process().memory_info().rss
+        self._in_use_bytes = cpu_memory().in_use
         self._workload = make_workload(question["network"], question["batch"], question["image"], seed=question["seed"])
         self._optimizer = torch.optim.SGD(self._workload.model.parameters(), lr=1e-3, momentum=0.9)
         self._arena = Arena() if question["arena"] else None
@@ -140,7 +159,9 @@ class Trainer:
             self._optimizer.zero_grad(set_to_none=True)
         seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
         faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
-        return {"seconds": seconds, "cpu_seconds": cpu_seconds, "faults": faults, "loss": loss.item().hex()}
+        held_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - self._before_bytes
+        taken = {"seconds": seconds, "cpu_seconds": cpu_seconds, "faults": faults, "held_bytes": held_bytes}
+        return taken | {"loss": loss.item().hex()}
 
 
 def _run(run: Run) -> None:

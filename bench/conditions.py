@@ -14,6 +14,7 @@ import torch
 
 from bench.code_digest import code_digests
 from shoal.cost import measurement_cache
+from shoal.memory.cpu_allocator import use_caching
 
 _MALLOC = ("LD_PRELOAD", "MALLOC_ARENA_MAX", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 _CUDA = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG")
@@ -41,6 +42,8 @@ def conditions(device: torch.device, seed: int) -> dict[str, Any]:
         "load_average": os.getloadavg()[0],
         "code": code_digests(),
     }
+    if device.type == "cpu":
+        found["cpu_allocator"] = use_caching()  # of every contender of this process, from here on
     if device.type == "cuda":
         found["cuda"] = torch.version.cuda
         found["cudnn"] = torch.backends.cudnn.version()
@@ -52,9 +55,11 @@ def conditions(device: torch.device, seed: int) -> dict[str, Any]:
 
 def describe(found: Mapping[str, Any]) -> str:
     """The conditions in a line or two."""
+    allocator = f"{found['cpu_allocator']} allocator, " if "cpu_allocator" in found else ""
     parts = [
         f"torch {found['torch']}, {found['device']}, {found['cores']} cores, {found['threads']} threads",
-        f"OpenMP {found['openmp']}, seed {found['seed']}, malloc {found['malloc']}, huge pages {found['huge_pages']}",
+        f"OpenMP {found['openmp']}, seed {found['seed']}",
+        f"{allocator}malloc {found['malloc']}, huge pages {found['huge_pages']}",
         f"load {found['load_average']:.1f} at the start, {found['date']}",
     ]
     if "cuda" in found:

@@ -19,6 +19,7 @@ from typing import Any
 
 from bench.frame import WrongResult
 from shoal.errors import InputError
+from shoal.memory.cpu_allocator import TORCH, VARIABLE
 
 Stage = Callable[[str], None]
 NEVER_UNMAPPED = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=68719476736:glibc.malloc.arena_max=1"
@@ -111,17 +112,18 @@ class Worker:
 
 
 def malloc_environment(
-    tunables: str, threads: int, inherited: Mapping[str, str], *, pinned: bool = False
+    tunables: str, threads: int, inherited: Mapping[str, str], *, pinned: bool = False, allocator: str = TORCH
 ) -> dict[str, str]:
-    """What a process runs under: no settings of malloc but `tunables`.
+    """What a process runs under: no settings of malloc but `tunables`, and torch's allocator unless told otherwise.
 
     >>> malloc_environment("", 2, {"MALLOC_ARENA_MAX": "1", "HOME": "/"}, pinned=True)
-    {'HOME': '/', 'OMP_PROC_BIND': 'true', 'OMP_NUM_THREADS': '2'}
+    {'HOME': '/', 'OMP_PROC_BIND': 'true', 'OMP_NUM_THREADS': '2', 'SHOAL_CPU_ALLOCATOR': 'torch'}
     """
     kept = {k: v for k, v in inherited.items() if k != "GLIBC_TUNABLES" and not k.startswith("MALLOC_")}
     if pinned:
         kept.setdefault("OMP_PROC_BIND", "true")
     kept["OMP_NUM_THREADS"] = str(threads)
+    kept[VARIABLE] = allocator
     return {**kept, **({"GLIBC_TUNABLES": tunables} if tunables else {})}
 
 

@@ -18,6 +18,7 @@ from shoal.core.sizes import format_bytes
 from shoal.cost.measurement_cache import device_name
 from shoal.errors import InputError
 from shoal.lowlevel import cuda_calls, dispatch, native
+from shoal.memory import cpu_allocator
 from shoal.memory.limit import memory_limit
 
 # What Shoal computes, plans or draws with, and the trainers that it is used from.
@@ -93,8 +94,18 @@ def _kernels() -> dict[str, str]:
         found[dispatch.VARIABLE] = ", ".join(dispatch.allowed().words()) or "not restricted"
     except InputError as error:
         found[dispatch.VARIABLE] = str(error)
+    found["CPU allocator"] = _allocator()
     found["memory counting"] = _counting()
     return found
+
+
+def _allocator() -> str:
+    """Which allocator a CPU step's tensors have, and why not the caching one."""
+    try:
+        why = cpu_allocator.why_not_caching()
+    except InputError as error:
+        return str(error)
+    return f"torch's: {why}" if why else "caching"
 
 
 def _counting() -> str:

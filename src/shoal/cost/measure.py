@@ -30,7 +30,8 @@ def measure(device: str | torch.device = "cpu", *, cache: bool = True) -> Hardwa
 
     - `flops_per_second`: the better of a 3x3 convolution and a matrix product, both float32 under the present
       settings (on CUDA, PyTorch lets convolutions use TF32 unless told otherwise).
-    - `bytes_per_second`: `relu` of 64 MiB into fresh memory, as in a training step; on CUDA of twice the L2 cache.
+    - `bytes_per_second`: `relu` of 64 MiB, its result allocated each time, as in a training step; on CUDA of twice the
+      L2 cache.
     - `launch_seconds`: `relu` of one element, many in a row; on CUDA what it takes on the device, and
       `host_launch_seconds` what it takes the host to launch it (`shoal.cost.device_clock`).
     - `memory_bytes`: of the GPU, or of the host; on the CPU the limit of the container, if lower.

@@ -36,6 +36,7 @@ from shoal.cost.random_operands import OperandFactory
 from shoal.errors import InputError
 from shoal.lowlevel import allocations
 from shoal.lowlevel.torch_internals import isolated
+from shoal.memory.cpu_allocator import release_unused
 
 _FIRST_COUNTS_SECONDS = 0.02  # a first run that takes longer is a time too: what it selects is a small part of it
 _LONGEST_SECONDS = 3600.0  # of one op; a longer cached time is ignored
@@ -90,8 +91,9 @@ def profile(
     operands and results are larger than 1 MiB, through the cache that cores share as well: ops of a step are timed in
     turns. A slice of a batch that is read again after all other slices does not lie there any more.
 
-    An op that may write over an operand is timed doing so, as it does in nearly every planned step: new memory for a
-    large result costs as much as a pointwise op itself, where the system has to hand out its pages first.
+    An op that may write over an operand is timed doing so, as it does in nearly every planned step: where the system
+    has to hand out the pages of a large result first, as with torch's allocator on the CPU, these cost as much as a
+    pointwise op itself.
 
     A profiler that runs on this thread sees none of it on the CPU: ops are timed on another thread then.
 
@@ -134,6 +136,8 @@ def profile(
         else:
             measure()
     finally:
+        if missing and place.type == "cpu":
+            release_unused()  # operands and results are of no step
         if cache and measured:
             measurement_cache.remember("costs", place, {key: list(value) for key, value in measured.items()})
     return _as_costs(found | measured)

@@ -48,6 +48,7 @@ from shoal.lowlevel.torch_internals import eager_kernels
 from shoal.lowlevel.torch_state import active_ddp_module
 from shoal.lowlevel.unknown_sizes import unknown_sizes
 from shoal.memory.budget import budget_bytes
+from shoal.memory.cpu_allocator import release_unused
 from shoal.memory.limit import no_memory_limit
 from shoal.memory.optimizer_state import reject_copy
 from shoal.memory.static_memory import StaticMemory
@@ -122,6 +123,7 @@ def compile_step(session: Session, gm: fx.GraphModule, example_inputs: Sequence[
         else:
             step = compile_for_shapes(session, gm, lambda: compiled(gm, own_form(session, gm)), of_this_shape)
         step = once_differentiable(step)
+        release_unused()  # what was tried out is of no step
         doing("first run")
         return step
 

@@ -11,6 +11,7 @@ import torch
 
 from shoal.core.sizes import format_bytes, parse_bytes
 from shoal.errors import InputError, brief
+from shoal.memory.cpu_allocator import release_unused
 
 log = logging.getLogger("shoal")
 
@@ -64,6 +65,7 @@ def _left_bytes(device: torch.device | int) -> int:
         return device
     if device.type == "cuda":
         return torch.accelerator.get_memory_info(device)[0] + torch.accelerator.memory_reserved(device)
+    release_unused()
     return int(psutil.virtual_memory().available)
 
 

@@ -25,6 +25,7 @@ from shoal.errors import InputError
 from shoal.lowlevel import cuda_calls
 from shoal.lowlevel.cuda_allocator import blocks_in_use
 from shoal.lowlevel.extension import compiled
+from shoal.memory.cpu_allocator import use_caching
 
 _SOURCE = Path(__file__).with_name("limit.cpp")
 _NO_LIMIT = -1
@@ -322,6 +323,7 @@ class _CpuMemory:
         self._library = library
 
     def install(self) -> None:
+        use_caching()  # beneath the one that counts
         self._library.limit_install()
 
     def uninstall(self) -> None:

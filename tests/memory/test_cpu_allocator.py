@@ -1,0 +1,244 @@
+"""The CPU's caching allocator: no two tensors share memory, and no more is held than was in use at once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.profiler import ProfilerActivity, profile
+
+from shoal.errors import InputError
+from shoal.memory.cpu_allocator import CACHING, TORCH, cpu_memory, release_unused, use_caching, why_not_caching
+from shoal.memory.limit import memory_limit
+
+KiB, MiB = 2**10, 2**20
+SLACK = 10 * MiB  # four pages of 2 MiB, and what is rounded up to one
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or not any(map(shutil.which, ("c++", "g++", "clang++"))),
+    reason="the caching allocator needs Linux and a C++ compiler",
+)
+
+
+@pytest.fixture(autouse=True)
+def served() -> None:
+    assert use_caching() == CACHING, why_not_caching()
+    release_unused()
+
+
+def block(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
+def python(program: str, **environment: str) -> str:
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env={**os.environ, **environment}
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout.strip()
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(60 * KiB, 5 * MiB)), max_size=60), st.randoms())
+def test_no_tensor_is_written_over_by_another(requests: list[tuple[bool, int]], draw: random.Random) -> None:
+    alive: list[tuple[torch.Tensor, int]] = []
+    for number, (frees, nbytes) in enumerate(requests):
+        if frees and alive:
+            alive.pop(draw.randrange(len(alive)))
+        else:
+            alive.append((block(nbytes).fill_(number), number))
+            assert alive[-1][0].data_ptr() % 64 == 0
+    for tensor, number in alive:
+        assert torch.equal(tensor, torch.full_like(tensor, number))
+
+
+@given(st.lists(st.integers(64 * KiB, 20 * MiB), min_size=1, max_size=60), st.randoms())
+def test_no_more_is_held_than_was_in_use_at_once_and_a_fiftieth(sizes: list[int], draw: random.Random) -> None:
+    release_unused()
+    before = cpu_memory()
+    alive: list[torch.Tensor] = []
+    for nbytes in sizes:
+        while alive and sum(map(len, alive)) + nbytes > 64 * MiB:
+            alive.pop(draw.randrange(len(alive)))
+        alive.append(block(nbytes))
+        now = cpu_memory()
+        assert now.held - before.held <= now.most_in_use - before.in_use + now.most_in_use / 50 + SLACK
+        assert now.held >= now.in_use
+
+
+@pytest.mark.parametrize(
+    ("freed", "asked_mebibytes", "expected"),
+    [
+        ([2], 5, 2),  # it is there again
+        ([0, 2, 4], 4, 2),  # the smallest hole that it fits in, not the first
+        ([1, 3, 2], 7, 1),  # neighbouring holes are one, in whichever order they came about
+    ],
+)
+def test_which_hole_a_tensor_gets(freed: list[int], asked_mebibytes: int, expected: int) -> None:
+    python(f"""
+import torch
+from shoal.memory.cpu_allocator import use_caching
+assert use_caching() == "caching"
+def block(mebibytes): return torch.empty(mebibytes * 2**20, dtype=torch.uint8)
+blocks = [block(mebibytes) for mebibytes in (9, 1, 5, 1, 7, 1)]
+address = blocks[{expected}].data_ptr()
+for place in {freed}: blocks[place] = None
+assert block({asked_mebibytes}).data_ptr() == address
+""")
+
+
+def test_unused_memory_goes_back_to_the_system_and_tensors_stay() -> None:
+    kept = block(8 * MiB).fill_(3)
+    passing = block(64 * MiB).fill_(1)
+    del passing
+    held = cpu_memory().held
+    release_unused()
+    assert cpu_memory().held <= held - 60 * MiB
+    assert cpu_memory().most_in_use == cpu_memory().in_use
+    assert torch.equal(kept, torch.full_like(kept, 3))
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def test_the_process_holds_what_it_says() -> None:
+    before, held = resident_bytes(), cpu_memory().held
+    tensor = block(64 * MiB).fill_(1)
+    assert cpu_memory().held - held >= 64 * MiB
+    assert abs((resident_bytes() - before) - (cpu_memory().held - held)) < 8 * MiB
+    del tensor
+    release_unused()
+    assert resident_bytes() - before < 8 * MiB
+
+
+def test_small_tensors_are_left_to_torch() -> None:
+    before = cpu_memory().in_use
+    small = block(60 * KiB)
+    assert cpu_memory().in_use == before
+    large = block(64 * KiB)
+    assert cpu_memory().in_use == before + 64 * KiB
+    del small, large
+
+
+def test_bytes_in_use_are_those_of_tensors_in_steps_of_512() -> None:
+    before = cpu_memory().in_use
+    tensors = [block(MiB + 1), block(100 * KiB)]
+    assert cpu_memory().in_use - before == MiB + 512 + 100 * KiB
+    del tensors
+
+
+def test_a_limit_and_the_profiler_count_as_ever() -> None:
+    with memory_limit(None) as limit, profile(activities=[ProfilerActivity.CPU], profile_memory=True) as run:
+        before = limit.live_bytes
+        tensors = [block(MiB + 1), block(1000)]
+        assert limit.live_bytes - before == MiB + 1001
+        del tensors
+        assert limit.live_bytes == before
+    events = [event.nbytes() for event in run.profiler.kineto_results.events() if event.name() == "[memory]"]
+    assert sorted(events) == [-(MiB + 1), -1000, 1000, MiB + 1]
+
+
+def test_threads_allocate_and_free_side_by_side() -> None:
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        draw = random.Random(number)
+        alive: list[torch.Tensor] = []
+        for _ in range(200):
+            alive.append(block(draw.randrange(64 * KiB, MiB)).fill_(number))
+            if len(alive) > 8:
+                gone = alive.pop(draw.randrange(len(alive)))
+                wrong.extend([number] if bool((gone != number).any()) else [])
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def _in_child(answer: Connection, tensor: torch.Tensor) -> None:
+    before = cpu_memory()
+    own = block(8 * MiB).fill_(7)
+    answer.send((int(tensor.sum()), cpu_memory().in_use - before.in_use, int(own[-1])))
+    tensor.fill_(9)
+
+
+def forked(run: Callable[..., None], *arguments: object) -> object:
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe(duplex=False)
+    child = context.Process(target=run, args=(there, *arguments))
+    child.start()
+    assert here.poll(60)
+    answer = here.recv()
+    child.join()
+    assert child.exitcode == 0
+    return answer
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_reads_tensors_and_allocates_as_torch_does() -> None:
+    tensor = torch.ones(MiB, dtype=torch.uint8)
+    unused = block(64 * MiB).fill_(1)
+    del unused
+    held = cpu_memory().held
+    assert forked(_in_child, tensor) == (MiB, 0, 7)
+    assert cpu_memory().held <= held - 60 * MiB  # what nobody uses is not copied from page to page
+    assert int(tensor.sum()) == MiB  # its writes are its own
+
+
+def test_a_step_computes_the_same_bits() -> None:
+    program = """
+import hashlib, torch
+from shoal.memory.cpu_allocator import use_caching
+torch.manual_seed(0)
+kind = use_caching()
+model = torch.nn.Sequential(torch.nn.Conv2d(3, 32, 3), torch.nn.BatchNorm2d(32), torch.nn.ReLU())
+for _ in range(2):
+    model(torch.randn(4, 3, 32, 32)).square().mean().backward()
+digest = hashlib.sha256(b"".join(p.grad.numpy().tobytes() for p in model.parameters())).hexdigest()
+print(kind, digest)
+"""
+    ours, theirs = (python(program, SHOAL_CPU_ALLOCATOR=kind).split() for kind in (CACHING, TORCH))
+    assert (ours[0], theirs[0]) == (CACHING, TORCH)
+    assert ours[1] == theirs[1]
+
+
+def test_the_variable_leaves_torchs_allocator() -> None:
+    program = "from shoal.memory.cpu_allocator import *; print(use_caching(), why_not_caching())"
+    assert python(program, SHOAL_CPU_ALLOCATOR=TORCH) == "torch SHOAL_CPU_ALLOCATOR=torch"
+
+
+def test_an_unknown_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_CPU_ALLOCATOR", "jemalloc")
+    with pytest.raises(InputError, match="SHOAL_CPU_ALLOCATOR='jemalloc' is unknown; set it to 'caching' or 'torch'"):
+        use_caching()
+
+
+def test_a_limited_address_space_is_left_to_torch() -> None:
+    program = """
+import resource
+resource.setrlimit(resource.RLIMIT_AS, (2**45, resource.RLIM_INFINITY))
+from shoal.memory.cpu_allocator import *
+print(use_caching(), why_not_caching())
+"""
+    assert python(program) == "torch the address space of the process is limited (ulimit -v)"
+
+
+def test_without_a_compiler_it_is_torchs_and_says_so() -> None:
+    program = "from shoal.memory.cpu_allocator import *; print(use_caching(), why_not_caching())"
+    answer = python(program, PATH="", CXX="")
+    assert answer.startswith("torch the caching allocator of the CPU needs a C++ compiler")
