@@ -39,7 +39,7 @@ _SLACK_BYTES = 256  # scalars of the loss
 _ERROR_FACTOR, _ERROR_TOLERANCE = 2.0, {torch.float32: 1e-6, torch.float64: 1e-14, torch.bfloat16: 1e-2}
 _IN_PLACE_DROPOUT = re.compile(r"(F\.dropout\(x, [\d.]+), inplace=True\)")
 _MAX_TRIES = 5
-_NOT_SEARCHED = r"alone need .*?\((\d+) bytes\).* was not searched for"  # a budget of so many has the least searched for
+_NOT_SEARCHED = r"alone need .*?\((\d+) bytes\).* was not searched for"  # a budget of so many has it searched for
 _NO_REFERENCE = 0.3  # where eager PyTorch itself is that far from float64, random ops drew otherwise there
 
 
