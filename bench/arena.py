@@ -90,7 +90,8 @@ def measure_network(name: str, setting: Setting, *, rounds: int, seed: int) -> d
     return {"network": name, "setting": asdict(setting), "rows": rows, "arena": arena, "most_bytes": most_bytes}
 
 
-def _table(result: Mapping[str, Any]) -> Table:
+def network_table(result: Mapping[str, Any]) -> Table:
+    """A row for each contender of one network."""
     setting, arena, rows = result["setting"], result["arena"], result["rows"]
     table = new_table(
         f"{result['network']}, {setting['batch']} x {setting['image']} pixels: arena of "
@@ -168,7 +169,7 @@ def _run(run: Run) -> None:
     results: list[dict[str, Any]] = []
     for name, setting in run.chosen(SETTINGS, QUICK_SETTINGS).items():
         results.append(measure_network(name, setting, rounds=run.pick(ROUNDS, 1), seed=run.asked.seed))
-        run.say(_table(results[-1]))
+        run.say(network_table(results[-1]))
         run.save(tunables=TUNABLES, networks=results)
     run.say("Losses equal bit for bit in every round")
 

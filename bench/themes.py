@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bench import (
+    arena,
     compiled_tables,
     gpu_tables,
     hmms,
@@ -182,6 +184,21 @@ def _volumes_chart(result: Result) -> str:
     return bars_svg(f"{name}: time added inside budgets", "of plain PyTorch's step", bars)
 
 
+def _arena_chart(result: Result) -> str:
+    bars = []
+    for network in result["networks"]:
+        rows = network["rows"]
+        for contender in (arena.DEFAULT, arena.CACHING):
+            percent = 100 * _cpu_seconds(rows[contender]) / _cpu_seconds(rows[arena.DEFAULT])
+            words = f"{percent:.0f} %, holds {rows[contender]['held_bytes'] / network['most_bytes']:.2f} of its tensors"
+            bars.append(Bar(f"{network['network']}, {contender}", percent, words))
+    return bars_svg("Whole steps by allocator", "CPU time, in percent of plain PyTorch with malloc", bars)
+
+
+def _cpu_seconds(row: Result) -> float:
+    return statistics.median(row["cpu_seconds"])
+
+
 def _first_seconds(result: Result) -> str:
     bars = []
     for row in result["rows"]:
@@ -204,6 +221,7 @@ THEMES: dict[str, Theme] = {
     ),
     "many_shapes": Theme("steps.md", rows_of(many_shapes.COLUMNS, many_shapes.FORMATS), _first_seconds),
     "overhead": Theme("steps.md", rows_of(overhead.COLUMNS, overhead.FORMATS), _overhead_chart),
+    "arena": Theme("steps.md", lambda result: [*map(arena.network_table, result["networks"])], _arena_chart),
     "several_models": Theme(
         "trainers.md",
         rows_of(several_models.COLUMNS, several_models.FORMATS),
@@ -237,7 +255,7 @@ THEMES: dict[str, Theme] = {
     for page, names in {
         "offloading.md": ("offloading", "order", "layout"),
         "splitting.md": ("split_memory", "split_cost", "split_accuracy"),
-        "batch-norm.md": ("batchnorm", "norm_conv", "inverted_batchnorm", "arena"),
+        "batch-norm.md": ("batchnorm", "norm_conv", "inverted_batchnorm"),
         "codecs.md": ("codecs", "lossy_training", "lossy_budgets"),
         "parallel.md": ("parallel_accuracy",),
         "gradients.md": ("allreduce", "train_link"),

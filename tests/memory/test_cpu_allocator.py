@@ -200,6 +200,18 @@ def test_a_forked_process_reads_tensors_and_allocates_as_torch_does() -> None:
     assert int(tensor.sum()) == MiB  # its writes are its own
 
 
+def _trains_in_child(answer: Connection, tensor: torch.Tensor) -> None:
+    kind, before = use_caching(), cpu_memory()
+    own = block(8 * MiB).fill_(7)
+    answer.send((kind, cpu_memory().in_use - before.in_use, int(tensor[-1]), int(own[-1])))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_that_trains_has_it_again() -> None:
+    tensor = torch.ones(MiB, dtype=torch.uint8)
+    assert forked(_trains_in_child, tensor) == (CACHING, 8 * MiB, 1, 7)
+
+
 def test_a_step_computes_the_same_bits() -> None:
     program = """
 import hashlib, torch

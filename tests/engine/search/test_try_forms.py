@@ -198,28 +198,48 @@ def test_more_slices_are_captured_only_where_fewer_are_short_of_room_or_cost_not
     assert ("not short of room" in outcomes[10]) == (10 not in captured)
 
 
-@pytest.mark.parametrize("kept_seconds, asked", [(110.0, [0, 4]), (118.0, [0])])
-def test_slices_that_must_be_planned_twice_as_near_to_their_bound_as_the_whole_are_not_planned(
-    kept_seconds: float, asked: list[int]
+@pytest.mark.parametrize("in_parts", [Variant(depth=0.5, slices=4), Variant(depth=0.5, grid=(2, 2))])
+@pytest.mark.parametrize("kept_seconds", [110.0, 118.0])
+def test_parts_that_must_be_planned_twice_as_near_to_their_bound_as_the_whole_are_not_planned(
+    kept_seconds: float, in_parts: Variant
 ) -> None:
-    on_slices = Variant(depth=0.5, slices=4)
     forms = OnPatches(1)
-    forms.held_bytes = dict.fromkeys([WHOLE, on_slices], 0)
-    were_asked: list[int] = []
+    forms.held_bytes = dict.fromkeys([WHOLE, in_parts], 0)
+    were_asked: list[Variant] = []
 
     def price(variant: Variant) -> Priced[None]:
         def plan(budget_bytes: int) -> tuple[None, Plan]:
-            were_asked.append(variant.slices)
-            return None, Plan(taking(130.0 if variant.slices else 140.0, 0), {}, "keep_all")
+            were_asked.append(variant)
+            return None, Plan(taking(140.0 if variant == WHOLE else 130.0, 0), {}, "keep_all")
 
-        return Priced(crowded(taking(kept_seconds if variant.slices else 100.0, variant.slices)), plan)
+        is_whole = variant == WHOLE
+        return Priced(crowded(taking(100.0 if is_whole else kept_seconds, 0 if is_whole else 4)), plan)
 
     found = best_variant(forms, price, CROWDED_BYTES - 1, "")
-    assert were_asked == asked and found.variant == (on_slices if on_slices.slices in asked else WHOLE)
-    outcome = next(one for one in found.plan.candidates if one.variant == on_slices).outcome
+    expected = [WHOLE, in_parts] if kept_seconds == 110.0 else [WHOLE]
+    assert were_asked == expected and found.variant == expected[-1]
+    outcome = next(one for one in found.plan.candidates if one.variant == in_parts).outcome
     assert outcome == (
-        "chosen" if 4 in asked else "faster only if planned twice as near to its bound as the step as it is"
+        "chosen" if len(expected) == 2 else "faster only if planned twice as near to its bound as the step as it is"
     )
+
+
+@pytest.mark.parametrize("gain_seconds, captured", [(2.0, [1, 2, 3, 4]), (0.0, [1, 2])])
+def test_finer_patches_are_captured_only_where_patches_gain(gain_seconds: float, captured: list[int]) -> None:
+    forms = OnPatches(0, 0, 0, 0)
+    were_captured: list[int] = []
+
+    def price(variant: Variant) -> Priced[None]:
+        patches = variant.grid[0] if variant.grid else 1
+        were_captured.append(patches)
+        made = None, Plan(taking(120.0, 0), {}, "keep_all")
+        return Priced(crowded(taking(100.0 - gain_seconds * (patches - 1), patches)), lambda budget_bytes: made)
+
+    found = best_variant(forms, price, CROWDED_BYTES - 1, "")
+    assert were_captured == captured
+    outcomes = {row.variant.grid: row.outcome for row in found.plan.candidates}
+    for patches in (3, 4):
+        assert (outcomes[patches, patches] == "fewer patches gain nothing, by their bound") == (patches not in captured)
 
 
 def test_a_form_that_fits_with_everything_kept_is_planned_however_far_the_whole_is_from_its_bound() -> None:

@@ -101,7 +101,7 @@ def _why_not(state: SearchState[Graph, Made], row: Candidate, bound_seconds: flo
         return f"fits without {'pieces' if variant.pieces else 'being shrunk'}, and gains nothing by its bound"
     if variant.slices and _fits_on_more(state, variant, bound_seconds):
         return "fits on more slices, and gains nothing by its bound"
-    if variant.slices and _must_come_nearer(state, bound_seconds):
+    if (variant.slices or variant.grid) and _must_come_nearer(state, bound_seconds):
         return "faster only if planned twice as near to its bound as the step as it is"
     return ""
 
@@ -139,4 +139,4 @@ def _must_come_nearer(state: SearchState[Graph, Made], bound_seconds: float) -> 
     if state.best is None or whole is None or whole.seconds is None or not whole.bound_seconds:
         return False
     gap = whole.seconds / whole.bound_seconds - 1
-    return bound_seconds * (1 + gap / 2) >= state.best_seconds
+    return not state.may_gain(bound_seconds * (1 + gap / 2))

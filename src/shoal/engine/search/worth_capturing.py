@@ -8,7 +8,7 @@ from typing import Generic
 
 from shoal.core.simulate import simulate
 from shoal.core.step import StepGraph
-from shoal.core.variant import Candidate, Variant
+from shoal.core.variant import WHOLE, Candidate, Variant
 from shoal.engine.search.nearest_first import Form
 from shoal.engine.search.priced import Made, why_too_many
 from shoal.engine.search.search_state import GOOD_ENOUGH, WORTH_A_PLAN, SearchState
@@ -20,6 +20,7 @@ from shoal.planners.infeasible import floor_bytes
 
 _ENOUGH_SLICES = 4  # with which patches that overlap are left out
 _SURE = 0.9  # of what the step on more slices is expected to take
+_NO_GAIN = "fewer patches gain nothing, by their bound"
 _LOWER = 0.99  # where nothing fits, patches that need more than so much of what others need are not made finer
 
 
@@ -61,6 +62,8 @@ class WorthCapturing(Generic[Graph, Made]):
             return "another form fits and measures nothing twice"
         if work.more_share > 0 and self.most_slices >= _ENOUGH_SLICES:
             return "slices and slabs compute nothing twice"
+        if variant.grid and self._fewer_gain_nothing(variant):
+            return _NO_GAIN
         if work.more_share > slowed_share:
             return f"computes {100 * work.more_share:.0f} % more"
         return why_too_many(work, len(whole.ops), 0 if one_after_another else sum(row.n_ops for row in state.rows))
@@ -74,6 +77,16 @@ class WorthCapturing(Generic[Graph, Made]):
             about_bytes = self._about_bytes[form.variant] = about_least_bytes(form.priced.graph)
             if form.variant.grid and about_bytes > _LOWER * before_bytes:
                 self._no_lower.add(form.variant)
+
+    def _fewer_gain_nothing(self, variant: Variant) -> bool:
+        """Whether on the next fewer patches the bound is hardly below that of the step as it is, which has a plan."""
+        fewer = self._state.row(replace(variant, grid=tuple(n - 1 for n in variant.grid)))
+        whole = self._state.row(WHOLE)
+        if fewer is None or whole is None or whole.seconds is None:
+            return False
+        if fewer.bound_seconds is None:
+            return fewer.outcome == _NO_GAIN
+        return whole.bound_seconds is not None and fewer.bound_seconds >= (1 - WORTH_A_PLAN) * whole.bound_seconds
 
     def _kept_seconds_on(self, slices: int, bounded: Bounded[Graph, Made]) -> float:
         """About the step with everything kept, from forms on fewer slices: each slice more takes as much more."""
