@@ -77,7 +77,7 @@ class PartRun:
         same, fresh: as of `Part`.
         added: gradients of parameters that another run has made a gradient of before.
         gathered: as of `Part`.
-        tangents: those of more than one number that its backward pass was given.
+        tangents: those that its backward pass was given.
         holds_tangents, held_results: as of `Part`.
         results: what its forward pass has handed to its caller.
     """
@@ -198,10 +198,8 @@ class Record:
         self.passes.append((number, "backward"))
         for storage, tangent in zip(step.ports.tangents, arguments[-step.n_tangents :], strict=False):
             if isinstance(tangent, torch.Tensor) and storage >= 0:
-                held = WeakStorage(tangent)
-                self._recall(this, storage, held)
-                if tangent.numel() > 1:  # that of a loss is the 1 that `backward()` itself holds
-                    this.tangents.append(held)
+                this.tangents.append(WeakStorage(tangent))
+                self._recall(this, storage, this.tangents[-1])
         kinds = {s.id: s.kind for s in step.graph.storages}
         for given, gradient in zip(step.ports.inputs, step.ports.gradients, strict=False):
             if gradient >= 0 and kinds.get(given) == "parameter":
