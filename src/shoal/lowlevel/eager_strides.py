@@ -108,7 +108,13 @@ def _rule(func: OpOverload) -> Rule | None:
         return lambda args, result: _in_format(args[0], result.shape) if result.device.type == "cpu" else None
     if func in _LIKE:
         place, like = _LIKE[func]
-        return lambda args, result: like(args[place]) if result.device.type == "cpu" else None
+
+        def alike(args: Sequence[Any], result: torch.Tensor) -> Strides | None:
+            if result.device.type != "cpu" or result.shape != args[place].shape:  # a loss may be one number
+                return None
+            return like(args[place])
+
+        return alike
     places = _operands(func)
     if not places:
         return None
