@@ -234,6 +234,15 @@ def test_the_variable_leaves_torchs_allocator() -> None:
     assert python(program, SHOAL_CPU_ALLOCATOR=TORCH) == "torch SHOAL_CPU_ALLOCATOR=torch"
 
 
+def test_the_variable_counts_until_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_CPU_ALLOCATOR", TORCH)
+    assert use_caching() == CACHING and not why_not_caching()
+
+
+def test_shoal_is_imported_where_python_has_no_resource_module() -> None:
+    assert python("import sys; sys.modules['resource'] = None; import shoal; print(shoal.__name__)") == "shoal"
+
+
 def test_an_unknown_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_CPU_ALLOCATOR", "jemalloc")
     with pytest.raises(InputError, match="SHOAL_CPU_ALLOCATOR='jemalloc' is unknown; set it to 'caching' or 'torch'"):

@@ -5,7 +5,7 @@
 // them. Here all of them lie in one range of addresses. A request gets the smallest hole that it fits in.
 //
 // No more memory is held than was in use at once, and a fiftieth: where a block fits in no hole and the range has to
-// grow, holes elsewhere give as many pages back to the system.
+// grow, holes elsewhere give as many pages back to the system. A page in which any block lies stays.
 
 #include <algorithm>
 #include <atomic>

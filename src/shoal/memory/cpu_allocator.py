@@ -3,8 +3,11 @@
 With glibc's malloc a large tensor's memory is mapped when it is allocated, filled with zeros page by page while an op
 writes its result, and unmapped when it is freed: in every step again. What is smaller lies in a heap with holes, so
 that a process takes more of the machine's memory than its tensors add up to. Here both are in one range of addresses,
-in huge pages where the system has them, that never holds more than was in use at once, and a fiftieth
+in huge pages where the system has them, that holds no more than was in use at once, and a fiftieth
 (`cpu_allocator.cpp`, compiled once, in seconds).
+
+Limits: pages of 2 MiB in which any tensor lies are not given back. Where many small tensors stay between large ones
+that are freed, more is held.
 
 It serves tensors of 64 KiB and more of the whole process, from the first CPU step that Shoal plans, or the first op
 that it times, on. Memory that NumPy, oneDNN or Python allocate is not its own. A forked process, such as a worker of a
@@ -16,7 +19,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import resource
 import sys
 from functools import cache
 from pathlib import Path
@@ -52,8 +54,9 @@ def use_caching() -> str:
     Replaces, in plain PyTorch, starting Python with `LD_PRELOAD` of jemalloc or tcmalloc.
 
     Returns:
-        Which allocator tensors on the CPU have: "caching"; "torch" where `SHOAL_CPU_ALLOCATOR` asks for it, there is
-        no C++ compiler, the system is not Linux, or the address space is limited (`ulimit -v`).
+        Which allocator tensors on the CPU have: "caching", and from then on nothing else; "torch" where
+        `SHOAL_CPU_ALLOCATOR` asks for it before the first call, there is no C++ compiler, the system is not Linux, or
+        the address space is limited (`ulimit -v`).
 
     Raises:
         InputError: `SHOAL_CPU_ALLOCATOR` is neither "caching" nor "torch".
@@ -62,7 +65,7 @@ def use_caching() -> str:
     if wanted not in (CACHING, TORCH):
         raise InputError(f"{VARIABLE}={wanted!r} is unknown; set it to {CACHING!r} or {TORCH!r}")
     global _serving
-    library = _library() if wanted == CACHING else None
+    library = _serving or (_library() if wanted == CACHING else None)
     if library is None or not library.cpu_allocator_install():
         return TORCH
     _serving = library
@@ -99,6 +102,8 @@ def cpu_memory() -> CpuMemory:
 def _obstacle() -> str:
     if sys.platform != "linux":
         return f"the system is {sys.platform}; it needs Linux"
+    import resource  # not there on Windows
+
     if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
         return "the address space of the process is limited (ulimit -v)"
     try:
