@@ -11,6 +11,7 @@ from shoal.core.plan import Plan
 from shoal.core.variant import WHOLE, Pieces, Variant
 from shoal.engine.search.best_variant import best_variant
 from shoal.engine.search.priced import Priced
+from shoal.engine.search.split_forms import PatchWork
 from shoal.errors import BudgetError
 from shoal.planners.keep_all import keep_all
 from tests.engine.search.made_up_forms import CROWDED_BYTES, FUSED, InSeconds, OnPatches, crowded, kept_alone, taking
@@ -239,7 +240,7 @@ def test_finer_patches_are_captured_only_where_patches_gain(gain_seconds: float,
     assert were_captured == captured
     outcomes = {row.variant.grid: row.outcome for row in found.plan.candidates}
     for patches in (3, 4):
-        assert (outcomes[patches, patches] == "fewer patches gain nothing, by their bound") == (patches not in captured)
+        assert (outcomes[patches, patches] == "other parts gain nothing, by their bound") == (patches not in captured)
 
 
 def test_a_form_that_fits_with_everything_kept_is_planned_however_far_the_whole_is_from_its_bound() -> None:
@@ -302,6 +303,50 @@ class Bounding(OnPatches):
 
     def chosen(self) -> Variant:
         return best_variant(self, self.price, CROWDED_BYTES - 1, "").variant
+
+
+class InParts(OnPatches):
+    """Forms by their bounds and the seconds of their plans; the step as it is takes 100 with everything kept."""
+
+    def __init__(self, n_calls: int, bound_and_plan_seconds: dict[Variant, tuple[float, float]]) -> None:
+        super().__init__(1)
+        self.n_calls, self.seconds = n_calls, bound_and_plan_seconds
+        self.held_bytes = dict.fromkeys(bound_and_plan_seconds, 0)
+
+    def work(self, variant: Variant) -> PatchWork:
+        return PatchWork(0.0, self.n_calls)
+
+    def price(self, variant: Variant) -> Priced[None]:
+        bound_seconds, plan_seconds = self.seconds[variant]
+        place = len(self.captured)
+        self.captured.append(variant)
+
+        class Bounded(Priced[None]):
+            def least_seconds(self, budget_bytes: int) -> float:
+                return bound_seconds
+
+        return Bounded(crowded(taking(100.0, place)), lambda _: (None, Plan(taking(plan_seconds, 0), {}, "keep_all")))
+
+    def chosen(self) -> Variant:
+        return best_variant(self, self.price, CROWDED_BYTES - 1, "").variant
+
+
+FEW, MANY, PATCHES = Variant(depth=0.5, slices=4), Variant(depth=0.5, slices=10), Variant(depth=0.5, grid=(2, 2))
+
+
+def test_more_slices_wait_for_a_plan_where_fewer_are_not_the_fastest_by_their_bound() -> None:
+    near = InParts(1, {WHOLE: (110.0, 110.2), FEW: (112.0, 113.0), MANY: (113.0, 113.0), PATCHES: (109.0, 109.0)})
+    assert near.chosen() == WHOLE and near.captured == [WHOLE, FEW]
+    far = InParts(1, {WHOLE: (110.0, 140.0), FEW: (112.0, 139.0), MANY: (113.0, 118.0)})
+    assert far.chosen() == MANY and far.captured == [WHOLE, FEW, MANY]
+
+
+@pytest.mark.parametrize("bound_seconds, captured", [(105.0, [WHOLE]), (110.0, [WHOLE, FEW])])
+def test_slices_of_many_ops_are_captured_only_where_there_is_as_much_more_to_gain(
+    bound_seconds: float, captured: list[Variant]
+) -> None:
+    large = InParts(800, {WHOLE: (bound_seconds, bound_seconds + 0.5), FEW: (101.0, 101.0)})
+    assert large.chosen() == captured[-1] and large.captured == captured
 
 
 ON_SLICES = {"whole": WHOLE, "slices": Variant(depth=0.5, slices=4)}

@@ -83,7 +83,7 @@ class _Search(Generic[Graph, Made]):
         self._worth = WorthCapturing(self.state)
         self._cut: set[str] = set()  # forms that were asked for pieces
         self._shrunk: set[str] = set()  # forms that were asked to be shrunk
-        self._has_sliced = False
+        self._unasked_slices = list(takewhile(lambda one: one.slices, variants.split()))
 
     def _form(self, variant: Variant) -> list[Form[Graph, Made]]:
         """The form, captured and priced; none where the step does not have it."""
@@ -118,11 +118,15 @@ class _Search(Generic[Graph, Made]):
 
         They would be asked for behind plans of the others, each of which takes longer than all these bounds.
         """
-        for more in (self._shrunk_forms, self._forms_in_pieces, self._sliced_forms):
-            if not self.state.is_slow(min((self.state.best_seconds, *(seconds for seconds, _ in bounded)))):
-                break
-            bounded = bounded + more()
-        return bounded
+        for more in (self._shrunk_forms, self._forms_in_pieces):
+            if self.state.is_slow(self._least_seconds(bounded)):
+                bounded = bounded + more()
+        least_seconds = self._least_seconds(bounded)
+        return bounded + self._sliced_forms(least_seconds) if self.state.is_slow(least_seconds) else bounded
+
+    def _least_seconds(self, bounded: Bounded[Graph, Made]) -> float:
+        """What no form so far can be faster than."""
+        return min((self.state.best_seconds, *(seconds for seconds, _ in bounded)))
 
     def _consider_smaller_maps(self, below_seconds: float, considered: Sequence[Variant]) -> list[Variant]:
         """Where all batch norms fused do not fit, leave those of the largest maps: as few as it takes.
@@ -218,14 +222,28 @@ class _Search(Generic[Graph, Made]):
                 if variant.slabs and state.best is None:
                     self.consider_pieces()
 
-    def _sliced_forms(self) -> Bounded[Graph, Made]:
-        """On slices of the batch, each number bounded before more are captured; none where they were asked already."""
+    def _sliced_forms(self, least_seconds: float = math.inf) -> Bounded[Graph, Made]:
+        """On slices of the batch, each number bounded before more are captured, but for those that were asked already.
+
+        Args:
+            least_seconds: the lowest bound of other forms. Where it leaves little to be gained, or is below the bound
+                on some slices, more are asked for behind plans of these forms.
+        """
         bounded: Bounded[Graph, Made] = []
-        for variant in takewhile(lambda one: one.slices, () if self._has_sliced else self._variants.split()):
+        while self._unasked_slices and all(seconds < least_seconds for seconds, _ in bounded):
+            variant = self._unasked_slices[0]
+            if not self._may_gain_on_slices(variant, least_seconds):
+                break
+            del self._unasked_slices[0]
             if self._is_worth_capturing(variant, bounded):
                 bounded += bound_forms(self.state, self._form(variant))
-        self._has_sliced = True
         return bounded
+
+    def _may_gain_on_slices(self, variant: Variant, least_seconds: float) -> bool:
+        try:
+            return self._worth.is_slow_enough(self._variants.work(variant), least_seconds)
+        except Refused:
+            return True  # the table says so
 
     def _is_worth_capturing(self, variant: Variant, bounded: Bounded[Graph, Made]) -> bool:
         """Whether a form may be the fastest, and is not too large; the table says why not."""

@@ -79,9 +79,19 @@ def why_too_many(work: PatchWork, whole_ops: int, captured_ops: int) -> str:
         whole_ops: of the step as it is.
         captured_ops: of all forms so far.
     """
-    expected_ops = whole_ops + _OPS_A_CALL * work.n_calls
-    is_too_many = captured_ops + expected_ops > max(_MAX_OPS * whole_ops, _MIN_OPS)
-    return f"about {expected_ops} ops, too many to plan" if is_too_many else ""
+    n_ops = expected_ops(work, whole_ops)
+    is_too_many = captured_ops + n_ops > max(_MAX_OPS * whole_ops, _MIN_OPS)
+    return f"about {n_ops} ops, too many to plan" if is_too_many else ""
+
+
+def expected_ops(work: PatchWork, whole_ops: int) -> int:
+    """How many ops a form on patches has, about, before it is captured.
+
+    Args:
+        work: what its patches take.
+        whole_ops: of the step as it is.
+    """
+    return whole_ops + _OPS_A_CALL * work.n_calls
 
 
 def captured_form(variants: Forms[Graph], price: Callable[[Graph], Cost], variant: Variant) -> tuple[Graph, Cost]:

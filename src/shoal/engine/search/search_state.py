@@ -75,6 +75,14 @@ class SearchState(Generic[Graph, Made]):
         """Whether a form with this lower bound may be faster than the best plan so far, by more than a little."""
         return self.best is None or bound_seconds < (1 - WORTH_A_PLAN) * self.best_seconds
 
+    def must_come_nearer(self, bound_seconds: float) -> bool:
+        """Whether a form is the fastest only if its plan is much nearer to its bound than that of the step as it is."""
+        whole = self.row(WHOLE)
+        if self.best is None or whole is None or whole.seconds is None or not whole.bound_seconds:
+            return False
+        gap = whole.seconds / whole.bound_seconds - 1
+        return not self.may_gain(bound_seconds * (1 + gap / 2))
+
     def may_fit(self, form: Form[Graph, Made]) -> bool:
         """Whether the budget has room for what every plan of a form needs."""
         return self.fits(fewest_bytes(form.priced.graph))

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from shoal.core.progress import doing
 from shoal.core.simulate import simulate
-from shoal.core.variant import WHOLE, Candidate, Variant
+from shoal.core.variant import Candidate, Variant
 from shoal.engine.search.nearest_first import Form
 from shoal.engine.search.priced import Made
 from shoal.engine.search.search_state import WORTH_A_PLAN, Best, SearchState
@@ -101,7 +101,7 @@ def _why_not(state: SearchState[Graph, Made], row: Candidate, bound_seconds: flo
         return f"fits without {'pieces' if variant.pieces else 'being shrunk'}, and gains nothing by its bound"
     if variant.slices and _fits_on_more(state, variant, bound_seconds):
         return "fits on more slices, and gains nothing by its bound"
-    if (variant.slices or variant.grid) and _must_come_nearer(state, bound_seconds):
+    if (variant.slices or variant.grid) and state.must_come_nearer(bound_seconds):
         return "faster only if planned twice as near to its bound as the step as it is"
     return ""
 
@@ -131,12 +131,3 @@ def _fits_on_more(state: SearchState[Graph, Made], variant: Variant, bound_secon
         for row in state.rows
         if row.variant.slices > variant.slices and not row.variant.pieces
     )
-
-
-def _must_come_nearer(state: SearchState[Graph, Made], bound_seconds: float) -> bool:
-    """Whether a form is the fastest only if its plan is much nearer to its bound than that of the step as it is."""
-    whole = state.row(WHOLE)
-    if state.best is None or whole is None or whole.seconds is None or not whole.bound_seconds:
-        return False
-    gap = whole.seconds / whole.bound_seconds - 1
-    return not state.may_gain(bound_seconds * (1 + gap / 2))

@@ -10,7 +10,7 @@ from shoal.core.simulate import simulate
 from shoal.core.step import StepGraph
 from shoal.core.variant import WHOLE, Candidate, Variant
 from shoal.engine.search.nearest_first import Form
-from shoal.engine.search.priced import Made, why_too_many
+from shoal.engine.search.priced import Made, expected_ops, why_too_many
 from shoal.engine.search.search_state import GOOD_ENOUGH, WORTH_A_PLAN, SearchState
 from shoal.engine.search.split_forms import PatchWork
 from shoal.engine.search.try_forms import Bounded
@@ -20,7 +20,7 @@ from shoal.planners.infeasible import floor_bytes
 
 _ENOUGH_SLICES = 4  # with which patches that overlap are left out
 _SURE = 0.9  # of what the step on more slices is expected to take
-_NO_GAIN = "fewer patches gain nothing, by their bound"
+_FEW_OPS = 1000  # of a form on slices; one of more is captured only where there is as much more to gain
 _LOWER = 0.99  # where nothing fits, patches that need more than so much of what others need are not made finer
 
 
@@ -52,7 +52,7 @@ class WorthCapturing(Generic[Graph, Made]):
         whole = state.whole
         slowed_share = state.best_seconds / whole.plain_seconds - 1
         one_after_another = variant.slices or variant.slabs
-        if one_after_another and slowed_share < GOOD_ENOUGH:
+        if one_after_another and not self.is_slow_enough(work, state.best_seconds):
             return "the other forms are slowed down little"
         if variant.slices and self._kept_seconds_on(variant.slices, bounded) > state.best_seconds:
             return "more slices take longer than the best, with everything kept"
@@ -62,8 +62,8 @@ class WorthCapturing(Generic[Graph, Made]):
             return "another form fits and measures nothing twice"
         if work.more_share > 0 and self.most_slices >= _ENOUGH_SLICES:
             return "slices and slabs compute nothing twice"
-        if variant.grid and self._fewer_gain_nothing(variant):
-            return _NO_GAIN
+        if self._others_gain_nothing(variant):
+            return "other parts gain nothing, by their bound"
         if work.more_share > slowed_share:
             return f"computes {100 * work.more_share:.0f} % more"
         return why_too_many(work, len(whole.ops), 0 if one_after_another else sum(row.n_ops for row in state.rows))
@@ -78,15 +78,32 @@ class WorthCapturing(Generic[Graph, Made]):
             if form.variant.grid and about_bytes > _LOWER * before_bytes:
                 self._no_lower.add(form.variant)
 
-    def _fewer_gain_nothing(self, variant: Variant) -> bool:
-        """Whether on the next fewer patches the bound is hardly below that of the step as it is, which has a plan."""
-        fewer = self._state.row(replace(variant, grid=tuple(n - 1 for n in variant.grid)))
-        whole = self._state.row(WHOLE)
-        if fewer is None or whole is None or whole.seconds is None:
+    def is_slow_enough(self, work: PatchWork, least_seconds: float) -> bool:
+        """Whether so fast a step leaves enough to be gained by slices for them to be captured.
+
+        Args:
+            work: what the slices take.
+            least_seconds: of the step in another form.
+        """
+        whole = self._state.whole
+        n_times = max(1.0, expected_ops(work, len(whole.ops)) / _FEW_OPS)
+        return least_seconds > (1 + GOOD_ENOUGH * n_times) * whole.plain_seconds
+
+    def _others_gain_nothing(self, variant: Variant) -> bool:
+        """Whether forms in parts hardly lower the bound of the step as it is, which has a plan.
+
+        On fewer patches; or in any parts, where their plan would have to be much nearer to its bound.
+        """
+        state, whole = self._state, self._state.row(WHOLE)
+        if whole is None or whole.seconds is None or whole.bound_seconds is None:
             return False
-        if fewer.bound_seconds is None:
-            return fewer.outcome == _NO_GAIN
-        return whole.bound_seconds is not None and fewer.bound_seconds >= (1 - WORTH_A_PLAN) * whole.bound_seconds
+        least_seconds = (1 - WORTH_A_PLAN) * whole.bound_seconds
+        return any(
+            row.bound_seconds >= least_seconds
+            and (() < row.variant.grid < variant.grid or state.must_come_nearer(row.bound_seconds))
+            for row in state.rows
+            if row.bound_seconds is not None and _is_in_parts(row)
+        )
 
     def _kept_seconds_on(self, slices: int, bounded: Bounded[Graph, Made]) -> float:
         """About the step with everything kept, from forms on fewer slices: each slice more takes as much more."""
@@ -115,4 +132,10 @@ def _has_room(bound_seconds: float, form: Form[Graph, Made], whole: StepGraph) -
 
 def _is_on_slices(row: Candidate) -> bool:
     """Whether a form is the step on slices of the batch, with nothing else changed."""
-    return bool(row.variant.slices) and not (row.variant.pieces or row.variant.shrunk)
+    return bool(row.variant.slices) and _is_in_parts(row)
+
+
+def _is_in_parts(row: Candidate) -> bool:
+    """Whether a form is the step on slices, slabs or patches, with nothing else changed."""
+    variant = row.variant
+    return bool(variant.slices or variant.slabs or variant.grid) and not (variant.pieces or variant.shrunk)
