@@ -179,9 +179,9 @@ def test_in_channels_last_the_native_sweep_repeats_them_over_the_gradient(
 @pytest.mark.skipif(not levels(), reason="no native kernels")
 def test_a_native_sweep_that_does_not_repeat_them_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     batch_norm._native_arithmetic.cache_clear()
-    run = batch_norm._run_native
+    call = batch_norm._native_call
     off = lambda tensors: (tensors[0] * (1 + 1e-6), *tensors[1:])  # noqa: E731
-    monkeypatch.setattr(batch_norm, "_run_native", lambda *args, fused: off(run(*args, fused=fused)))
+    monkeypatch.setattr(batch_norm, "_native_call", lambda *args: lambda *tensors: off(call(*args)(*tensors)))
     try:
         x = channels_last(torch.randn(2, 32, 3, 5))
         weight = per_channel(x, 1)

@@ -14,6 +14,7 @@ time. `repeats_bits` and `backward_repeats_bits` test on this machine that the b
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -30,6 +31,9 @@ _MIN_PIECES = 16
 _NATIVE = (torch.float32, torch.bfloat16)
 _MIN_ELEMS = 1 << 15  # of a thread that is worth waking
 WORTH_PIECES_BYTES = 4 << 20  # contiguous tensors below this are not worth pieces
+
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # of input, weight and bias
+Gradient = Callable[..., Gradients]
 
 
 def normalise(
@@ -96,6 +100,40 @@ def backward_(
     return choose(_GRADIENT, grad, x, weight)(grad, x, weight, mean, invstd, grad)
 
 
+def resolved_backward(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None) -> Gradient | None:
+    """`backward` of tensors in these layouts, which may be fake: calls of it need not look at them again.
+
+    Returns:
+        It, with the kernel that SHOAL_KERNELS lets run now; None where that is not a native one.
+    """
+    call = _resolved(grad, x, weight)
+    if call is None:
+        return None
+
+    def resolved(grad: torch.Tensor, *others: torch.Tensor) -> Gradients:
+        return call(grad, *others, torch.empty_like(grad))
+
+    return resolved
+
+
+def resolved_backward_(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None) -> Gradient | None:
+    """`backward_`, as `resolved_backward`."""
+    call = _resolved(grad, x, weight)
+    if call is None:
+        return None
+
+    def resolved(grad: torch.Tensor, *others: torch.Tensor) -> Gradients:
+        return call(grad, *others, grad)
+
+    return resolved
+
+
+def _resolved(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None) -> Gradient | None:
+    if weight is None or choose(_GRADIENT, grad, x, weight) is not _native:
+        return None
+    return _native_call(x, bool(_native_arithmetic(x.dtype, x.shape[1], allowed().level)))
+
+
 def _in_pieces(
     grad: torch.Tensor,
     x: torch.Tensor,
@@ -129,7 +167,7 @@ def _sums(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor, invstd: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of weight and bias."""
-    _, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
+    _, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward.default(
         grad, x, weight, None, None, mean, invstd, True, 0.0, [False, True, True]
     )
     return of_weight, of_bias
@@ -166,37 +204,36 @@ def _native(
     mean: torch.Tensor,
     invstd: torch.Tensor,
     of_input: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Gradients:
     fused = _native_arithmetic(x.dtype, x.shape[1], allowed().level)
-    return _run_native(grad, x, weight, mean, invstd, of_input, fused=bool(fused))
+    return _native_call(x, bool(fused))(grad, x, weight, mean, invstd, of_input)
 
 
-def _run_native(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    mean: torch.Tensor,
-    invstd: torch.Tensor,
-    of_input: torch.Tensor,
-    *,
-    fused: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    of_weight, of_bias = _sums(grad, x, weight, mean, invstd)
-    scratch = mean.new_empty((2, x.shape[1]))
-    call = _NormGradient(
-        x.numel() // x.shape[1],
-        x.shape[1],
-        x.dtype == torch.bfloat16,
-        fused,
-        threads_for(x.numel(), _MIN_ELEMS),
-        level_number(),
-        *(t.data_ptr() for t in (grad, x, mean, invstd, weight, of_weight, of_bias, scratch, of_input)),
-    )
+def _native_call(x: torch.Tensor, fused: bool) -> Gradient:
+    """The native kernel for inputs like `x`: of gradient, input, weight, mean, inverse deviation and where to write."""
     library = native.library()
     assert library is not None
-    library.shoal_norm_gradient.restype = None
-    library.shoal_norm_gradient(ctypes.byref(call))
-    return of_input, of_weight, of_bias
+    sweep = library.shoal_norm_gradient
+    sweep.restype = None
+    elems, channels, is_bfloat16, level = x.numel(), x.shape[1], x.dtype == torch.bfloat16, level_number()
+    rows = elems // channels
+
+    def run(
+        grad: torch.Tensor,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        mean: torch.Tensor,
+        invstd: torch.Tensor,
+        of_input: torch.Tensor,
+    ) -> Gradients:
+        of_weight, of_bias = _sums(grad, x, weight, mean, invstd)
+        scratch = mean.new_empty((2, channels))
+        threads = threads_for(elems, _MIN_ELEMS)
+        addresses = [t.data_ptr() for t in (grad, x, mean, invstd, weight, of_weight, of_bias, scratch, of_input)]
+        sweep(ctypes.byref(_NormGradient(rows, channels, is_bfloat16, fused, threads, level, *addresses)))
+        return of_input, of_weight, of_bias
+
+    return run
 
 
 @lru_cache(maxsize=1024)
@@ -206,7 +243,7 @@ def _native_arithmetic(dtype: torch.dtype, channels: int, level: str | None) -> 
         grad, x, weight, mean, deviation = _drawn(dtype, torch.float32, torch.device("cpu"), 4, channels, True)
         whole = _whole_backward(grad, x, weight, mean, deviation)
         for fused in (False, True):
-            own = _run_native(grad, x, weight, mean, deviation, torch.empty_like(grad), fused=fused)
+            own = _native_call(x, fused)(grad, x, weight, mean, deviation, torch.empty_like(grad))
             if all(torch.equal(ours, theirs) for ours, theirs in zip(own, whole, strict=True)):
                 return fused
     return None

@@ -14,7 +14,7 @@ machine, with the same shapes, whether that gives the same bits and pays.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -26,6 +26,8 @@ from shoal.lowlevel import allocations
 from shoal.lowlevel.torch_internals import isolated
 
 _convolution: Any = torch.convolution
+_gradients: Any = torch.ops.aten.convolution_backward.default
+_OF_INPUT = (True, False, False)
 _Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape, strides
 
 _WORTH_PIECES_BYTES = 4 << 20  # of a weight
@@ -59,10 +61,26 @@ def input_gradient(
     unread = (
         _unread(shape, tuple(input_stride), grad.dtype) if grad.is_cpu else grad.as_strided(shape, (0,) * len(shape))
     )
-    gradient: torch.Tensor = torch.ops.aten.convolution_backward.default(
-        grad, unread, weight, None, *options, [True, False, False]
-    )[0]
+    gradient: torch.Tensor = _gradients(grad, unread, weight, None, *options, _OF_INPUT)[0]
     return gradient
+
+
+def resolved_input_gradient(
+    grad: torch.Tensor, weight: torch.Tensor, input_shape: Sequence[int], input_stride: Sequence[int], *options: Any
+) -> Callable[..., torch.Tensor] | None:
+    """`input_gradient` of tensors in these layouts, which may be fake, with what stands in for the input made once.
+
+    Returns:
+        It; None on another device than the CPU.
+    """
+    if not grad.is_cpu:
+        return None
+    unread = _unread(tuple(input_shape), tuple(input_stride), grad.dtype)
+
+    def resolved(grad: torch.Tensor, weight: torch.Tensor, *_: Any) -> torch.Tensor:
+        return _gradients(grad, unread, weight, None, *options, _OF_INPUT)[0]
+
+    return resolved
 
 
 @lru_cache(maxsize=4096)
