@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import operator
 from collections.abc import Callable, Mapping
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx, nn
 
+import shoal
 from shoal.capture import inplace
 from shoal.capture.captured import Captured
 from shoal.capture.fx_nodes import is_view
@@ -284,6 +286,7 @@ def test_options_stay_when_the_result_goes_over_an_operand() -> None:
 
 
 A, B = torch.randn(4, 6), torch.randn(4, 6)
+COMPLEX = torch.complex(A, B)
 
 
 @pytest.mark.parametrize(
@@ -301,6 +304,10 @@ A, B = torch.randn(4, 6), torch.randn(4, 6)
         (aten.tanh.default, (torch.randn(1, 6).expand(4, 6),), set()),
         (aten.tanh_backward.default, (A, B), {0}),  # the second is what the forward pass saved
         (aten.exp.default, (A,), set()),  # no form of it is known
+        (aten.add.Tensor, (COMPLEX, COMPLEX.conj_physical()), {0, 1}),
+        (aten.mul.Tensor, (COMPLEX, COMPLEX.conj_physical()), set()),  # it would be rounded in another way
+        (aten.mul.Scalar, (COMPLEX, 3.3), set()),
+        (aten.tanh.default, (COMPLEX,), set()),
         (aten.sum.default, (A,), set()),
     ],
 )
@@ -309,6 +316,27 @@ def test_operands_qualify_whose_block_is_just_like_the_results(
 ) -> None:
     node, _ = node_of(target, *args)
     assert {node.args.index(operand) for operand in inplace.operands(node)} == places
+
+
+class Spectral(nn.Module):
+    """Filters its input by a product of what `rfft2` returns, as GFNet and neural operators do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.randn(16, 9, 24, dtype=torch.cfloat))
+        self.first, self.last = nn.Linear(24, 24), nn.Linear(24, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.fft.rfft2(self.first(x), dim=(1, 2)) * self.filter
+        return self.last(torch.fft.irfft2(x, s=(16, 16), dim=(1, 2))).tanh()
+
+
+def test_a_product_of_complex_numbers_has_the_bits_of_plain_pytorch() -> None:
+    net, x = Spectral(), torch.randn(4, 16, 16, 24)
+    planned = shoal.compile(copy.deepcopy(net), "1GiB", allow="bitwise")
+    for model in (net, planned):
+        model(x).square().mean().backward()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(net.parameters(), planned.parameters(), strict=True))
 
 
 class Applies(nn.Module):

@@ -15,7 +15,8 @@ from shoal.core.plan import Plan
 from shoal.core.step import StepGraph
 from shoal.engine.generator_states import counting_states, states_of
 from shoal.errors import BudgetError
-from tests.engine.training_laws import costs_that_do_not_matter, keep_nothing, needs_compiler
+from tests.engine.session_loops import true_peak
+from tests.engine.training_laws import costs_that_do_not_matter, keep_by_chance, keep_nothing, needs_compiler
 
 EACH_BYTES = torch.get_rng_state().nbytes
 X = torch.zeros(64, 32)
@@ -37,6 +38,12 @@ def test_a_plan_that_is_not_run_counts_one_for_each_random_op_and_one_to_put_bac
     with costs_that_do_not_matter():
         plan = shoal.plan(dropping(dropouts), X, "1GiB", planner=keep_nothing)
     assert states_of(plan) == (dropouts + 1 if dropouts else 0)
+    assert plan.graph.static_bytes == states_of(plan) * EACH_BYTES
+
+
+def test_they_count_where_a_step_may_recompute_alone() -> None:
+    with costs_that_do_not_matter():
+        plan = shoal.plan(dropping(3), X, "1GiB", planner=keep_nothing, allow="recompute")
     assert plan.graph.static_bytes == states_of(plan) * EACH_BYTES
 
 
@@ -88,3 +95,39 @@ def test_of_a_step_of_many_only_those_that_are_repeated_take_room() -> None:
     plan = counting_states(repeats_one, 100)(step, hardware, peak_bytes)
     assert asked == [0, 200]
     assert plan.graph.static_bytes == 200
+
+
+class TwoGraphs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([dropping(4), nn.Linear(1, 32), dropping(4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.parts[0](x)
+        torch._dynamo.graph_break()
+        return self.parts[2](self.parts[1](x))
+
+
+@needs_compiler
+@pytest.mark.parametrize("kept", [0, 1], ids=["the plan keeps nothing", "the plan keeps everything"])
+@pytest.mark.parametrize("times", [1, 10], ids=["little is kept in the first step", "everything is"])
+def test_in_a_step_of_several_graphs_those_of_its_plan_count_and_not_those_of_its_first_run(
+    kept: float, times: int
+) -> None:
+    x = torch.zeros(1024, 32)
+
+    def step(model: Any) -> None:
+        model(x).sum().backward()
+        model.zero_grad()
+
+    def planner(graph: StepGraph, hardware: Hardware, budget_bytes: int) -> Plan:
+        return keep_by_chance(0, kept)(graph, hardware, 0)
+
+    plain: Any = shoal.compile(TwoGraphs(), None)
+    step(plain)
+    model: Any = shoal.compile(TwoGraphs(), times * (plain.shoal.measured_peak_bytes + 8 * EACH_BYTES), planner=planner)
+    for _ in range(3):
+        step(model)
+    plan, peak_bytes = model.shoal.plan, true_peak(model, lambda: step(model), [x])
+    assert bool(states_of(plan)) is not bool(kept)
+    assert abs(plan.predicted_peak_bytes - peak_bytes) < 2 * EACH_BYTES

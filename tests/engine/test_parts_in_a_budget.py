@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import shoal
 from shoal.core.joined_step import STRETCH
@@ -116,6 +117,30 @@ def test_a_batch_that_eager_code_alone_reads_counts_all_step() -> None:
     buffer_bytes = sum(b.nbytes for b in model.buffers())  # a copy of them goes with the call, to begin it anew
     assert status.plan.graph.storage_called["arguments"].nbytes == sum(x.nbytes for x in pictures) + buffer_bytes
     assert 0 <= status.predicted_peak_bytes - status.measured_peak_bytes < pictures[0].nbytes
+
+
+class WithLoss(nn.Module):
+    """Its last graph returns a loss, and what that is computed from, of which nothing else is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.wide, self.last = nn.Linear(16, 16), nn.Linear(16, 256), nn.Linear(256, 64)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.first(x).tanh()
+        breaks(x)
+        logits = self.last(self.wide(hidden).tanh())
+        return F.cross_entropy(logits, torch.arange(len(x)) % 64), logits
+
+
+@needs_compiler
+def test_the_gradient_of_logits_beside_a_loss_does_not_count_once_it_is_read() -> None:
+    model, x = shoal.compile(WithLoss(), "1GiB"), torch.randn(512, 16)
+    for _ in range(3):
+        model(x)[0].backward()
+        model.zero_grad()
+    status = model.shoal
+    assert 0 <= status.predicted_peak_bytes - status.measured_peak_bytes <= 1024
 
 
 class Skip(nn.Module):

@@ -122,6 +122,8 @@ _WITH_SCRATCH = (
     _aten._prelu_kernel.default,
     torch.ops.shoal.norm_act_backward.default,
 )
+# How a complex product is rounded depends on whether the compiler's loop may take its result for one of its operands.
+_COMPLEX = (_aten.add.Tensor, _aten.sub.Tensor)
 _READ_LATER = (batch_norm.normalise, group_norm.normalise)
 _NORMS = (
     _aten._native_batch_norm_legit_functional.default,
@@ -150,6 +152,8 @@ def operands(node: fx.Node) -> tuple[fx.Node, ...]:
     if node.target is _aten._prelu_kernel.default and value.device.type != "cpu":
         return ()  # it would be made elsewhere first
     result = value[0] if isinstance(value, (tuple, list)) else value
+    if isinstance(result, torch.Tensor) and result.is_complex() and (node.target not in _COMPLEX or node.kwargs):
+        return ()
     found = []
     for place in places:
         operand = node.args[place] if place < len(node.args) else None

@@ -40,7 +40,7 @@ class Part:
         fresh: inputs that eager code made during the step.
         handed_on: gradients that no optimizer gets: of inputs that are no leaves, and of parameters of which another
             part has made a gradient that this one is added to.
-        holds_tangents: whether the gradients of its results stay until its backward pass returns.
+        held_tangents: those gradients of its results that stay until its backward pass returns.
         held_results: those results that somebody holds for longer than the parts need them.
         gathered: parameters that are there only while a pass runs, as of FSDP2: eager code gathers and frees them, and
             their bytes are among those that it is measured to use.
@@ -51,7 +51,7 @@ class Part:
     same: Mapping[int, Place] = field(default_factory=dict)
     fresh: Collection[int] = ()
     handed_on: Collection[int] = ()
-    holds_tangents: bool = True
+    held_tangents: Collection[int] = ()
     held_results: Collection[int] = ()
     gathered: Collection[int] = ()
 
@@ -317,7 +317,7 @@ class _Joining:
         else:
             read = {s for op in part.graph.ops if op.phase == "backward" for s in op.reads}
             held = [s for s in self._given(part) if s in read]
-            held += [s.id for s in storages if s.kind == "tangent" and part.holds_tangents]
+            held += part.held_tangents
             held += [s.id for s in storages if s.id in part.handed_on]
         places = dict.fromkeys(self._of[number, s] for s in held)
         return [s for s in places if s in self._written and self._storages[s].kind not in RESIDENT]

@@ -34,6 +34,7 @@ from shoal.core.plan import Plan
 from shoal.core.progress import doing, preparing
 from shoal.engine.backend import compile_step
 from shoal.engine.early_gradients import EarlyGradients
+from shoal.engine.eval_steps import EvalSteps
 from shoal.engine.lossy_report import LossyReport
 from shoal.engine.lossy_report import lossy_report as report_on
 from shoal.engine.model_call import ModelCall, raise_as_plain, reject_function_transforms
@@ -281,6 +282,7 @@ class _Caller(ModelCall):
         self._before_first: SetUp | None = None  # how the model was before it broke at its first call
         self._planned: dict[Any, Callable[..., Any]] = {}
         self._logging: Collection[Callable[..., Any]] = ()
+        self._eval_steps = EvalSteps(session)
         forget_sizes(model)
 
     def forget(self) -> None:
@@ -292,7 +294,9 @@ class _Caller(ModelCall):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self.model
         if not (model.training and torch.is_grad_enabled()) or is_exporting():
-            return plain_call(model, *args, **kwargs)
+            outputs = plain_call(model, *args, **kwargs)
+            self._eval_steps.watch(outputs)
+            return outputs
         return self.train(*args, **kwargs)
 
     @torch.compiler.disable(reason=OWN_BUDGET)  # type: ignore[untyped-decorator]

@@ -49,7 +49,8 @@ def digest(session: Session, gm: fx.GraphModule, example_inputs: Sequence[Any]) 
         (device.type, describe(device), measure(device)) for device in sorted(devices, key=str) if device.type != "meta"
     ]
     options = {**vars(session.options), "means": sorted(session.options.means), "named": ()}
-    loop = {**vars(session.loop), "released": sorted(session.loop.released)}
+    known = session.loop
+    loop = {**vars(known), "released": sorted(known.released), "let_go": sorted(known.let_go)}
     everything = (
         *(_FORMAT, _source(), torch.__version__, version("highspy")),
         *(described, options, loop, session.static.state_bytes(), session.offloading, session.early),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from shoal.core.hardware import Hardware
 from shoal.core.plan import Plan
-from shoal.core.step import StepGraph
+from shoal.core.residence import Recompute, Residence
+from shoal.core.step import StepGraph, Storage
 from shoal.errors import BudgetError
 from shoal.planners import Planner
 
@@ -43,8 +45,17 @@ def counting_states(planner: Planner, each_bytes: int) -> Planner:
 
 def states_of(plan: Plan) -> int:
     """How many states it keeps: one for each random op that it repeats, and the one that is put back."""
-    repeated = {plan.graph.producer[storage.id] for storage in plan.recomputed}
-    return _kept(sum(plan.graph.ops[op].random for op in repeated))
+    return _kept(_random(plan.graph, plan.recomputed))
+
+
+def repeated(graph: StepGraph, residences: Mapping[str, Residence]) -> int:
+    """How many random ops are repeated under residences: so many states wait between the passes."""
+    again = (graph.storage_called[s] for s, one in residences.items() if isinstance(one, Recompute) and one.before)
+    return _random(graph, again)
+
+
+def _random(graph: StepGraph, storages: Iterable[Storage]) -> int:
+    return sum(graph.ops[op].random for op in {graph.producer[storage.id] for storage in storages})
 
 
 def with_static(plan: Plan, static_bytes: int) -> Plan:
@@ -53,5 +64,5 @@ def with_static(plan: Plan, static_bytes: int) -> Plan:
     return replace(plan, graph=replace(plan.graph, static_bytes=static_bytes), exact_graph=exact)
 
 
-def _kept(repeated: int) -> int:
-    return repeated + 1 if repeated else 0
+def _kept(again: int) -> int:
+    return again + 1 if again else 0

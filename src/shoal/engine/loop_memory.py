@@ -30,6 +30,7 @@ class LoopMemory:
         held_gradient_bytes: gradients of the step before, where they are dropped between the two passes.
         drops_late: whether gradients that the optimizer has used are dropped after the next forward pass, not kept.
         released: places, among the forward graph's outputs, of those that nobody holds when the backward pass begins.
+        let_go: places of those that nobody holds when it ends: what is saved of them dies with its last reader.
         tangents_pass: whether the gradients of outputs die with their last reader, not with the step.
         small_bytes: room for the loss itself and other small tensors of the loop, all step.
         hooks_free: whether gradients that are handed over to hooks while the backward pass runs are freed there, as
@@ -47,6 +48,7 @@ class LoopMemory:
     held_gradient_bytes: int = 0
     drops_late: bool = True
     released: frozenset[int] = frozenset()
+    let_go: frozenset[int] = frozenset()
     tangents_pass: bool = False
     small_bytes: int = 512
     loss_share: float = 1.0
@@ -110,6 +112,7 @@ def best_case(loop: LoopMemory, places: Collection[int]) -> LoopMemory:
     return replace(
         loop,
         released=frozenset(places),
+        let_go=frozenset(places),
         held_result_bytes=0,
         tangents_pass=True,
         loss_share=1.0,
@@ -132,6 +135,7 @@ def in_loop(graph: StepGraph, loop: LoopMemory, outputs: Mapping[int, str]) -> S
         outputs: names of the storages that the caller gets, by their places among the outputs.
     """
     released = {outputs[place] for place in loop.released if place in outputs}
+    let_go = {outputs[place] for place in loop.let_go if place in outputs}
     saved = {graph.storages[storage].name for storage in graph.saved}
     tangent_bytes = sum(s.nbytes for s in graph.storages if s.kind == "tangent")
     to_hooks = {s for op in graph.ops if op.target == HAND_OVER_TO_HOOK for s in op.reads}
@@ -139,6 +143,8 @@ def in_loop(graph: StepGraph, loop: LoopMemory, outputs: Mapping[int, str]) -> S
     def seen(storage: Storage) -> Storage:
         if storage.kind == "output" and storage.name in released - saved:
             return replace(storage, kind="activation")
+        if storage.kind == "output" and storage.name in let_go & saved and not loop.replays:
+            return replace(storage, kind="crossing")
         if storage.kind == "tangent" and loop.tangents_pass and not loop.replays:
             return replace(storage, kind="activation_gradient")
         if storage.id in to_hooks and loop.hooks_free:

@@ -54,7 +54,8 @@ class Window:
 
     Attributes:
         steps: those that ran.
-        kept: places of results that the caller still held when a backward pass began. released: of those it did not.
+        kept: places of results that were still there when a backward pass began. released: of those that were not.
+        outlived: places of results that were still there when it ended. let_go: of those that were not.
         measured: what it used; None until it is over.
         gradients_stayed: whether gradients of an earlier step were there when a backward pass began.
         tangents_stayed: whether a gradient of a result, of more than one number, was still held by somebody when its
@@ -64,6 +65,8 @@ class Window:
     steps: list[Metered] = field(default_factory=list)
     kept: set[int] = field(default_factory=set)
     released: set[int] = field(default_factory=set)
+    outlived: set[int] = field(default_factory=set)
+    let_go: set[int] = field(default_factory=set)
     measured: Measured | None = None
     gradients_stayed: bool = False
     tangents_stayed: bool = False
@@ -111,50 +114,52 @@ class Metering:
 
     def backward(self, step: Metered, run: Run, arguments: list[Any]) -> Any:
         """Run the backward graph of a step."""
-        tangents = self._begin_backward(step, arguments)
-        if tangents is None:
+        begun = self._begin_backward(step, arguments)
+        if begun is None:
             return run(arguments)
         try:
             gradients = run(arguments)
         except BaseException as error:
             self._failed(error)
             raise
-        self._end_backward(tangents)
+        self._end_backward(*begun)
         return gradients
 
     def backward_in_parts(
         self, step: Metered, run: Callable[[list[Any]], Generator[list[Any], None, Any]], arguments: list[Any]
     ) -> Generator[list[Any], None, Any]:
         """Run the backward graph of a step that hands gradients over: what hooks allocate with them counts."""
-        tangents = self._begin_backward(step, arguments)
-        if tangents is None:
+        begun = self._begin_backward(step, arguments)
+        if begun is None:
             return (yield from run(arguments))
         try:
             gradients = yield from run(arguments)
         except BaseException as error:
             self._failed(error)
             raise
-        self._end_backward(tangents)
+        self._end_backward(*begun)
         return gradients
 
-    def _begin_backward(self, step: Metered, arguments: Sequence[Any]) -> list[WeakStorage] | None:
-        """The gradients of results that the backward pass of a metered call is given; None for any other call."""
+    def _begin_backward(self, step: Metered, arguments: Sequence[Any]) -> tuple[Call, list[WeakStorage]] | None:
+        """The metered call that goes back, and the gradients of its results; None for any other call."""
         self.gradients_are_used = False
         call = self._goes_back(step, arguments)
         window, meter = self._window, self._meter
         if window is None or meter is None or call is None:  # None for a call that is sent back a second time
             return None
-        self._note_results(window, call)
+        _note_results(call, window.kept, window.released)
         window.gradients_stayed |= any(held.is_alive for held in self._old_gradients)
         meter.resume(self._in_use(arguments))
         given = arguments[len(arguments) - step.n_tangents :]
         # That of a loss is the 1 that `backward()` itself makes and holds, which takes no room.
-        return [WeakStorage(tangent) for tangent in given if isinstance(tangent, torch.Tensor) and tangent.numel() > 1]
+        tangents = [WeakStorage(one) for one in given if isinstance(one, torch.Tensor) and one.numel() > 1]
+        return call, tangents
 
-    def _end_backward(self, tangents: Sequence[WeakStorage]) -> None:
+    def _end_backward(self, call: Call, tangents: Sequence[WeakStorage]) -> None:
         window, meter = self._window, self._meter
         if window is None or meter is None:  # given up by another model's call
             return
+        _note_results(call, window.outlived, window.let_go)
         window.tangents_stayed |= any(tangent.is_alive for tangent in tangents)
         if self._goes_on():
             meter.pause()
@@ -225,11 +230,6 @@ class Metering:
     def _takes_the_counter(self) -> None:
         _metering_now[:] = [weakref.ref(self)]
 
-    def _note_results(self, window: Window, call: Call) -> None:
-        alive = {place for place, held in call.outputs.items() if held.is_alive}
-        window.kept |= alive
-        window.released |= set(call.outputs) - alive
-
     def _failed(self, error: BaseException) -> None:
         window = self._window
         self._give_up()
@@ -245,6 +245,12 @@ class Metering:
 
     def _in_use(self, arguments: Sequence[Any]) -> list[torch.Tensor]:
         return [*self._static.lasting_tensors(), *(a for a in arguments if isinstance(a, torch.Tensor))]
+
+
+def _note_results(call: Call, there: set[int], gone: set[int]) -> None:
+    alive = {place for place, held in call.outputs.items() if held.is_alive}
+    there |= alive
+    gone |= set(call.outputs) - alive
 
 
 _metering_now: list[weakref.ref[Metering]] = []

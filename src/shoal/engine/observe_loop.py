@@ -24,7 +24,7 @@ def observe_loop(
         gradients_pass: whether gradients of the step before were there when the first forward pass began.
         awaited_bytes: that the plans count and that are not there yet: state of an optimizer that has not stepped.
     """
-    released = frozenset(window.released - window.kept)
+    released, let_go = frozenset(window.released - window.kept), frozenset(window.let_go - window.outlived)
     freed = any(step.handed_stayed is False for step in window.steps) and not any(
         step.handed_stayed for step in window.steps
     )
@@ -32,6 +32,7 @@ def observe_loop(
         loop,
         learnt=True,
         released=loop.released & released if loop.learnt else released,
+        let_go=loop.let_go & let_go if loop.learnt else let_go,
         tangents_pass=not window.tangents_stayed and (loop.tangents_pass or not loop.learnt),
         hooks_free=freed and (loop.hooks_free or not loop.learnt),
         drops_late=loop.drops_late and not (window.gradients_stayed and gradients_pass),

@@ -30,12 +30,14 @@ from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
 from shoal.core.validate_plan import check_own_plan
 from shoal.cost.measure import measure
+from shoal.engine.generator_states import counting_states, repeated
 from shoal.engine.options import CompileOptions
 from shoal.engine.overlapping import plan_overlapping
 from shoal.engine.part_record import Record
 from shoal.engine.session import Session
 from shoal.engine.step_planning import allowed
 from shoal.errors import BudgetError, CaptureError
+from shoal.kernels.generator import state_bytes
 from shoal.planners import Planner
 from shoal.planners import get as planner_called
 from shoal.planners.infeasible import infeasible
@@ -80,21 +82,19 @@ def first_share(
         return {}
     graph = _with_loss(graph, 0)  # what comes between the passes of a part is not known yet
 
-    def peak_bytes(residences: Mapping[str, Residence]) -> int:
-        return in_use_bytes + simulate(graph, residences).peak_bytes - graph.resident_bytes
-
     limits, hardware = replace(DEFAULT, order=False), measure(device)
     everything_bytes = 4 * sum(s.nbytes for s in graph.storages)
     least = smallest_plan(_with_loss(graph, everything_bytes), hardware, 1, limits).residences
-    if peak_bytes(least) <= budget_bytes:
+    if _peak_bytes(graph, least, device, in_use_bytes) <= budget_bytes:
         return least
     room_bytes = budget_bytes - in_use_bytes + graph.resident_bytes
+    planner = counting_states(partial(joint, limits=limits), state_bytes(device))
     found: Mapping[str, Residence] | None = None
     most_bytes, least_bytes = room_bytes, 0  # beside what it saves, while later parts run
     aside_bytes = 0
     for _ in range(_ROUNDS):
         try:
-            found = joint(_with_loss(graph, aside_bytes), hardware, room_bytes, limits=limits).residences
+            found = planner(_with_loss(graph, aside_bytes), hardware, room_bytes).residences
             least_bytes = aside_bytes
         except BudgetError as error:
             if found is None:
@@ -115,7 +115,12 @@ def least_bytes(graph: StepGraph, device: torch.device, in_use_bytes: int) -> in
     """The smallest budget in which a part runs before its whole step is planned, beside what is in use then."""
     alone = _with_loss(graph, 0)
     least = smallest_plan(alone, measure(device), 1, replace(DEFAULT, order=False))
-    return in_use_bytes + simulate(alone, least.residences).peak_bytes - graph.resident_bytes
+    return _peak_bytes(alone, least.residences, device, in_use_bytes)
+
+
+def _peak_bytes(graph: StepGraph, residences: Mapping[str, Residence], device: torch.device, in_use_bytes: int) -> int:
+    states_bytes = repeated(graph, residences) * state_bytes(device)
+    return in_use_bytes + states_bytes + simulate(graph, residences).peak_bytes - graph.resident_bytes
 
 
 def no_graph(session: Session, broken: str) -> CaptureError:
@@ -208,6 +213,24 @@ class MeasuredParts:
         back = {part for part, phase in self.passes if phase == "backward"}
         return joined_residences(share if part in back else {} for part, share in enumerate(self.shares))
 
+    @property
+    def states_bytes(self) -> list[int]:
+        """Of the random generator's states with which each part repeated its random ops: they wait between its passes.
+        Under another plan a step keeps others."""
+        back = {part for part, phase in self.passes if phase == "backward"}
+        each_bytes, shares = state_bytes(self.device), enumerate(self.shares)
+        return [each_bytes * repeated(self.parts[n].graph, share) if n in back else 0 for n, share in shares]
+
+    def intervals_without_states(self) -> list[Interval]:
+        """The intervals less what those states took."""
+        waiting_bytes, found = 0, []
+        for place, one in enumerate(self.intervals):
+            found.append(Interval(one.peak_bytes - waiting_bytes, one.end_bytes - waiting_bytes))
+            if place % 2:
+                part, phase = self.passes[place // 2]
+                waiting_bytes += self.states_bytes[part] * (1 if phase == "forward" else -1)
+        return found
+
     def graph(self, model: str) -> StepGraph:
         """The step, with what eager code was measured to use. Its static memory is not known here."""
         largest = joined_step(model, self.parts, self.passes)
@@ -219,7 +242,7 @@ class MeasuredParts:
             own_bytes = sum(s.nbytes for s in bare.storages if s.kind in ("parameter", "buffer"))
             static_bytes = max(0, self.static_bytes - own_bytes)
         as_measured = replace(bare, static_bytes=static_bytes)
-        measured = with_measured(as_measured, self.residences, self.intervals)
+        measured = with_measured(as_measured, self.residences, self.intervals_without_states())
         return replace(grown(measured, largest) if varies else measured, static_bytes=0)
 
     def _parts_as_metered(self) -> list[Part]:
@@ -270,13 +293,14 @@ def plan_parts(
     started = time.perf_counter()
     graph = replace(with_held(measured.graph(model), held_bytes), static_bytes=static_bytes)
     hardware, budget_bytes = measure(measured.device), options.budget_bytes or 0
+    each_state_bytes = state_bytes(measured.device)
     planner: Planner
     if fixed:
-        planner = partial(_as_measured, measured.residences)
+        planner = counting_states(partial(_as_measured, measured.residences), each_state_bytes)
     elif options.budget_bytes is None:
         planner = planner_called("keep_all")
     else:
-        planner = allowed(options.means - {"order"}, options.planner)
+        planner = allowed(options.means - {"order"}, options.planner, each_state_bytes)
     shares: dict[int, _Shares] = {}
 
     def make(others_bytes: int) -> Plan:
@@ -290,7 +314,7 @@ def plan_parts(
                 residences_of(part, step, plan.residences) for part in range(len(measured.parts))
             )
             residences = joined_residences(shares[others_bytes])
-            over_bytes = simulate(step, residences).peak_bytes - budget_bytes
+            over_bytes = simulate(plan.graph, residences).peak_bytes - budget_bytes
             if not budget_bytes or over_bytes <= 0:
                 break
             aim_bytes -= over_bytes

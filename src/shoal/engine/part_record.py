@@ -77,8 +77,8 @@ class PartRun:
         same, fresh: as of `Part`.
         added: gradients of parameters that another run has made a gradient of before.
         gathered: as of `Part`.
-        tangents: those that its backward pass was given.
-        holds_tangents, held_results: as of `Part`.
+        tangents: those that its backward pass was given, beside their storages.
+        held_tangents, held_results: as of `Part`.
         results: what its forward pass has handed to its caller.
     """
 
@@ -88,8 +88,8 @@ class PartRun:
     fresh: set[int] = field(default_factory=set)
     added: set[int] = field(default_factory=set)
     gathered: set[int] = field(default_factory=set)
-    tangents: list[WeakStorage] = field(default_factory=list)
-    holds_tangents: bool = True
+    tangents: list[tuple[int, WeakStorage]] = field(default_factory=list)
+    held_tangents: set[int] = field(default_factory=set)
     held_results: set[int] = field(default_factory=set)
     results: list[tuple[int, WeakStorage]] = field(default_factory=list)
 
@@ -113,7 +113,7 @@ class PartRun:
             self.same,
             fresh,
             passed | self.added,
-            self.holds_tangents,
+            self.held_tangents,
             self.held_results,
             frozenset(self.gathered),
         )
@@ -198,8 +198,9 @@ class Record:
         self.passes.append((number, "backward"))
         for storage, tangent in zip(step.ports.tangents, arguments[-step.n_tangents :], strict=False):
             if isinstance(tangent, torch.Tensor) and storage >= 0:
-                this.tangents.append(WeakStorage(tangent))
-                self._recall(this, storage, this.tangents[-1])
+                held = WeakStorage(tangent)
+                this.tangents.append((storage, held))
+                self._recall(this, storage, held)
         kinds = {s.id: s.kind for s in step.graph.storages}
         for given, gradient in zip(step.ports.inputs, step.ports.gradients, strict=False):
             if gradient >= 0 and kinds.get(given) == "parameter":
@@ -212,7 +213,7 @@ class Record:
     def went_back(self, number: int, gradients: Sequence[Any]) -> None:
         """The backward graph of a run has returned."""
         this = self.runs[number]
-        this.holds_tangents = any(tangent.is_alive for tangent in this.tangents)
+        this.held_tangents = {storage for storage, held in this.tangents if held.is_alive}
         this.held_results = {storage for storage, held in this.results if held.is_alive}
         self._note(number, self.runs[number].step.ports.gradients, gradients)
 

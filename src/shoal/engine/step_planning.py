@@ -234,6 +234,7 @@ def allowed(means: frozenset[str], planner: str | planners.Planner, each_state_b
 
     def plan(graph: StepGraph, hardware: Hardware, budget_bytes: int) -> Plan:
         made = make(limited_step(means, graph), hardware, budget_bytes)
+        graph = replace(graph, static_bytes=made.graph.static_bytes)
         return replace(made, graph=in_order_of(graph, made.graph) if made.captured_order else graph)
 
     return plan

@@ -172,7 +172,7 @@ def _made_in_it(step: MeasuredParts) -> MeasuredParts:
         bare = joined_step("", step.parts, step.passes)
         bare = replace(bare, static_bytes=max(0, step.begin_bytes - bare.resident_bytes))
         seen_bytes = _in_use_before(bare, step.residences, step.passes, place)
-        short_bytes = seen_bytes - step.intervals[2 * place].end_bytes
+        short_bytes = seen_bytes - step.intervals_without_states()[2 * place].end_bytes
         sizes = {s.id: s.nbytes for s in step.parts[number].graph.storages}
         for storage in sorted(fresh, key=lambda s: (-sizes[s], s)):
             if sizes[storage] <= 2 * short_bytes:  # eager code may have made something small besides
@@ -264,7 +264,8 @@ def plan_turn(
             made = planned(fixed=True)  # it fits as it was metered, for the outer plan has left as much
         plans.append(made)
         runs.append(own)
-        was = replace(bare, static_bytes=max(0, measured.begin_bytes - bare.resident_bytes))
+        static_bytes = max(0, measured.begin_bytes - bare.resident_bytes) + sum(measured.states_bytes)
+        was = replace(bare, static_bytes=static_bytes)
         for inner in step.inner:
             behind = next(i for i, place in enumerate(step.places) if place > inner.places[-1])
             before_bytes = _in_use_before(was, measured.residences, measured.passes, behind)

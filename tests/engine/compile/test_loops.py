@@ -367,3 +367,34 @@ def test_the_gradient_of_logits_beside_a_loss_does_not_count_once_it_is_read() -
     planned.zero_grad()
     peak = true_peak(planned, lambda: loop(planned), [x])
     assert 0 <= planned.shoal.predicted_peak_bytes - peak <= 1024
+
+
+class Features(nn.Module):
+    """Returns a result that its backward pass reads first, before what takes most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(16, 256), nn.Linear(256, 128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.narrow(self.wide(x).tanh()).tanh()
+
+
+@pytest.mark.parametrize("holds", [False, True])
+def test_a_result_that_the_backward_pass_reads_counts_as_long_as_the_loop_holds_it(holds: bool) -> None:
+    net, x = Features(), torch.randn(512, 16)
+
+    def loop(model: nn.Module) -> None:
+        model.zero_grad()
+        result = model(x)
+        loss = result.mean()
+        if not holds:
+            del result
+        loss.backward()
+
+    planned = shoal.compile(net, budget="1GiB")
+    for _ in range(2):
+        loop(planned)
+    planned.zero_grad()
+    peak = true_peak(planned, lambda: loop(planned), [x])
+    assert 0 <= planned.shoal.predicted_peak_bytes - peak <= 1024
