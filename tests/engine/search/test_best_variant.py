@@ -288,6 +288,41 @@ def test_instance_norms_run_on_slices_to_the_end(monkeypatch: pytest.MonkeyPatch
     assert model.shoal.measured_peak_bytes <= budget_bytes  # type: ignore[union-attr,operator]
 
 
+class ChannelsBehind(nn.Module):
+    """A block of ConvNeXt, whose linear layers work on the channels of each pixel."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.deep = nn.Conv2d(channels, channels, 3, padding=1, groups=channels)
+        self.norm, self.wide = nn.LayerNorm(channels), nn.Linear(channels, 4 * channels)
+        self.narrow, self.scale = nn.Linear(4 * channels, channels), nn.Parameter(torch.full((channels,), 0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.narrow(torch.nn.functional.gelu(self.wide(self.norm(self.deep(x).permute(0, 2, 3, 1)))))
+        return x + y.permute(0, 3, 1, 2) * self.scale.reshape(1, -1, 1, 1)
+
+
+def test_blocks_of_convnext_run_on_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shoal.engine.search.split_forms._SLICES", (4,))
+    x = batches(1, 8, 3, 32, 32)[0]
+
+    def network() -> nn.Module:
+        torch.manual_seed(0)
+        head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)
+        return nn.Sequential(nn.Conv2d(3, 8, 2, 2), ChannelsBehind(8), ChannelsBehind(8), *head)
+
+    model, plain, exact = network(), network(), network().double()
+    with pytest.raises(BudgetError) as whole:
+        shoal.plan(model, x, 100_000, allow="bitwise")
+    budget_bytes = int(0.5 * whole.value.least_feasible_bytes)  # type: ignore[operator]
+    model = shoal.compile(model, budget_bytes, allow="bitwise, exact_split")
+    for one in (model, plain, exact):
+        step(one, x.to(next(one.parameters()).dtype))
+    assert chosen(model) == Variant(depth=1.0, slices=4)
+    assert_trains_as(model, plain, exact)
+    assert model.shoal.measured_peak_bytes <= budget_bytes  # type: ignore[union-attr,operator]
+
+
 def test_split_auto_allows_overlapping_patches() -> None:
     model = wide_at_first()
     model = shoal.compile(model, int(0.8 * least_bytes_of_the_whole()), split="auto")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -93,6 +94,72 @@ def test_norms_of_each_sample_run_on_slices() -> None:
     torch.testing.assert_close(sliced(x), network(x), rtol=0, atol=1e-12)
     ours, theirs = (torch.autograd.grad((one(x) * weights).sum(), network.parameters()) for one in (sliced, network))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-11)
+
+
+class ChannelsBehind(nn.Module):
+    """A block of ConvNeXt: pixels' channels are normalised and go through linear layers, and are scaled at its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 1), nn.Conv2d(4, 2, 1)
+        self.norm, self.wide, self.narrow = nn.LayerNorm(4), nn.Linear(4, 8), nn.Linear(8, 4)
+        self.weight, self.scale = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        y = F.gelu(self.wide(self.norm(self.second(x).permute(0, 2, 3, 1))))
+        y = self.narrow(F.linear(F.layer_norm(y, (8,)), self.weight)).permute((0, 3, 1, 2))
+        return self.head(x + y * (2 * self.scale).reshape(1, -1, 1, 1))
+
+
+def traced(network: nn.Module, x: torch.Tensor) -> fx.Graph:
+    """Its graph, with the values of a run in its notes, as Dynamo has them."""
+    graph = fx.Tracer().trace(network)
+
+    class Noting(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            n.meta["example_value"] = super().run_node(n)
+            return n.meta["example_value"]
+
+    Noting(fx.GraphModule(network, graph)).run(x)
+    return graph
+
+
+def test_linear_layers_and_layer_norms_of_each_pixel_run_on_slices() -> None:
+    torch.manual_seed(0)
+    network, x = ChannelsBehind().double(), torch.randn(5, 3, 6, 5, dtype=torch.float64)
+    graph = traced(network, x)
+    region = region_of(graph, network, 1.0)
+    assert [node.name for node in region.leaving] == ["head"]
+    sliced = slice_graph(network, graph, region, 5, 3)
+    assert len(sliced.graph.find_nodes(op="call_method", target="reshape")) == 1  # of the scale, for all slices
+    weights = torch.randn(5, 2, 4, 3, dtype=torch.float64)
+    torch.testing.assert_close(sliced(x), network(x), rtol=0, atol=1e-12)
+    ours, theirs = (torch.autograd.grad((one(x) * weights).sum(), network.parameters()) for one in (sliced, network))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    "mixing",
+    [
+        lambda x: x.permute(1, 0, 2, 3) + 1,
+        lambda x: F.layer_norm(x, x.shape) + 1,
+        lambda x: x.transpose(0, 1) + 1,
+    ],
+    ids=["permuted", "a norm of the batch", "transposed"],
+)
+def test_where_samples_change_places_or_meet_slices_end(mixing: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    class Meeting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Conv2d(3, 4, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return mixing(self.first(x))
+
+    network = Meeting()
+    graph = traced(network, torch.randn(4, 3, 4, 4))
+    assert [node.name for node in region_of(graph, network, 1.0).nodes] == ["first"]
 
 
 @pytest.mark.parametrize(

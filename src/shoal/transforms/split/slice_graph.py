@@ -88,9 +88,10 @@ class _Builder:
 
     def build(self) -> fx.GraphModule:
         order = list(self.graph.nodes)
+        read_by_all = self._read_by_all()
         for node in order:
-            if node.op in ("placeholder", "get_attr"):
-                self.outside[node] = self.out.node_copy(node)
+            if node.op in ("placeholder", "get_attr") or node in read_by_all:
+                self.outside[node] = self.out.node_copy(node, self.outside.__getitem__)
         source = self.outside[self.region.source]
         for number, (begin, end) in enumerate(self.spans):
             some = self.out.call_function(torch.narrow, (source, 0, begin, end - begin))
@@ -106,11 +107,22 @@ class _Builder:
             parts = [self.slice_of[node, number] for number in range(len(self.spans))]
             self.outside[node] = self.out.call_function(torch.cat, (parts, 0))
         for node in order:
-            if node.op not in ("placeholder", "get_attr") and node not in self.region.nodes:
+            if node not in self.outside and node not in self.region.nodes:
                 self.outside[node] = self.out.node_copy(node, self.outside.__getitem__)
         self.out.lint()
         called = {str(node.target) for node in self.out.nodes if node.op in ("call_module", "get_attr")}
         return fx.GraphModule({name: attribute_at(self.root, name) for name in called}, self.out, "SliceGraph")
+
+    def _read_by_all(self) -> set[fx.Node]:
+        """What is computed of parameters alone for all slices, once, before the first of them."""
+        found: set[fx.Node] = set()
+        ahead = [operand for node in self.region.nodes for operand in node.all_input_nodes]
+        while ahead:
+            node = ahead.pop()
+            if node.op not in ("placeholder", "get_attr") and node not in self.region.nodes and node not in found:
+                found.add(node)
+                ahead += node.all_input_nodes
+        return found
 
     def _stretches(self) -> Iterator[list[fx.Node]]:
         """The region's nodes, cut at batch norms."""

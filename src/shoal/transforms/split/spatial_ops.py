@@ -168,8 +168,8 @@ def is_pointwise(node: fx.Node) -> bool:
 def kind_by_sample(node: fx.Node, modules: Mapping[str, nn.Module]) -> SpatialKind | None:
     """What the op is to a batch; None where a sample's result depends on others, or on random numbers.
 
-    "pointwise" are also a batch norm that does not train, an instance norm without running statistics, a group norm,
-    and a dropout that drops nothing.
+    "pointwise" are also a batch norm that does not train, an instance norm without running statistics, a group or layer
+    norm, a linear layer, another order of axes behind the first, and a dropout that drops nothing.
     """
     layer = layer_of(node, modules)
     if isinstance(layer, _BatchNorm):
@@ -178,14 +178,14 @@ def kind_by_sample(node: fx.Node, modules: Mapping[str, nn.Module]) -> SpatialKi
         return "convolution"
     if layer is not None:
         is_random = "Dropout" in type(layer).__name__ or isinstance(layer, nn.RReLU)
-        return None if is_random else _kind_of_layer(layer)
+        return None if is_random else "pointwise" if _is_for_each_sample(layer, node) else _kind_of_layer(layer)
     if node.op not in ("call_function", "call_method"):
         return None
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     if name in ("cat", "concat", "concatenate"):
         dim = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0)
         return "concatenation" if isinstance(dim, int) and dim > 0 else None
-    if node.target in _ALONE or _normalises_samples(node) or _drops_nothing(node):
+    if node.target in _ALONE or _normalises_samples(node) or _drops_nothing(node) or _leaves_samples_apart(node):
         return "pointwise"
     known = (_POINTWISE_NAMES | _BY_SAMPLE_NAMES) if node.op == "call_function" else _POINTWISE_NAMES
     return "pointwise" if name.removesuffix("_") in known and "dropout" not in name else None
@@ -195,6 +195,32 @@ def _normalises_samples(node: fx.Node) -> bool:
     return node.target is F.instance_norm and (
         _setting(node, 1, "running_mean", None) is None or _setting(node, 5, "use_input_stats", True) is False
     )
+
+
+def _is_for_each_sample(layer: nn.Module, node: fx.Node) -> bool:
+    """Whether it is a layer norm or a linear layer of more axes than the first."""
+    if type(layer) is nn.LayerNorm:
+        return len(layer.normalized_shape) < _dims_read(node)
+    return type(layer) is nn.Linear and _dims_read(node) > 1
+
+
+def _leaves_samples_apart(node: fx.Node) -> bool:
+    """Whether it is a layer norm, a linear layer, or another order of axes that leaves the first as it is."""
+    if node.target is F.layer_norm:
+        shape = _setting(node, 1, "normalized_shape", None)
+        return isinstance(shape, Sequence) and len(shape) < _dims_read(node)
+    if node.target is F.linear:
+        return _dims_read(node) > 1
+    if node.target in ("permute", torch.permute):
+        axes: Any = _setting(node, 1, "dims", ())
+        return (axes[0] if isinstance(axes, Sequence) else axes) in (0, -_dims_read(node))
+    return False
+
+
+def _dims_read(node: fx.Node) -> int:
+    """Of the first tensor that it reads; 0 where that is not known."""
+    value = node.all_input_nodes[0].meta.get("example_value") if node.all_input_nodes else None
+    return value.dim() if isinstance(value, torch.Tensor) else 0
 
 
 def _drops_nothing(node: fx.Node) -> bool:

@@ -13,6 +13,7 @@ from shoal.transforms.split.spatial_ops import (
     SpatialKind,
     dims_of,
     is_convolution,
+    is_pointwise,
     is_transposed,
     kind_by_sample,
     kind_of,
@@ -141,9 +142,17 @@ def _is_for_all(operand: fx.Node, node: fx.Node, dims: int | None) -> bool:
     if dims is not None or operand.op == "get_attr":
         return operand.op == "get_attr"
     value, result = operand.meta.get("example_value"), node.meta.get("example_value")
-    if operand.op != "placeholder" or not isinstance(value, nn.Parameter) or not isinstance(result, torch.Tensor):
+    if not _is_of_parameters(operand) or not isinstance(value, torch.Tensor) or not isinstance(result, torch.Tensor):
         return False
     return is_transposed(node) or value.dim() < result.dim() or value.shape[0] == 1
+
+
+def _is_of_parameters(node: fx.Node) -> bool:
+    """Whether it is a parameter, or computed of parameters alone by an op of each element, or another shape of one."""
+    if node.op in ("placeholder", "get_attr"):
+        return node.op == "get_attr" or isinstance(node.meta.get("example_value"), nn.Parameter)
+    is_known = is_pointwise(node) or node.target in ("reshape", "view", "unsqueeze", torch.reshape, torch.unsqueeze)
+    return is_known and bool(node.all_input_nodes) and all(map(_is_of_parameters, node.all_input_nodes))
 
 
 def _after(
