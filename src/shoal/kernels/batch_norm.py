@@ -22,7 +22,7 @@ import torch
 from shoal.codecs.launch import threads_for
 from shoal.kernels.memory_format import channels_last_format
 from shoal.lowlevel import native
-from shoal.lowlevel.dispatch import Implementation, allowed, choose, level_number, register
+from shoal.lowlevel.dispatch import Implementation, Op, allowed, choose, level_number, register
 from shoal.lowlevel.torch_internals import isolated
 
 _PIECE_ELEMS = 1 << 18  # 1 MiB of float32: a piece stays in L2 through its passes
@@ -131,7 +131,7 @@ def resolved_backward_(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
 def _resolved(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None) -> Gradient | None:
     if weight is None or choose(_GRADIENT, grad, x, weight) is not _native:
         return None
-    return _native_call(x, bool(_native_arithmetic(x.dtype, x.shape[1], allowed().level)))
+    return _native_of(x)
 
 
 def _in_pieces(
@@ -197,16 +197,12 @@ def _native_applies(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -
     return _native_arithmetic(x.dtype, x.shape[1], allowed().level) is not None
 
 
-def _native(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    mean: torch.Tensor,
-    invstd: torch.Tensor,
-    of_input: torch.Tensor,
-) -> Gradients:
-    fused = _native_arithmetic(x.dtype, x.shape[1], allowed().level)
-    return _native_call(x, bool(fused))(grad, x, weight, mean, invstd, of_input)
+def _native(grad: torch.Tensor, x: torch.Tensor, *others: torch.Tensor) -> Gradients:
+    return _native_of(x)(grad, x, *others)
+
+
+def _native_of(x: torch.Tensor) -> Gradient:
+    return _native_call(x, bool(_native_arithmetic(x.dtype, x.shape[1], allowed().level)))
 
 
 def _native_call(x: torch.Tensor, fused: bool) -> Gradient:
@@ -370,4 +366,6 @@ def line(
     return scale.view(per_channel), shift.view(per_channel)
 
 
-_GRADIENT = register("batch_norm_gradient", _in_pieces, Implementation("native", _native, _native_applies))
+_GRADIENT: Op[Gradient] = register(
+    "batch_norm_gradient", _in_pieces, Implementation("native", _native, _native_applies)
+)

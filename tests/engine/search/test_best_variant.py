@@ -245,6 +245,20 @@ def test_below_what_the_whole_needs_it_runs_on_patches_without_changing_its_func
     assert model.shoal.measured_peak_bytes <= budget_bytes  # type: ignore[union-attr,operator]
 
 
+def trained_in_less(network: Callable[[], nn.Module], x: torch.Tensor, share: float) -> Variant:
+    """The form of a network that trains as it does inside a share of what it needs as it is."""
+    model, plain, exact = network(), network(), network().double()
+    with pytest.raises(BudgetError) as whole:
+        shoal.plan(model, x, 100_000, allow="bitwise")
+    budget_bytes = int(share * whole.value.least_feasible_bytes)  # type: ignore[operator]
+    model = shoal.compile(model, budget_bytes, allow="bitwise, exact_split")
+    for one in (model, plain, exact):
+        step(one, x.to(next(one.parameters()).dtype))
+    assert_trains_as(model, plain, exact)
+    assert model.shoal.measured_peak_bytes <= budget_bytes  # type: ignore[union-attr,operator]
+    return chosen(model)
+
+
 def test_below_what_the_whole_needs_it_runs_on_slices_of_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.engine.search.split_forms._SLICES", (4,))
     x = batches(1, 6, 3, 32, 32)[0]
@@ -253,16 +267,7 @@ def test_below_what_the_whole_needs_it_runs_on_slices_of_the_batch(monkeypatch: 
         torch.manual_seed(0)
         return nn.Sequential(*blocks(3, 24, 24, 24), nn.MaxPool2d(8), nn.Flatten(), nn.Linear(24 * 16, 5))
 
-    model, plain, exact = network(), network(), network().double()
-    with pytest.raises(BudgetError) as whole:
-        shoal.plan(model, x, 100_000, allow="bitwise")
-    budget_bytes = int(0.8 * whole.value.least_feasible_bytes)  # type: ignore[operator]
-    model = shoal.compile(model, budget_bytes, allow="bitwise, exact_split")
-    for one in (model, plain, exact):
-        step(one, x.to(next(one.parameters()).dtype))
-    assert chosen(model) == Variant(depth=1.0, slices=3)
-    assert_trains_as(model, plain, exact)
-    assert model.shoal.measured_peak_bytes <= budget_bytes  # type: ignore[union-attr,operator]
+    assert trained_in_less(network, x, 0.8) == Variant(depth=1.0, slices=3)
 
 
 def test_instance_norms_run_on_slices_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,16 +281,7 @@ def test_instance_norms_run_on_slices_to_the_end(monkeypatch: pytest.MonkeyPatch
         layers = [(nn.Conv3d(a, b, 1), nn.InstanceNorm3d(b), nn.Dropout(0.0), nn.LeakyReLU()) for a, b in widths]
         return nn.Sequential(*(one for block in layers for one in block), nn.Conv3d(8, 1, 1))
 
-    model, plain, exact = network(), network(), network().double()
-    with pytest.raises(BudgetError) as whole:
-        shoal.plan(model, x, 100_000, allow="bitwise")
-    budget_bytes = int(0.75 * whole.value.least_feasible_bytes)  # type: ignore[operator]
-    model = shoal.compile(model, budget_bytes, allow="bitwise, exact_split")
-    for one in (model, plain, exact):
-        step(one, x.to(next(one.parameters()).dtype))
-    assert chosen(model) == Variant(depth=1.0, slices=2)
-    assert_trains_as(model, plain, exact)
-    assert model.shoal.measured_peak_bytes <= budget_bytes  # type: ignore[union-attr,operator]
+    assert trained_in_less(network, x, 0.75) == Variant(depth=1.0, slices=2)
 
 
 class ChannelsBehind(nn.Module):
@@ -311,16 +307,7 @@ def test_blocks_of_convnext_run_on_slices(monkeypatch: pytest.MonkeyPatch) -> No
         head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)
         return nn.Sequential(nn.Conv2d(3, 8, 2, 2), ChannelsBehind(8), ChannelsBehind(8), *head)
 
-    model, plain, exact = network(), network(), network().double()
-    with pytest.raises(BudgetError) as whole:
-        shoal.plan(model, x, 100_000, allow="bitwise")
-    budget_bytes = int(0.5 * whole.value.least_feasible_bytes)  # type: ignore[operator]
-    model = shoal.compile(model, budget_bytes, allow="bitwise, exact_split")
-    for one in (model, plain, exact):
-        step(one, x.to(next(one.parameters()).dtype))
-    assert chosen(model) == Variant(depth=1.0, slices=4)
-    assert_trains_as(model, plain, exact)
-    assert model.shoal.measured_peak_bytes <= budget_bytes  # type: ignore[union-attr,operator]
+    assert trained_in_less(network, x, 0.5) == Variant(depth=1.0, slices=4)
 
 
 def test_split_auto_allows_overlapping_patches() -> None:

@@ -97,7 +97,10 @@ def test_norms_of_each_sample_run_on_slices() -> None:
 
 
 class ChannelsBehind(nn.Module):
-    """A block of ConvNeXt: pixels' channels are normalised and go through linear layers, and are scaled at its end."""
+    """A block of ConvNeXt: pixels' channels are normalised and go through linear layers, and are scaled at its end.
+
+    Linear layers and layer norms are called as functions, as in Dynamo's graphs.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,8 +110,9 @@ class ChannelsBehind(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
-        y = F.gelu(self.wide(self.norm(self.second(x).permute(0, 2, 3, 1))))
-        y = self.narrow(F.linear(F.layer_norm(y, (8,)), self.weight)).permute((0, 3, 1, 2))
+        y = F.layer_norm(self.second(x).permute(0, 2, 3, 1), (4,), self.norm.weight, self.norm.bias)
+        y = F.layer_norm(F.gelu(F.linear(y, self.wide.weight, self.wide.bias)), (8,))
+        y = F.linear(F.linear(y, self.weight), self.narrow.weight, self.narrow.bias).permute((0, 3, 1, 2))
         return self.head(x + y * (2 * self.scale).reshape(1, -1, 1, 1))
 
 

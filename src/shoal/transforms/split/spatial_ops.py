@@ -178,7 +178,7 @@ def kind_by_sample(node: fx.Node, modules: Mapping[str, nn.Module]) -> SpatialKi
         return "convolution"
     if layer is not None:
         is_random = "Dropout" in type(layer).__name__ or isinstance(layer, nn.RReLU)
-        return None if is_random else "pointwise" if _is_for_each_sample(layer, node) else _kind_of_layer(layer)
+        return None if is_random else _kind_of_layer(layer)
     if node.op not in ("call_function", "call_method"):
         return None
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
@@ -195,13 +195,6 @@ def _normalises_samples(node: fx.Node) -> bool:
     return node.target is F.instance_norm and (
         _setting(node, 1, "running_mean", None) is None or _setting(node, 5, "use_input_stats", True) is False
     )
-
-
-def _is_for_each_sample(layer: nn.Module, node: fx.Node) -> bool:
-    """Whether it is a layer norm or a linear layer of more axes than the first."""
-    if type(layer) is nn.LayerNorm:
-        return len(layer.normalized_shape) < _dims_read(node)
-    return type(layer) is nn.Linear and _dims_read(node) > 1
 
 
 def _leaves_samples_apart(node: fx.Node) -> bool:
