@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from shoal import planners
 from shoal.core.hardware import Hardware
 from shoal.core.plan import Plan
 from shoal.core.sizes import format_bytes
-from shoal.engine.plans_by_batch import PlansByBatch, least_bytes, positive, required_budget
+from shoal.engine.plan import required_budget
+from shoal.engine.plans_by_batch import PlansByBatch, least_bytes, positive
 from shoal.engine.plans_by_patch import PlansByPatch, patch_of
 from shoal.engine.pricing import Pricing
 from shoal.engine.search.max_batch import MAX_IMAGES
@@ -187,7 +189,7 @@ def fit(
     if patch is not None:
         return _fit_patch(pricing, make_example, patch_of("patch", patch), multiple_of, max_patch, trying)
     plans = PlansByBatch(pricing, make_example, max_batch)
-    batch, too_many = plans.largest(plans, trying, first)
+    batch, too_many = plans.largest(trying, first)
     return Fit(batch, plans(batch), too_many)
 
 
@@ -216,16 +218,17 @@ def _fit_patch(
             )
         patch = tuple(min(side, limit // n * n) for side, limit, n in zip(patch, most, multiple, strict=True))
     smaller_first = ladder(patch, multiple, most, max(budget_bytes, prod(patch)))
-    found = largest_patch(
-        plans,
-        smaller_first,
-        patch,
-        multiple,
-        most,
+    search = partial(
+        largest_patch,
+        steps=smaller_first,
+        first=patch,
+        multiple=multiple,
+        most=most,
         fixed_bytes=least_bytes(pricing),
         budget_bytes=budget_bytes,
         trying=trying,
     )
+    found = plans.largest(search, smaller_first[0])
     example = next((one for one in tree_leaves(plans.example(found.patch)) if isinstance(one, torch.Tensor)), None)
     batch = len(example) if example is not None and example.dim() else 1
     return Fit(batch, plans(found.patch), 0, found.patch, found.too_large or (), multiple)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
@@ -18,10 +18,13 @@ from shoal.core.plan import Plan
 from shoal.engine.forward_on_meta import sizes_that_would_do
 from shoal.engine.plan_kernels import kernels_of
 from shoal.engine.pricing import Pricing
+from shoal.engine.search.any_form import Fitting, any_form
 from shoal.engine.search.best_variant import best_variant
 from shoal.engine.search.variants import Variants
-from shoal.errors import CaptureError
+from shoal.errors import CaptureError, InputError
 from shoal.offload.policy import AUTO
+
+_Read = TypeVar("_Read")
 
 
 def plan(
@@ -113,11 +116,39 @@ def plan_of(pricing: Pricing, example: torch.Tensor | Sequence[Any]) -> Plan:
         made = best_variant(variants, price, pricing.budget_bytes, pricing.name).plan
         return replace(made, without_effect=lines)
 
-    try:
-        found = in_dynamo(pricing.model, example, read, name=pricing.name)
-    except InputRefused as refused:
-        would_do = sizes_that_would_do(pricing.model, arguments_of(example))
-        raise CaptureError(f"{refused}; {would_do}" if would_do else str(refused)) from None
+    found = _captured(pricing, example, read)
     if pricing.target is None:
         found = replace(found, kernels=kernels_of(found, pricing.device_type))
     return replace(found, planning_seconds=time.perf_counter() - started, options=pricing.options.to_json())
+
+
+def any_plan_of(pricing: Pricing, example: torch.Tensor | Sequence[Any], likely: int) -> Fitting:
+    """A plan that fits, however slow: see `any_form`."""
+
+    def read(gm: fx.GraphModule, inputs: Sequence[Any]) -> Fitting:
+        variants = Variants(gm, pricing.options.means)
+        return any_form(variants, pricing.prices(gm, inputs), required_budget(pricing), pricing.name, likely)
+
+    return _captured(pricing, example, read)
+
+
+def required_budget(pricing: Pricing) -> int:
+    """The budget that a search is inside.
+
+    Raises:
+        InputError: there is none.
+    """
+    if pricing.budget_bytes is None:
+        raise InputError("no budget was given; say how many bytes a step may use, such as budget='2GiB'")
+    return pricing.budget_bytes
+
+
+def _captured(
+    pricing: Pricing, example: torch.Tensor | Sequence[Any], read: Callable[[fx.GraphModule, Sequence[Any]], _Read]
+) -> _Read:
+    """What is read of the step."""
+    try:
+        return in_dynamo(pricing.model, example, read, name=pricing.name)
+    except InputRefused as refused:
+        would_do = sizes_that_would_do(pricing.model, arguments_of(example))
+        raise CaptureError(f"{refused}; {would_do}" if would_do else str(refused)) from None

@@ -21,15 +21,17 @@ from shoal.capture.shrunk import shrunk
 from shoal.core.plan import Plan
 from shoal.core.step import StepGraph
 from shoal.core.variant import WHOLE, Variant
-from shoal.engine.plan import plan_of
+from shoal.engine.plan import any_plan_of, plan_of, required_budget
 from shoal.engine.pricing import Counted, Pricing
+from shoal.engine.remembered_fits import RememberedFits
+from shoal.engine.search.any_form import Fitting, any_form
 from shoal.engine.search.best_variant import best_variant
 from shoal.engine.search.max_batch import largest_fitting
 from shoal.engine.search.priced import captured_form
 from shoal.engine.search.scaled_step import NotLinear, scaled_step
 from shoal.engine.search.split_forms import PatchWork, sliced_forms
 from shoal.engine.search.variants import Variants, forms_up_to, fused_forms
-from shoal.errors import InputError, brief
+from shoal.errors import BudgetError, InputError, brief
 from shoal.memory.static_memory import StaticMemory
 from shoal.memory.storage_bytes import distinct_bytes, reject_without_shape
 
@@ -67,6 +69,8 @@ class PlansByBatch:
         self._max_batch = max_batch
         self._captured: dict[int, _CapturedForms] = {}
         self._plans: dict[int, Plan] = {}
+        self._fits = RememberedFits(self._ask)
+        self._likely = 0  # the form that fitted last
 
     def __call__(self, batch: int) -> Plan:
         """The plan at a batch.
@@ -78,6 +82,32 @@ class PlansByBatch:
             # Not inside the handler of NotLinear: what a model raises is told by the exceptions that led to it.
             self._plans[batch] = self._plan_of_counts(batch) or plan_of(self._pricing, self._example(batch))
         return self._plans[batch]
+
+    def fitting_bytes(self, batch: int) -> int:
+        """The peak of a plan of a batch that fits, however slow: whether there is one takes less time than a plan.
+
+        Raises:
+            InputError, BudgetError, CaptureError: as a plan. A BudgetError names the lowest peak of the plans that were
+                found in a moment, and of one image the least.
+        """
+        return self._fits(batch)
+
+    def _ask(self, batch: int) -> int:
+        pricing = self._pricing
+        if batch == 1 or not pricing.finds_smallest:
+            return self(batch).predicted_peak_bytes
+        found = self._any_plan_of_counts(batch) or any_plan_of(pricing, self._example(batch), self._likely)
+        self._likely = found.place
+        return found.peak_bytes
+
+    def _any_plan_of_counts(self, batch: int) -> Fitting | None:
+        """The same for `fitting_bytes` as `_plan_of_counts` for plans."""
+        pricing = self._pricing
+        try:
+            forms = self._forms(batch)
+            return any_form(forms, pricing.price_of_counts, self.budget_bytes, pricing.name, self._likely)
+        except NotLinear:
+            return None
 
     def _plan_of_counts(self, batch: int) -> Plan | None:
         """The plan of steps that are captured for other batches too; None where they are not enough."""
@@ -91,20 +121,32 @@ class PlansByBatch:
 
     def largest(
         self,
-        plan: Callable[[int], object],
         trying: Callable[[int], object] = lambda batch: None,
         first: int = 16,
+        fits: Callable[[int], int] | None = None,
     ) -> tuple[int, int]:
-        """The largest batch that fits, and the smallest that was tried and does not: see `largest_fitting`.
+        """The largest batch that has a plan, and the smallest that was tried and does not fit.
 
         Args:
-            plan: called in place of this object, which it calls.
-            trying, first: as there.
+            trying, first: as of `largest_fitting`.
+            fits: called in place of `fitting_bytes`, which it calls.
         """
         fixed_bytes = least_bytes(self._pricing)
-        return largest_fitting(
-            plan, fixed_bytes, self.budget_bytes, first=first, max_batch=self._max_batch, trying=trying
-        )
+        while True:
+            found = largest_fitting(
+                fits or self.fitting_bytes,
+                fixed_bytes,
+                self.budget_bytes,
+                first=first,
+                max_batch=self._max_batch,
+                trying=trying,
+            )
+            try:
+                self(found[0])
+            except BudgetError as error:  # what was found in a moment is by means that were not allowed
+                self._fits.refuse(found[0], error)
+            else:
+                return found
 
     def _example(self, batch: int) -> torch.Tensor | Sequence[Any]:
         made = self._make_example(batch)
@@ -301,17 +343,6 @@ class _ScaledForms:
         if counts[0] + slope * (beyond - below) != counts[2] or found.denominator != 1:
             raise NotLinear
         return int(found)
-
-
-def required_budget(pricing: Pricing) -> int:
-    """The budget that a search is inside.
-
-    Raises:
-        InputError: there is none.
-    """
-    if pricing.budget_bytes is None:
-        raise InputError("no budget was given; say how many bytes a step may use, such as budget='2GiB'")
-    return pricing.budget_bytes
 
 
 def least_bytes(pricing: Pricing) -> int:

@@ -10,10 +10,11 @@ import torch
 
 from shoal.core.plan import Plan
 from shoal.engine.forward_on_meta import why_not
-from shoal.engine.plan import plan_of
+from shoal.engine.plan import any_plan_of, plan_of
 from shoal.engine.pricing import Pricing
-from shoal.engine.search.max_patch import Patch
-from shoal.errors import InputError, brief
+from shoal.engine.remembered_fits import RememberedFits
+from shoal.engine.search.max_patch import Largest, Patch
+from shoal.errors import BudgetError, InputError, brief
 from shoal.memory.storage_bytes import reject_without_shape
 
 MakePatch = Callable[[Patch], torch.Tensor | Sequence[Any]]
@@ -35,6 +36,9 @@ class PlansByPatch:
         self._pricing = pricing
         self._make_example = make_example
         self._plans: dict[Patch, Plan] = {}
+        self._fits = RememberedFits(self._ask)
+        self._likely = 0  # the form that fitted last
+        self._smallest: Patch = ()
 
     def __call__(self, patch: Patch) -> Plan:
         """The plan at a patch.
@@ -45,6 +49,39 @@ class PlansByPatch:
         if patch not in self._plans:
             self._plans[patch] = plan_of(self._pricing, self.example(patch))
         return self._plans[patch]
+
+    def fitting_bytes(self, patch: Patch) -> int:
+        """The peak of a plan of a patch that fits, however slow: whether there is one takes less time than a plan.
+
+        Raises:
+            InputError, BudgetError, CaptureError: as a plan. A BudgetError names the lowest peak of the plans that were
+                found in a moment.
+        """
+        return self._fits(patch)
+
+    def _ask(self, patch: Patch) -> int:
+        if patch == self._smallest or not self._pricing.finds_smallest:
+            return self(patch).predicted_peak_bytes
+        found = any_plan_of(self._pricing, self.example(patch), self._likely)
+        self._likely = found.place
+        return found.peak_bytes
+
+    def largest(self, search: Callable[[Callable[[Patch], int]], Largest], smallest: Patch) -> Largest:
+        """The largest patch that has a plan, and the smallest that was tried and does not fit.
+
+        Args:
+            search: finds it with a function, which is `fitting_bytes`.
+            smallest: of which a BudgetError names the least.
+        """
+        self._smallest = smallest
+        while True:
+            found = search(self.fitting_bytes)
+            try:
+                self(found.patch)
+            except BudgetError as error:  # what was found in a moment is by means that were not allowed
+                self._fits.refuse(found.patch, error)
+            else:
+                return found
 
     def example(self, patch: Patch) -> tuple[Any, ...]:
         """The forward pass's arguments."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -45,6 +45,8 @@ from shoal.kernels.generator import state_bytes
 from shoal.memory.budget import budget_bytes as allowed_bytes
 from shoal.memory.optimizer_state import Declared, declared_optimizer
 from shoal.memory.static_memory import StaticMemory
+from shoal.planners.limits import DEFAULT
+from shoal.planners.smallest_plan import smallest_inside
 
 log = logging.getLogger("shoal")
 
@@ -160,6 +162,11 @@ class Pricing:
         """Whether what a step costs, and its plan, follow from its counts alone, so that no op of it is needed."""
         return self.target is not None and self.options.lossy is None and self.options.kernels != "compiled"
 
+    @property
+    def finds_smallest(self) -> bool:
+        """Whether its forms have `Priced.smallest`, and none has storages encoded."""
+        return self.options.planner == "joint" and self.options.lossy is None
+
     def price_of_counts(self, step: Counted) -> Priced[None]:
         """What a step costs that was captured without times, or scaled from such steps, where `is_of_counts`."""
         whole, smaller = (
@@ -173,7 +180,8 @@ class Pricing:
         static_bytes = StaticMemory(self.model, self.optimizer).bytes_beside(graph, runs_here=self.target is None)
         link, hardware = self._link_and_hardware(device)
         means, lossy = self.options.means, self.options.lossy
-        planner = allowed(means, self.options.planner, 0 if self.target else state_bytes(device))
+        each_state_bytes = 0 if self.target else state_bytes(device)
+        planner = allowed(means, self.options.planner, each_state_bytes)
 
         def completed(timed: StepGraph) -> StepGraph:
             if self.options.cuda_graphs:
@@ -184,7 +192,11 @@ class Pricing:
             timed = profile_step(step, device) if self.target is None else roofline(step.graph, self.target)
             return completed(timed)
 
-        def made(budget_bytes: int, find: Callable[[Callable[[StepGraph], Plan]], Plan]) -> tuple[None, Plan]:
+        def made(
+            budget_bytes: int,
+            find: Callable[[Callable[[StepGraph], Plan]], Plan],
+            planner: planners.Planner = planner,
+        ) -> tuple[None, Plan]:
             def planned(graph: StepGraph) -> Plan:
                 return (planner if budget_bytes else planners.get("keep_all"))(graph, hardware, budget_bytes)
 
@@ -195,6 +207,11 @@ class Pricing:
 
         def plan(budget_bytes: int) -> tuple[None, Plan]:
             return made(budget_bytes, lambda planned: planned(known))
+
+        def smallest(budget_bytes: int) -> tuple[None, Plan]:
+            limits = replace(DEFAULT, order="order" in means)
+            inside = allowed(means, partial(smallest_inside, limits=limits), each_state_bytes)
+            return made(budget_bytes, lambda planned: planned(known), inside)
 
         def with_encoded(step: Captured, how: LossyOptions) -> Encodable[None]:
             steps = EncodedSteps(step, how, costed)
@@ -234,6 +251,7 @@ class Pricing:
             with_encoded(captured, lossy) if captured is not None and lossy is not None else None,
             cut=lambda: changed(choose_pieces if self.target is None else choose_elsewhere),
             faster=lambda: changed(choose_faster) if self.target is None else None,
+            smallest=smallest if self.options.planner == "joint" else None,
         )
 
     def _link_and_hardware(self, device: torch.device) -> tuple[Link | None, Hardware]:

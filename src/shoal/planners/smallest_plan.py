@@ -63,6 +63,18 @@ def refuse_in_a_moment(graph: StepGraph, hardware: Hardware, budget_bytes: int) 
     raise infeasible(min(plans, key=lambda plan: plan.predicted_peak_bytes), budget_bytes, searched=False)
 
 
+def smallest_inside(graph: StepGraph, hardware: Hardware, budget_bytes: int, *, limits: Limits = DEFAULT) -> Plan:
+    """The planner of which only whether a step fits is asked: any plan will do, however slow.
+
+    Raises:
+        BudgetError: none was found that fits; it names the least budget for which one was.
+    """
+    least = smallest_plan(graph, hardware, budget_bytes, limits)
+    if least.predicted_peak_bytes > budget_bytes:
+        raise infeasible(least, budget_bytes)
+    return least
+
+
 def _in_a_moment(limits: Limits) -> Limits:
     return replace(limits, order=False, kept_sets_ops=0, min_kept_sets=1)
 

@@ -45,8 +45,13 @@ class Batches:
         row = Candidate(WHOLE, len(step.ops), plain.seconds, plain.peak_bytes, bound, None, None, "chosen")
         return replace(sqrt(step, HARDWARE, self.budget_bytes), candidates=(row,))
 
-    def largest(self, plan: Callable[[int], object], trying: Callable[[int], object]) -> tuple[int, int]:
-        return largest_fitting(plan, 0, self.budget_bytes, first=16, trying=trying)
+    def fitting_bytes(self, batch: int) -> int:
+        if batch < self.fewest:
+            raise CaptureError("too few for a batch norm")
+        return sqrt(self.step(batch), HARDWARE, self.budget_bytes).predicted_peak_bytes
+
+    def largest(self, trying: Callable[[int], object], *, fits: Callable[[int], int]) -> tuple[int, int]:
+        return largest_fitting(fits, 0, self.budget_bytes, first=16, trying=trying)
 
 
 def every(batches: Batches) -> dict[int, Plan]:

@@ -1,14 +1,14 @@
 """Batches inside one budget: the largest that fits, some between one image and that, and the best of them.
 
-Batches that the search for the largest has planned are points too. Around the fastest, gaps are halved until its
-neighbours are within 1 %: then no batch that was planned does more images per second, and few in between are unplanned.
+Around the fastest, gaps are halved until its neighbours are within 1 %: then no batch that was planned does more images
+per second, and few in between are unplanned.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
@@ -33,8 +33,11 @@ class Plans(Protocol):
     def __call__(self, batch: int) -> Plan:
         """The plan at a batch; raises BudgetError where none fits."""
 
-    def largest(self, plan: Callable[[int], object], trying: Callable[[int], object]) -> tuple[int, int]:
-        """The largest batch for which `plan` raises no BudgetError, and one that is too large or 0."""
+    def fitting_bytes(self, batch: int) -> int:
+        """The peak of a plan that fits, however slow; raises BudgetError where none does."""
+
+    def largest(self, trying: Callable[[int], object], *, fits: Callable[[int], int]) -> tuple[int, int]:
+        """The largest batch that has a plan, and one that is too large or 0; `fits` is asked for `fitting_bytes`."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ def batch_points(plans: Plans, n_points: int, trying: Callable[[str], object] = 
         CaptureError, InputError: as `plans`.
     """
     kept = _Kept(plans, lambda batch: trying(f"{batch} images"))
-    largest, _ = plans.largest(kept.plan, lambda batch: trying(f"the largest batch: {batch} images"))
+    largest, _ = plans.largest(lambda batch: trying(f"the largest batch: {batch} images"), fits=kept.fits)
     kept.spread(n_points, largest)
     kept.narrow_to_best()
     return kept.found()
@@ -79,8 +82,22 @@ class _Kept:
         Raises:
             BudgetError, CaptureError, InputError: there is no plan; that is remembered.
         """
-        try:
+        with self._reasons_noted(batch):
             self._points[batch] = _point(batch, self._plans(batch), self._plans.budget_bytes)
+
+    def fits(self, batch: int) -> int:
+        """The peak of a plan of a batch that fits.
+
+        Raises:
+            BudgetError, CaptureError, InputError: there is none; that is remembered.
+        """
+        with self._reasons_noted(batch):
+            return self._plans.fitting_bytes(batch)
+
+    @contextmanager
+    def _reasons_noted(self, batch: int) -> Iterator[None]:
+        try:
+            yield
         except BudgetError as error:
             least_bytes = error.least_feasible_bytes
             self._unfit[batch] = f"needs {format_bytes(least_bytes)}" if least_bytes else "does not fit"

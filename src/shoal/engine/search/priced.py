@@ -56,6 +56,8 @@ class Priced(Generic[Made]):
         faster: likewise with those alone that direct kernels compute, which may be faster.
         refuse: raises the BudgetError of a budget that is hopeless (see `planners.infeasible`), in a moment; None
             where the planner may not find the plan that this tells of.
+        smallest: as `plan`, for a search that asks only whether the form fits: any plan, however slow. None where the
+            planner is another one than `joint`.
     """
 
     graph: StepGraph
@@ -65,6 +67,7 @@ class Priced(Generic[Made]):
     cut: Callable[[], tuple[tuple[Pieces, ...], Priced[Made]] | None] = lambda: None
     faster: Callable[[], tuple[tuple[Pieces, ...], Priced[Made]] | None] = lambda: None
     refuse: Callable[[int], object] | None = None
+    smallest: Callable[[int], tuple[Made, Plan]] | None = None
 
     def least_seconds(self, budget_bytes: int) -> float:
         """The lower bound of the step inside the budget, nothing encoded: see `planners.estimates.least_seconds`."""

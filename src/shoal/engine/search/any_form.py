@@ -1,0 +1,162 @@
+"""Whether a step fits a budget in any form: what a search for the largest batch asks of one batch after another.
+
+No form is planned for its seconds. Each is estimated by plans that recompute on demand, which mostly are within some
+percent of the smallest; of steps of many ops only the form that comes nearest is searched for a smaller one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Generic
+
+from shoal.capture.layered import Refused
+from shoal.core.sizes import MAX_BYTES, format_bytes
+from shoal.core.variant import WHOLE, Variant
+from shoal.engine.search.nearest_first import Form, Way
+from shoal.engine.search.priced import Made, Priced, captured_form
+from shoal.engine.search.search_state import SearchState
+from shoal.engine.search.variants import Forms, Graph
+from shoal.engine.search.worth_capturing import WorthCapturing
+from shoal.errors import BudgetError
+from shoal.planners.estimates import about_least_bytes, quick_least
+from shoal.planners.infeasible import fewest_bytes, is_hopeless
+
+_FEW_OPS = 200  # of a form that is searched even where another one comes nearer
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """A plan that fits.
+
+    Attributes:
+        peak_bytes: its peak.
+        place: of its form, among those that a step like this has.
+    """
+
+    peak_bytes: int
+    place: int
+
+
+def any_form(
+    variants: Forms[Graph], price: Callable[[Graph], Priced[Made]], budget_bytes: int, name: str, likely: int = 0
+) -> Fitting:
+    """The first plan that is found to fit, in whatever form.
+
+    Args:
+        variants, price, budget_bytes, name: as of `best_variant`; what is priced has `Priced.smallest`.
+        likely: the place of the form that is asked first.
+
+    Raises:
+        BudgetError: none was found; it names the lowest peak of those that were.
+        CaptureError: the step cannot be captured as it is.
+    """
+    return _Search(variants, price, budget_bytes).find(name, likely)
+
+
+class _Search(Generic[Graph, Made]):
+    """Captures forms until one fits."""
+
+    def __init__(self, variants: Forms[Graph], price: Callable[[Graph], Priced[Made]], budget_bytes: int) -> None:
+        self._variants, self._price = variants, price
+        parts = list(variants.split())
+        self._norms = list(variants.of_norms())
+        self._forms = [
+            WHOLE,
+            *(one for one in parts if one.slices),
+            *self._norms,
+            *(one for one in parts if not one.slices),
+        ]
+        self._state: SearchState[Graph, Made] = SearchState(budget_bytes)
+        self._worth = WorthCapturing(self._state)
+        self._ways: list[Way[Graph, Made]] = []
+
+    def find(self, name: str, likely: int) -> Fitting:
+        """As `any_form`."""
+        budget_bytes, least_bytes = self._state.budget_bytes, MAX_BYTES
+        for peak_bytes, variant in self._peaks(likely):
+            least_bytes = min(least_bytes, peak_bytes)
+            if self._state.fits(peak_bytes):
+                return Fitting(peak_bytes, self._forms.index(replace(variant, pieces=(), shrunk=False)))
+        raise BudgetError(
+            f"no plan of {name or 'this model'} fits in {format_bytes(budget_bytes)} ({budget_bytes} bytes); the least "
+            f"found, not searched for in full, needs {format_bytes(least_bytes)} ({least_bytes} bytes)",
+            budget_bytes=budget_bytes,
+            least_feasible_bytes=least_bytes,
+        )
+
+    def _peaks(self, likely: int) -> Iterator[tuple[int, Variant]]:
+        """The peaks of plans, of one form after another, and of each the quickest to be found first."""
+        if 0 < likely < len(self._forms):
+            yield from self._quick(self._forms[likely])
+        yield from self._quick(WHOLE)
+        if is_hopeless(self._state.whole, self._state.budget_bytes):
+            return
+        for variant in self._forms[1:]:
+            if self._is_worth_capturing(variant):
+                yield from self._quick(variant)
+        yield from self._searched()
+
+    def _quick(self, variant: Variant) -> Iterator[tuple[int, Variant]]:
+        """Of plans that are found in a moment."""
+        ways = []
+        for form in self._with_what_needs_less(variant):
+            about_bytes = about_least_bytes(form.priced.graph)
+            ways.append(Way(form, False, form.priced.graph, found_bytes=about_bytes))
+            yield about_bytes, form.variant
+        for way in sorted(ways, key=lambda way: way.found_bytes):
+            least = quick_least(way.step, self._state.budget_bytes)
+            yield least.found_bytes, way.form.variant
+            expected_bytes = least.expected_bytes if way.step.link is None else fewest_bytes(way.step)
+            self._ways.append(replace(way, expected_bytes=expected_bytes, found_bytes=least.found_bytes))
+
+    def _searched(self) -> Iterator[tuple[int, Variant]]:
+        """Of the smallest plans, where they are expected to fit."""
+        may_fit = [way for way in self._ways if self._state.fits(way.expected_bytes)]
+        for n, way in enumerate(sorted(may_fit, key=lambda way: way.found_bytes)):
+            if n == 0 or len(way.step.ops) <= _FEW_OPS:
+                assert way.form.priced.smallest is not None
+                try:
+                    peak_bytes = way.form.priced.smallest(self._state.budget_bytes)[1].predicted_peak_bytes
+                except BudgetError as error:
+                    peak_bytes = error.least_feasible_bytes or MAX_BYTES
+                yield peak_bytes, way.form.variant
+
+    def _is_worth_capturing(self, variant: Variant) -> bool:
+        if variant.slices:
+            return True
+        if variant in self._norms:
+            return not self._worth.most_slices  # they need whole tensors
+        try:
+            return not self._worth.why_not(variant, self._variants.work(variant), [])
+        except Refused:
+            return False
+
+    def _with_what_needs_less(self, variant: Variant) -> Iterator[Form[Graph, Made]]:
+        """A form; shrunk; and with convolutions in pieces: the last two only where they need fewer bytes."""
+        try:
+            graph, priced = captured_form(self._variants, self._price, variant)
+        except Refused:
+            return
+        if priced.graph.fingerprint in self._state.forms:
+            return
+        form = Form(variant, graph, priced)
+        yield self._noted(form)
+        if (shrunk := priced.shrunk()) is not None:
+            smaller = Form(replace(variant, shrunk=True), graph, shrunk)
+            if _needs_less(smaller, form):
+                form = smaller
+                yield self._noted(form)
+        if (cut := form.priced.cut()) is not None:
+            in_pieces = Form(replace(form.variant, pieces=cut[0]), graph, cut[1])
+            if _needs_less(in_pieces, form):
+                yield self._noted(in_pieces)
+
+    def _noted(self, form: Form[Graph, Made]) -> Form[Graph, Made]:
+        self._state.forms[form.priced.graph.fingerprint] = form
+        self._state.unfit.append(form)
+        return form
+
+
+def _needs_less(form: Form[Graph, Made], other: Form[Graph, Made]) -> bool:
+    return about_least_bytes(form.priced.graph) < about_least_bytes(other.priced.graph)
