@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import shoal
+from shoal.engine import plans_by_batch as module
 from shoal.errors import BudgetError, InputError
 from tests.engine.training_laws import blocks
 
@@ -18,6 +19,18 @@ HOW: dict[str, Any] = {"hardware": "p100-nvlink", "allow": "recompute, fuse"}
 def network() -> nn.Module:
     with torch.device("meta"):
         return nn.Sequential(*blocks(3, 8), nn.Flatten())
+
+
+class HalfDown(nn.Module):
+    """Two branches, of which the one that ends small runs second as it is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(3, 16, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide, narrow = self.wide(x).relu(), self.narrow(x).relu()
+        return wide.mean((2, 3)) + narrow.mean((2, 3))
 
 
 def images(batch: int) -> torch.Tensor:
@@ -40,6 +53,35 @@ def test_the_next_one_does_not_fit() -> None:
     assert found.plan == shoal.plan(network(), images(found.batch), budget, **HOW)
     assert found.images_per_second == pytest.approx(found.batch / found.plan.predicted_seconds)
     assert tried[0] == 4 and set(tried) >= {found.batch, found.too_many}
+
+
+def test_of_the_batches_that_are_tried_the_answer_alone_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned: list[int] = []
+    original = module.best_variant
+
+    def counting(forms: Any, *rest: Any) -> Any:
+        planned.append(forms)
+        return original(forms, *rest)
+
+    monkeypatch.setattr(module, "best_variant", counting)
+    tried: list[int] = []
+    found = shoal.fit(network(), images, 200_000, first=4, trying=tried.append, **HOW)
+    assert found.batch > 1 and len(tried) >= 4 and len(planned) == 1
+
+
+def test_a_batch_that_fits_in_an_order_that_is_not_allowed_is_none() -> None:
+    """Whether one fits is asked of plans that order ops; the answer has a plan by what is allowed."""
+    how = HOW | {"allow": "recompute"}
+    with torch.device("meta"):
+        net = HalfDown()
+
+    def wide(batch: int) -> torch.Tensor:
+        return torch.empty(batch, 3, 16, 16, device="meta")
+
+    found = shoal.fit(net, wide, 300_000, first=4, **how)
+    assert found.plan == shoal.plan(net, wide(found.batch), 300_000, **how)
+    with pytest.raises(BudgetError):
+        shoal.plan(net, wide(found.too_many), 300_000, **how)
 
 
 def test_it_finds_the_largest_image_too() -> None:

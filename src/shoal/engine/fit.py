@@ -107,9 +107,10 @@ def fit(
 ) -> Fit:
     """The largest batch, or the largest patch, that trains inside a budget.
 
-    It replaces doubling the batch until training runs out of memory: steps are planned, and none is run. Doubles the
-    batch until it no longer fits, then narrows down by what the planner says the least budget would be. Answers below
-    200 are exact: the next one does not fit. Above, one that is 1 % larger does not.
+    It replaces doubling the batch until training runs out of memory: whether a step fits is found by planning, and none
+    is run. Doubles the batch until it no longer fits, then narrows down by the smallest plans that are found in a
+    moment. The answer alone is planned for speed. Answers below 200 are exact: the next one does not fit. Above, one
+    that is 1 % larger does not.
 
     With `patch=` the batch stays and the patch grows, one side after the other, in steps that the network's strides
     divide: of the answer, no side can grow by its step.
@@ -150,9 +151,9 @@ def fit(
         ...     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten())
         >>> def images(batch):
         ...     return torch.empty(batch, 3, 32, 32, device="meta")
-        >>> found = shoal.fit(model, images, "4MiB", hardware="p100-nvlink", allow="recompute")
-        >>> found.batch, found.plan.predicted_peak_bytes <= 4 * 2**20
-        (42, True)
+        >>> found = shoal.fit(model, images, "8MiB", hardware="p100-nvlink", allow="recompute")
+        >>> found.batch, found.plan.predicted_peak_bytes <= 8 * 2**20
+        (85, True)
         >>> with torch.device("meta"):
         ...     model = nn.Sequential(nn.Conv3d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv3d(8, 1, 3, padding=1))
         >>> def volumes(patch):
@@ -164,8 +165,9 @@ def fit(
 
     Known limits: the loss is taken to use twice the bytes of the outputs' gradients while it runs, as a mean of squares
     does; in a loop whose loss uses less, one more may fit. It assumes that where a batch does not fit, no larger one
-    does, and likewise for a patch with more voxels. A patch is planned anew for each that is tried: seconds to a minute
-    each for a large network. A planner whose search is limited can miss a plan; then the answer is one that fits, not
+    does, and likewise for a patch with more voxels. A patch is captured anew for each that is tried: seconds to a
+    minute each for a large network. Of a step of hundreds of ops, only the form that seems to need least is searched
+    for a plan where none was found in a moment, and any search can miss a plan; then the answer is one that fits, not
     the largest.
     """
     if patch is None and (multiple_of is not None or max_patch is not None):
