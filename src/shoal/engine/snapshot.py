@@ -32,7 +32,7 @@ class Snapshot:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """What it takes of the model's device: the copies, and the state of the CPU's generator where that is the CPU."""
+        """What it takes of the model's device: the copies, and on the CPU the state of its generator."""
         states = [state for _, state in self._states] if self._is_on_host else []
         return [*(copy for _, copies in self._buffers for copy in copies), *states]
 
