@@ -114,8 +114,9 @@ def test_a_batch_that_eager_code_alone_reads_counts_all_step() -> None:
         model(pictures).square().mean().backward()
         model.zero_grad()
     status = model.shoal
-    buffer_bytes = sum(b.nbytes for b in model.buffers())  # a copy of them goes with the call, to begin it anew
-    assert status.plan.graph.storage_called["arguments"].nbytes == sum(x.nbytes for x in pictures) + buffer_bytes
+    # What goes with the call, to begin it anew: a copy of the buffers, and the generator's state.
+    copied_bytes = sum(b.nbytes for b in model.buffers()) + torch.get_rng_state().nbytes
+    assert status.plan.graph.storage_called["arguments"].nbytes == sum(x.nbytes for x in pictures) + copied_bytes
     assert 0 <= status.predicted_peak_bytes - status.measured_peak_bytes < pictures[0].nbytes
 
 
@@ -319,7 +320,7 @@ def test_sizes_that_vary_within_a_step_are_of_one_graph_and_one_plan_and_every_s
     roomy = copy.deepcopy(plain)
     shoal.compile(roomy, budget=None)
     roomy(batches[0], picks[0]).backward()
-    shoal.compile(ours, budget=int(0.7 * roomy.shoal.measured_peak_bytes), allow="bitwise")
+    shoal.compile(ours, budget=int(0.75 * roomy.shoal.measured_peak_bytes), allow="bitwise")
     captures = []
     for x, mask in zip(batches, picks, strict=True):
         for model in (plain, ours):

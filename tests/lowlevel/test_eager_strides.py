@@ -220,8 +220,16 @@ def test_what_depends_on_more_than_the_layout_is_computed_each_time(order: tuple
                     assert (drawn.stride() == x.stride()) == unwritten
 
 
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
 NORMS: dict[str, tuple[Any, Any]] = {  # of (2, 3, 4, 3) and a weight of three
     "batch": (aten._native_batch_norm_legit.no_stats, lambda x, weight: (x, weight, weight, True, 0.1, 1e-5)),
+    "frozen batch": (
+        aten._native_batch_norm_legit_no_training.default,
+        lambda x, weight: (x, weight, weight, *[torch.ones(3, dtype=_wide(x.dtype))] * 2, 0.1, 1e-5),
+    ),
     "layer": (aten.native_layer_norm.default, lambda x, weight: (x, [3], weight, weight, 1e-5)),
     "group": (aten.native_group_norm.default, lambda x, weight: (x, weight, weight, 2, 3, 12, 1, 1e-5)),
 }
@@ -234,7 +242,7 @@ def test_statistics_of_a_norm_have_the_dtype_that_its_kernel_saves(
     norm: str, dtype: torch.dtype, weighted: bool
 ) -> None:
     x = torch.randn(2, 3, 4, 3).to(dtype)
-    weight = torch.ones(3, dtype=torch.float64 if dtype is torch.float64 else torch.float32) if weighted else None
+    weight = torch.ones(3, dtype=_wide(dtype)) if weighted else None
     op, arguments = NORMS[norm]
     given = arguments(x, weight)
     real = op(*given)

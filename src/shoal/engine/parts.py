@@ -93,7 +93,7 @@ class PartedSteps(PartSequence):
             return self._run(model, captured, kind, args, kwargs, is_new_shape=is_new_shape)
         before = Snapshot(model)
         try:
-            return self._run(model, captured, kind, args, kwargs, before.buffers, is_new_shape=is_new_shape)
+            return self._run(model, captured, kind, args, kwargs, before.tensors, is_new_shape=is_new_shape)
         except CaptureError:
             before.restore()
             raise
@@ -105,7 +105,7 @@ class PartedSteps(PartSequence):
         before.restore()
         self._keeps_little = True
         self.forget()
-        return self._run(model, captured, kind, args, kwargs, before.buffers, is_new_shape=is_new_shape)
+        return self._run(model, captured, kind, args, kwargs, before.tensors, is_new_shape=is_new_shape)
 
     def _may_keep_less(self) -> bool:
         """Whether the parts that ran could have left more room for one that did not fit.

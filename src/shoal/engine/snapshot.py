@@ -26,13 +26,15 @@ class Snapshot:
         for buffers, copies in self._buffers:
             torch._foreach_copy_(copies, buffers)  # every planned step of several graphs begins so: one launch for all
         devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
+        self._is_on_host = not devices
         self._states = [(device, generator_state(device)) for device in (torch.device("cpu"), *devices)]
         self._others = numpy.random.get_state(), random.getstate()  # wav2vec 2.0 masks with NumPy's
 
     @property
-    def buffers(self) -> list[torch.Tensor]:
-        """The copies."""
-        return [copy for _, copies in self._buffers for copy in copies]
+    def tensors(self) -> list[torch.Tensor]:
+        """What it takes of the model's device: the copies, and on the CPU the state of its generator."""
+        states = [state for _, state in self._states] if self._is_on_host else []
+        return [*(copy for _, copies in self._buffers for copy in copies), *states]
 
     def restore(self) -> None:
         """Put all back as it was."""

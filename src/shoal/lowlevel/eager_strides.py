@@ -310,6 +310,7 @@ _LIKE: Mapping[OpOverload, tuple[int, Callable[[torch.Tensor], Strides]]] = {
 _SAVES_STATISTICS = (
     _aten._native_batch_norm_legit_functional.default,
     _aten._native_batch_norm_legit.no_stats,
+    _aten._native_batch_norm_legit_no_training.default,
     _aten.native_group_norm.default,
     _aten.native_layer_norm.default,
 )
