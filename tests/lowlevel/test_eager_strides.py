@@ -249,3 +249,26 @@ def test_statistics_of_a_norm_have_the_dtype_that_its_kernel_saves(
     with eager_strides(), FakeTensorMode() as mode:
         fake = op(*(mode.from_tensor(value) if isinstance(value, torch.Tensor) else value for value in given))
     assert [value.dtype for value in fake] == [value.dtype for value in real]
+
+
+@pytest.mark.parametrize("view", [lambda x: x[:, :-1], lambda x: x[:, 0], lambda x: x[0], lambda x: x[-1], lambda x: x])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x, value: aten.slice_scatter(x, value(*x.shape[:-1], 2), x.dim() - 1, 1, 3),
+        lambda x, value: aten.select_scatter(x, value(*x.shape[:-1]), x.dim() - 1, 1),
+        lambda x, value: aten.diagonal_scatter(x, value(*torch.empty(x.shape).diagonal().shape)),
+        lambda x, value: aten.as_strided_scatter(x, value(2), [2], [1], x.storage_offset()),
+        lambda x, value: aten.copy(x, value(x.shape[-1])),
+    ],
+    ids=["slice", "select", "diagonal", "as strided", "copy"],
+)
+def test_writing_into_a_view_copies_all_of_its_storage(
+    view: Callable[[torch.Tensor], torch.Tensor], write: Callable[[torch.Tensor, Callable[..., Any]], torch.Tensor]
+) -> None:
+    real = write(view(torch.zeros(3, 4, 5)), torch.ones)
+    for _ in range(2):  # the second time PyTorch would recall the first
+        with eager_strides(), FakeTensorMode():
+            fake = write(view(torch.zeros(3, 4, 5)), torch.ones)
+        assert (fake.stride(), fake.storage_offset()) == (real.stride(), real.storage_offset())
+        assert fake.untyped_storage().nbytes() == real.untyped_storage().nbytes()

@@ -23,7 +23,15 @@ from shoal.lowlevel.fake_batch_norm import fake_batch_norm
 _aten = torch.ops.aten
 Strides = tuple[int, ...]
 _UNWRITTEN = "_shoal_unwritten"  # an attribute of fake tensors
-_NOT_BY_LAYOUT = (_aten.empty_like.default, _aten.bernoulli.p)  # what they return depends on that attribute
+_CLONES_STORAGE = (
+    _aten.as_strided_scatter.default,
+    _aten.copy.default,
+    _aten.diagonal_scatter.default,
+    _aten.select_scatter.default,
+    _aten.slice_scatter.default,
+)
+# What they return depends on that attribute, or on the storage that an operand is a view of.
+_NOT_BY_LAYOUT = (_aten.empty_like.default, _aten.bernoulli.p, *_CLONES_STORAGE)
 Rule = Callable[[Sequence[Any], torch.Tensor], Strides | None]
 
 
@@ -40,7 +48,8 @@ _results = _Results()  # outside, PyTorch keeps its own
 
 @contextmanager
 def eager_strides() -> Iterator[None]:
-    """While the block runs, fake results of aten's views, pointwise ops and norms have the strides of real ones."""
+    """While the block runs, fake results of aten's views, pointwise ops and norms have the strides of real ones, and
+    what is written into a view is as large as the storage that is copied for it."""
     traced = FakeTensorMode._dispatch_impl
 
     def dispatch(self: FakeTensorMode, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -60,6 +69,8 @@ def _corrected(mode: FakeTensorMode, func: Any, args: Sequence[Any], kwargs: Map
     if func is _aten.bernoulli.p and hasattr(args[0], _UNWRITTEN):  # `empty_like(x).bernoulli_(p)`, made functional
         with mode:
             return torch.empty_like(args[0])
+    if func in _CLONES_STORAGE:
+        return _with_whole_storage(mode, args[0], result)
     rule = _rule(func) if isinstance(func, OpOverload) else None
     if rule is None or result is NotImplemented or kwargs.get("memory_format") not in (None, torch.preserve_format):
         return result
@@ -97,6 +108,19 @@ def _with_wide_statistics(mode: FakeTensorMode, args: Sequence[Any], result: tup
     with mode:
         wide = [torch.empty_like(saved, dtype=torch.float32) for saved in (mean, invstd)]
     return (result[0], *wide, *result[3:])
+
+
+def _with_whole_storage(mode: FakeTensorMode, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """A copy of what `x` is a view of, of all its bytes, where the fake kernel copies up to the view's last element."""
+    nbytes = x.untyped_storage().nbytes()
+    sizes = (nbytes, x.storage_offset(), *x.shape, *x.stride())
+    if any(isinstance(size, torch.SymInt) for size in sizes) or result.stride() != x.stride():
+        return result
+    if result.untyped_storage().nbytes() >= nbytes:
+        return result
+    with mode:
+        whole = torch.empty(nbytes // x.element_size(), dtype=x.dtype, device=x.device)
+        return whole.as_strided(x.shape, x.stride(), x.storage_offset())
 
 
 @cache
