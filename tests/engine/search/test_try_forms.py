@@ -8,14 +8,19 @@ from dataclasses import replace
 import pytest
 
 from shoal.core.plan import Plan
+from shoal.core.step import StepGraph
 from shoal.core.variant import WHOLE, Pieces, Variant
 from shoal.engine.search.best_variant import best_variant
+from shoal.engine.search.nearest_first import Form
 from shoal.engine.search.priced import Priced
+from shoal.engine.search.search_state import SearchState
 from shoal.engine.search.split_forms import PatchWork
+from shoal.engine.search.try_forms import plan_forms
 from shoal.errors import BudgetError
+from shoal.planners.estimates import quick_least
 from shoal.planners.keep_all import keep_all
 from tests.engine.search.made_up_forms import CROWDED_BYTES, FUSED, InSeconds, OnPatches, crowded, kept_alone, taking
-from tests.random_steps import HARDWARE
+from tests.random_steps import HARDWARE, conv_bn_relu_chain
 
 
 def test_a_form_that_can_gain_next_to_nothing_is_not_planned() -> None:
@@ -26,6 +31,31 @@ def test_a_form_that_can_gain_next_to_nothing_is_not_planned() -> None:
     outcomes = [one.outcome for one in best_variant(forms, forms.price, 2**40, "").plan.candidates]
     assert forms.asked == [WHOLE]
     assert outcomes == ["chosen", "cannot be much faster, by its bound", "cannot be faster, by its bound"]
+
+
+@pytest.mark.parametrize("room, asked", [(1.0, [WHOLE, FUSED]), (0.99, [WHOLE, FUSED]), (0.9, [FUSED])])
+def test_a_form_that_seems_to_need_more_than_the_budget_waits_for_the_others(room: float, asked: list[Variant]) -> None:
+    """However fast it would be: by what was found in a moment, which may be a little above what it needs."""
+    forms = InSeconds(whole=(100.0, 101.0), bnff=(102.0, 102.0))
+    large, small = conv_bn_relu_chain(12, nbytes=10_000), conv_bn_relu_chain(12)
+    budget_bytes = int(room * quick_least(large, 2**40).found_bytes)
+
+    def planned(*steps: StepGraph) -> SearchState[Variant, None]:
+        state: SearchState[Variant, None] = SearchState(budget_bytes)
+        ways = [
+            Form(variant, variant, replace(forms.price(variant), graph=step))
+            for variant, step in zip((WHOLE, FUSED), steps, strict=False)
+        ]
+        plan_forms(state, [(seconds, form) for seconds, form in zip((1.0, 2.0), ways, strict=False)])
+        return state
+
+    state = planned(large, small)
+    assert forms.asked == asked
+    if WHOLE not in asked:
+        assert "as far as was found in a moment" in {row.outcome for row in state.rows if row.variant == WHOLE}.pop()
+    forms.asked.clear()
+    planned(large)
+    assert forms.asked == [WHOLE]  # there is no other
 
 
 class UpTo(InSeconds):

@@ -8,12 +8,16 @@ from dataclasses import replace
 
 from shoal.core.progress import doing
 from shoal.core.simulate import simulate
+from shoal.core.sizes import format_bytes
 from shoal.core.variant import Candidate, Variant
 from shoal.engine.search.nearest_first import Form
 from shoal.engine.search.priced import Made
 from shoal.engine.search.search_state import WORTH_A_PLAN, Best, SearchState
 from shoal.engine.search.variants import Graph
 from shoal.errors import BudgetError
+from shoal.planners.estimates import about_least_bytes, quick_least
+
+_LOWERED = 0.98  # of the smallest peak that is found in a moment: a plan for speed may have a lower one
 
 Bounded = list[tuple[float, Form[Graph, Made]]]  # forms that fit by their bounds, with these in seconds
 
@@ -52,19 +56,27 @@ def bound_forms(state: SearchState[Graph, Made], forms: Iterable[Form[Graph, Mad
 def plan_forms(state: SearchState[Graph, Made], bounded: Bounded[Graph, Made]) -> None:
     """Plan those that may be faster than the best plan so far, the most promising first.
 
-    A form that is shrunk or has pieces comes after itself without them where its bound is hardly lower.
+    A form that is shrunk or has pieces comes after itself without them where its bound is hardly lower. One that seems
+    to need more than the budget comes last: it takes as long to plan, and mostly in vain.
     """
     bounds = {form.variant: bound_seconds for bound_seconds, form in bounded}
 
-    def place(one: tuple[float, Form[Graph, Made]]) -> tuple[float, int]:
+    has_others = state.best is not None or len(bounded) > 1
+    too_large = {form.variant: found for _, form in bounded if has_others and (found := _too_large(state, form))}
+
+    def place(one: tuple[float, Form[Graph, Made]]) -> tuple[bool, float, int]:
         bound_seconds, form = one
         plainer = [bounds[variant] for variant in _plainer(form.variant) if variant in bounds]
         hardly_lower = [other for other in plainer if bound_seconds >= (1 - WORTH_A_PLAN) * other]
-        return max([bound_seconds, *hardly_lower]), len(form.variant.pieces) + form.variant.shrunk
+        n_changes = len(form.variant.pieces) + form.variant.shrunk
+        return form.variant in too_large, max([bound_seconds, *hardly_lower]), n_changes
 
     for bound_seconds, form in sorted(bounded, key=place):
         row = _row(form, bound_seconds)
-        if reason := _why_not(state, row, bound_seconds):
+        reason = _why_not(state, row, bound_seconds)
+        if not reason and state.best is not None and form.variant in too_large:
+            reason = f"needs {format_bytes(too_large[form.variant])} as far as was found in a moment, and another fits"
+        if reason:
             state.rows.append(replace(row, outcome=reason))
             continue
         doing("plan", f"{row.n_ops} ops, {form.variant}")
@@ -78,6 +90,17 @@ def plan_forms(state: SearchState[Graph, Made], bounded: Bounded[Graph, Made]) -
             row = replace(row, seconds=seconds, peak_bytes=peak_bytes, outcome="slower")
             state.take_if_faster(Best(form.variant, form.graph, made, plan))
         state.rows.append(row)
+
+
+def _too_large(state: SearchState[Graph, Made], form: Form[Graph, Made]) -> int:
+    """The smallest peak of a form that is found in a moment, where that is over the budget; 0 where it is not."""
+    graph = form.priced.graph
+    if graph.link is not None or any(
+        state.fits(peak) for peak in (simulate(graph, {}).peak_bytes, about_least_bytes(graph))
+    ):
+        return 0
+    found_bytes = quick_least(graph, state.budget_bytes).found_bytes
+    return 0 if state.fits(int(_LOWERED * found_bytes)) else found_bytes
 
 
 def _row(form: Form[Graph, Made], bound_seconds: float | None) -> Candidate:
