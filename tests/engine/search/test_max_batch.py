@@ -60,7 +60,7 @@ def test_where_every_batch_fits_it_stops_at_the_most() -> None:
 
 def test_where_not_even_one_fits_the_smallest_is_told() -> None:
     line = Line(100, 10, 50)
-    with pytest.raises(BudgetError, match="1 do not fit") as refused:
+    with pytest.raises(BudgetError, match="1 do not fit; that is for a batch of 1") as refused:
         largest(line, 8)
     assert refused.value.least_feasible_bytes == 110 and line.asked[-1] == 1
 

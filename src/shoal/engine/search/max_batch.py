@@ -76,7 +76,7 @@ def largest_fitting(
         else:
             batch = narrowing.between(fits, too_many)
     if not fits and unfit is not None:
-        raise unfit
+        raise unfit.with_hint(f"that is for a batch of {too_many}")
     return fits, too_many
 
 
