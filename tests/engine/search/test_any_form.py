@@ -84,6 +84,10 @@ def test_the_form_that_fitted_last_is_asked_first_and_no_other_where_it_fits() -
     assert any_form(forms, forms.price, 1_000_000, "", likely=found.place).place == found.place
     assert forms.captured == [small]
     forms.captured.clear()
+    with pytest.raises(BudgetError):
+        any_form(forms, forms.price, 3_000, "", likely=found.place)
+    assert forms.captured[:2] == [small, WHOLE] and forms.captured.count(small) == 1  # it is not asked twice
+    forms.captured.clear()
     assert any_form(forms, forms.price, 6_000_000, "", likely=99).place == 1 and forms.captured[0] == WHOLE
 
 

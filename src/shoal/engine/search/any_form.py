@@ -87,13 +87,14 @@ class _Search(Generic[Graph, Made]):
 
     def _peaks(self, likely: int) -> Iterator[tuple[int, Variant]]:
         """The peaks of plans, of one form after another, and of each the quickest to be found first."""
-        if 0 < likely < len(self._forms):
-            yield from self._quick(self._forms[likely])
+        first = self._forms[likely] if likely < len(self._forms) else WHOLE
+        if first != WHOLE:
+            yield from self._quick(first)
         yield from self._quick(WHOLE)
         if is_hopeless(self._state.whole, self._state.budget_bytes):
             return
         for variant in self._forms[1:]:
-            if self._is_worth_capturing(variant):
+            if variant != first and self._is_worth_capturing(variant):
                 yield from self._quick(variant)
         yield from self._searched()
 
