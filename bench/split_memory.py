@@ -86,7 +86,7 @@ def simulated(name: str, image: int, memory_bytes: int, *, exact: bool = False) 
     def plain(batch: int) -> Plan:
         return planned(captured(name, batch, image), "keep_all", memory_bytes)
 
-    plain_batch, _ = largest_fitting(plain, 0, memory_bytes, first=16)
+    plain_batch, _ = largest_fitting(lambda batch: plain(batch).predicted_peak_bytes, 0, memory_bytes, first=16)
     found = [_row("plain PyTorch", plain(plain_batch), plain_batch, memory_bytes)]
     for contender, how, planner in (*CONTENDERS, *([EXACT] if exact else [])):
         with torch.device("meta"):

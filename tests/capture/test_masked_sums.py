@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import shoal
+from shoal.kernels.generator import state_bytes
 from shoal.lowlevel import allocations
 from shoal.memory.storage_bytes import distinct_bytes
 from tests.engine.training_laws import same_bits
@@ -38,7 +39,8 @@ def test_it_trains_with_plain_pytorchs_bits_in_the_bytes_that_were_predicted(
     plain = WithToken(*token, breaks=breaks)
     planned = WithToken(*token, breaks=breaks)
     planned.load_state_dict(plain.state_dict())
-    shoal.compile(planned, budget=170_000, allow="bitwise")
+    budget_bytes = 170_000 + breaks * state_bytes(torch.device("cpu"))  # which goes with a call of several graphs
+    shoal.compile(planned, budget=budget_bytes, allow="bitwise")
     for step, share in enumerate((0.5, 0.0, 1.0, 0.1)):
         x, mask = torch.randn(8, 24, 16), torch.rand(8, 24) < share
         held_bytes = distinct_bytes([*planned.parameters(), x, mask])
@@ -48,7 +50,7 @@ def test_it_trains_with_plain_pytorchs_bits_in_the_bytes_that_were_predicted(
             assert expected.grad is not None and got.grad is not None
             assert same_bits(got.grad, expected.grad)
         if step:
-            assert held_bytes + allocations.peak_bytes(changes) <= planned.shoal.predicted_peak_bytes <= 170_000
+            assert held_bytes + allocations.peak_bytes(changes) <= planned.shoal.predicted_peak_bytes <= budget_bytes
         for model in (plain, planned):
             model.zero_grad()
     assert len(planned.shoal.plan.breaks) == breaks and planned.shoal.captures == 1 + breaks

@@ -18,6 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 
 import shoal
 from shoal.errors import CaptureError
+from shoal.kernels.generator import state_bytes
 from shoal.memory.limit import memory_limit
 from tests.engine.training_laws import needs_compiler
 from tests.ranks import run_on_ranks
@@ -118,7 +119,9 @@ def test_a_sharded_model_trains_inside_a_budget_with_plain_fsdps_bits() -> None:
         assert max(planned["peaks"]) <= budget_bytes < max(plain["peaks"])
         assert planned["repairs"] == 0
         assert planned["measured"] == pytest.approx(planned["predicted"], rel=0.02)
-        assert planned["measured"] == pytest.approx(max(planned["peaks"]), rel=0.001)
+        # The copy of the generator's state that a call of several graphs begins with counts until the step ends.
+        counted_longer = planned["measured"] - max(planned["peaks"])
+        assert counted_longer == pytest.approx(state_bytes(torch.device("cpu")), abs=0.001 * planned["measured"])
 
 
 def refused() -> str:
