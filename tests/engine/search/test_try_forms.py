@@ -53,6 +53,7 @@ def test_a_form_that_seems_to_need_more_than_the_budget_waits_for_the_others(roo
     assert forms.asked == asked
     if WHOLE not in asked:
         assert "as far as was found in a moment" in {row.outcome for row in state.rows if row.variant == WHOLE}.pop()
+        assert [form.variant for form in state.unfit] == [WHOLE]
     forms.asked.clear()
     planned(large)
     assert forms.asked == [WHOLE]  # there is no other

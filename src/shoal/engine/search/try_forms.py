@@ -76,6 +76,7 @@ def plan_forms(state: SearchState[Graph, Made], bounded: Bounded[Graph, Made]) -
         reason = _why_not(state, row, bound_seconds)
         if not reason and state.best is not None and form.variant in too_large:
             reason = f"needs {format_bytes(too_large[form.variant])} as far as was found in a moment, and another fits"
+            state.unfit.append(form)  # fewer norms fused may fit
         if reason:
             state.rows.append(replace(row, outcome=reason))
             continue
@@ -93,7 +94,7 @@ def plan_forms(state: SearchState[Graph, Made], bounded: Bounded[Graph, Made]) -
 
 
 def _too_large(state: SearchState[Graph, Made], form: Form[Graph, Made]) -> int:
-    """The smallest peak of a form that is found in a moment, where that is over the budget; 0 where it is not."""
+    """The smallest peak of a form that is found in a moment, where that is well over the budget; 0 where it is not."""
     graph = form.priced.graph
     if graph.link is not None or any(
         state.fits(peak) for peak in (simulate(graph, {}).peak_bytes, about_least_bytes(graph))
