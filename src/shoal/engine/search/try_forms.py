@@ -17,7 +17,7 @@ from shoal.engine.search.variants import Graph
 from shoal.errors import BudgetError
 from shoal.planners.estimates import about_least_bytes, quick_least
 
-_LOWERED = 0.98  # of the smallest peak that is found in a moment: a plan for speed may have a lower one
+_LOWERED = 0.95  # of the smallest peak that is found in a moment: a plan for speed may have a lower one
 
 Bounded = list[tuple[float, Form[Graph, Made]]]  # forms that fit by their bounds, with these in seconds
 
