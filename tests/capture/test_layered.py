@@ -97,6 +97,20 @@ def test_layers_have_the_names_that_they_have_in_the_model() -> None:
     assert [node.target for node in source.graph.find_nodes(op="call_module")] == ["0.0", "0.1", "1"]
 
 
+def test_a_layer_that_is_bound_to_no_tensors_has_those_that_its_shapes_are_of() -> None:
+    norms = nn.BatchNorm2d(4).eval(), nn.BatchNorm2d(4, affine=False), nn.BatchNorm2d(4, track_running_stats=False)
+    norms[0].bias = None
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), *norms, nn.Conv2d(4, 3, 1, bias=False))
+    source = read(model, torch.ones(2, 2, 8, 8))
+    for name, layer in model.named_children():
+        ours = source.root.get_submodule(name)
+        assert ours.training == layer.training and not list(ours.parameters()) and not list(ours.buffers())
+        for attribute in ("weight", "bias", "running_mean", "running_var"):
+            theirs, bound = getattr(layer, attribute, None), getattr(ours, attribute, None)
+            assert (bound is None) == (theirs is None)
+            assert bound is None or (bound.shape, bound.dtype) == (theirs.shape, theirs.dtype)
+
+
 def test_the_images_come_first() -> None:
     source = read(Functional(), torch.ones(2, 4, 8, 8))
     first = next(iter(source.graph.nodes))

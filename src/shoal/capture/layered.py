@@ -224,7 +224,10 @@ class _Reader:
             for name in names:
                 layer._parameters.pop(name, None)
                 layer._buffers.pop(name, None)
-                object.__setattr__(layer, name, None)  # a plain attribute: the layer owns no tensor
+                # A plain attribute: the layer owns no tensor. Outside of a run it is the example of the graph's input,
+                # so that a rewrite that asks for it when it is built is answered as when it runs.
+                example = None if given[name] is None else given[name].meta["example_value"]
+                object.__setattr__(layer, name, example)
                 if given[name] is not None:
                     self.bound.append(_Bound(layer, name, self.place[given[name]]))
         return known, given["input"]
@@ -330,10 +333,11 @@ class _Variant(nn.Module):
 
 @contextmanager
 def _binding(bound: Sequence[_Bound], inputs: Sequence[Any]) -> Iterator[None]:
+    examples = [getattr(one.layer, one.attribute) for one in bound]
     for one in bound:
         object.__setattr__(one.layer, one.attribute, inputs[one.place])
     try:
         yield
     finally:
-        for one in bound:
-            object.__setattr__(one.layer, one.attribute, None)
+        for one, example in zip(bound, examples, strict=True):
+            object.__setattr__(one.layer, one.attribute, example)

@@ -69,7 +69,9 @@ def _link(conv: fx.Node, added: dict[str, nn.Module]) -> _Link | None:
     if not isinstance(convolve, Convolve) or not isinstance(norm, fx.Node) or list(norm.users) != [conv]:
         return None
     affine, layer, window = added.get(str(norm.target)), convolve.layer, convolve.window
-    if not isinstance(affine, Affine) or not affine.layer.affine or layer.bias is not None or window.groups != 1:
+    if not isinstance(affine, Affine) or affine.layer.weight is None or affine.layer.bias is None:
+        return None
+    if layer.bias is not None or window.groups != 1:
         return None
     centred = all(side % 2 and side // 2 == pad for side, pad in zip(layer.kernel_size, window.padding, strict=True))
     parts = {user.args[1]: user for user in conv.users}
