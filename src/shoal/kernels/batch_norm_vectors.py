@@ -15,6 +15,15 @@ from shoal.lowlevel.direct_call import direct_call, needs_dispatch
 from shoal.lowlevel.torch_state import backward_pass
 
 
+def measures(layer: _BatchNorm) -> bool:
+    """Whether a batch norm normalises by the statistics of the batch, as PyTorch's own forward decides it.
+
+    >>> measures(torch.nn.BatchNorm2d(1).eval()), measures(torch.nn.BatchNorm2d(1, track_running_stats=False).eval())
+    (False, True)
+    """
+    return layer.training or layer.running_mean is None
+
+
 def batch_norm_scale(variance: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
     """Replaces `weight * torch.rsqrt(variance + eps)`, (C,), in the dtype of `variance`; differentiable once.
 
@@ -31,14 +40,14 @@ def batch_norm_scale(variance: torch.Tensor, weight: torch.Tensor | None, eps: f
 def move_statistics(layer: _BatchNorm, mean: torch.Tensor, variance: torch.Tensor, count: int) -> None:
     """Update running statistics and the number of batches as the layer's own forward pass does in training mode.
 
-    Where checkpointing repeats a forward pass nothing is updated again.
+    Nothing is updated in a layer that does not train or does not track, or where checkpointing repeats a forward pass.
 
     Args:
-        layer: a batch norm that tracks.
+        layer: a batch norm.
         mean, variance: of the batch, (C,), the variance biased.
         count: elements of a channel.
     """
-    if runs_again():
+    if runs_again() or not (layer.training and layer.track_running_stats):
         return
     if layer.num_batches_tracked is not None:
         layer.num_batches_tracked.add_(1)

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from shoal.kernels.batch_norm_vectors import move_statistics
+from shoal.kernels.batch_norm_vectors import measures, move_statistics
 from shoal.kernels.invertible_norm.inverted_batch_norm_sweeps import sweeps
 from shoal.kernels.norm import norm_sweeps
 from shoal.kernels.norm.statistics import wide as wide_of
@@ -156,7 +156,7 @@ def run(layer: _BatchNorm, x: torch.Tensor, activation: str, slope: float, overw
     check_batch_norm_input(layer, x)
     if x.numel() == 0 or in_functorch():  # for which the op has no rules
         return _plainly(layer, x, activation, slope)
-    by_batch = layer.training or layer.running_mean is None
+    by_batch = measures(layer)
     if by_batch:
         check_batch_size(x)
     given = (None, None) if by_batch else (layer.running_mean, layer.running_var)
@@ -168,8 +168,7 @@ def run(layer: _BatchNorm, x: torch.Tensor, activation: str, slope: float, overw
         y, mean, variance = _Eager.apply(x, overwrite, *arguments)
     else:
         y, mean, variance = inverted_batch_norm(x, *arguments)
-    if layer.training and layer.running_mean is not None:
-        move_statistics(layer, mean, variance, x.numel() // x.shape[1])
+    move_statistics(layer, mean, variance, x.numel() // x.shape[1])
     return y
 
 

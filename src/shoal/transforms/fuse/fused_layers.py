@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from shoal.kernels.batch_norm_vectors import batch_norm_scale, move_statistics, runs_again
+from shoal.kernels.batch_norm_vectors import batch_norm_scale, measures, move_statistics, runs_again
 from shoal.kernels.memory_format import memory_format_of, suggested_memory_format
 from shoal.kernels.norm.dense_block import Step, dense_block
 from shoal.kernels.norm.norm_act import joined, norm_act
@@ -29,11 +29,6 @@ from shoal.transforms.fuse.fusion_size import FusionSize
 
 Vectors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # mean, scale, shift
 Moments = tuple[torch.Tensor, torch.Tensor]  # mean, variance
-
-
-def measures(layer: _BatchNorm) -> bool:
-    """Whether a batch norm normalises by the statistics of the batch."""
-    return layer.training or layer.running_mean is None
 
 
 class Measure(nn.Module):
@@ -83,8 +78,7 @@ class Affine(nn.Module):
         pairs = [statistics(part) if pair is None else pair for part, pair in zip(xs, moments, strict=True)]
         mean = joined_vectors([pair[0] for pair in pairs])
         variance = joined_vectors([pair[1] for pair in pairs])
-        if layer.training and layer.track_running_stats:
-            move_statistics(layer, mean, variance, count)
+        move_statistics(layer, mean, variance, count)
         return self._line(mean, variance)
 
     def _plain(self, xs: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -204,8 +198,7 @@ class DenseBlock(nn.Module):
             channels = layer[0][0].layer.num_features
             read = [(means[:channels], variances[:channels]), *pairs]
             for (norm, _), pair in zip(layer, read, strict=True):
-                if norm.layer.track_running_stats:
-                    move_statistics(norm.layer, *pair, count)
+                move_statistics(norm.layer, *pair, count)
         return features, (means, variances)
 
     def _elems(self, x: torch.Tensor) -> int:

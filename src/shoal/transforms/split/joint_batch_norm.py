@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.errors import InputError
-from shoal.kernels.batch_norm_vectors import move_statistics
+from shoal.kernels.batch_norm_vectors import measures, move_statistics
 from shoal.transforms.split.patches import Region, at, crop
 
 
@@ -30,7 +30,7 @@ def joint_batch_norm(
 
     Args:
         patches: one tensor of (N, C, ...) for each of `places`.
-        layer: with its parameters and running statistics; where it does not train, it is called on each patch.
+        layer: with its parameters and running statistics; where it does not measure, it is called on each patch.
         have: what the patches cover.
         core: which part of each counts.
         places: the index of each patch.
@@ -38,7 +38,7 @@ def joint_batch_norm(
     Raises:
         InputError: a channel has one element, as in PyTorch's own layer in training mode.
     """
-    if not (layer.training or layer.running_mean is None):
+    if not measures(layer):
         return tuple(layer(x) for x in patches)
     cores = [crop(x, have, core, place) for x, place in zip(patches, places, strict=True)]
     dims = [0, *range(2, patches[0].dim())]
@@ -52,8 +52,7 @@ def joint_batch_norm(
         wide_type = torch.promote_types(patches[0].dtype, torch.float32)
         mean = _total([x.sum(dims, dtype=wide_type) for x in cores]) / count
         variance = _total([(x - _wide(mean, x)).square().sum(dims, dtype=wide_type) for x in cores]) / count
-        if layer.training:
-            move_statistics(layer, mean, variance, count)
+        move_statistics(layer, mean, variance, count)
         inverse = torch.rsqrt(variance + layer.eps)
     spans = [
         tuple((wants[0] - has[0], wants[1] - has[0]) for has, wants in zip(at(have, p), at(core, p), strict=True))

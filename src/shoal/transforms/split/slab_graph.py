@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
+from shoal.kernels.batch_norm_vectors import measures
 from shoal.transforms.live_graph import attribute_at
 from shoal.transforms.split.slice_graph import activation_behind
 from shoal.transforms.split.sliced_batch_norm import (
@@ -108,7 +109,7 @@ def _kind(node: fx.Node, modules: Mapping[str, nn.Module]) -> str:
         plain = not isinstance(layer, _ConvTransposeNd) and layer.padding_mode == "zeros"
         return "convolution" if plain and even else ""
     if isinstance(layer, _BatchNorm):
-        return "batch norm" if layer.training or layer.running_mean is None else "pointwise"
+        return "batch norm" if measures(layer) else "pointwise"
     if layer is not None:
         return ""
     if is_transposed(node):

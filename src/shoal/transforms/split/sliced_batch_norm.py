@@ -50,9 +50,8 @@ def sliced_batch_norm(
             "give a larger batch"
         )
     mean, variance = _statistics(measured or [measure(x) for x in slices], counts)
-    if layer.training:
-        with torch.no_grad():
-            move_statistics(layer, mean, variance, sum(counts))
+    with torch.no_grad():
+        move_statistics(layer, mean, variance, sum(counts))
     settings = layer.eps, sum(counts), activation
     return list(_SlicedBatchNorm.apply(mean, variance, layer.weight, layer.bias, settings, *slices))
 

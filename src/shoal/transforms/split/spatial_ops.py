@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.modules.pooling import _AvgPoolNd, _MaxPoolNd
 
+from shoal.kernels.batch_norm_vectors import measures
 from shoal.transforms.invert.inverted_graph import inverted
 from shoal.transforms.split.sliding_window import SlidingWindow
 
@@ -173,7 +174,7 @@ def kind_by_sample(node: fx.Node, modules: Mapping[str, nn.Module]) -> SpatialKi
     """
     layer = layer_of(node, modules)
     if isinstance(layer, _BatchNorm):
-        return "batch norm" if layer.training or layer.running_mean is None else "pointwise"
+        return "batch norm" if measures(layer) else "pointwise"
     if isinstance(layer, _ConvNd):
         return "convolution"
     if layer is not None:

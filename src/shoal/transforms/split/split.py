@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 
 from shoal.errors import InputError
+from shoal.kernels.batch_norm_vectors import measures
 from shoal.transforms.invert.inverted_graph import inverted_layers
 from shoal.transforms.split import drawn_cuts
 from shoal.transforms.split.patch_map import PatchMap
@@ -270,7 +271,7 @@ class SplitModule(StandIn):
         if self._plan is None or self.batch_norm != "patch" or images != 1:
             return Measuring()
         layers = [(n, self.source.get_submodule(s.name)) for n, s in enumerate(self._plan.steps) if s.normalises]
-        return Measuring(tuple(n for n, layer in layers if layer.training or layer.running_mean is None))
+        return Measuring(tuple(n for n, layer in layers if measures(layer)))
 
     def _regions(
         self, sizes: tuple[int, ...], cuts: tuple[tuple[int, ...], ...], measuring: Measuring, *, drawn: bool
