@@ -40,6 +40,19 @@ def test_the_inverted_network_is_the_one_with_leaky_activations(training: bool) 
         torch.testing.assert_close(mine, other)
 
 
+@pytest.mark.parametrize("missing", ["weight", "bias"])
+def test_batch_norms_may_have_one_parameter(missing: str) -> None:
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.LeakyReLU(0.2), nn.Conv2d(4, 2, 1)).double()
+    nn.init.uniform_(net[1].weight, 0.5, 2.0)
+    nn.init.uniform_(net[1].bias)
+    setattr(net[1], missing, None)
+    converted, x = invert_norm(copy.deepcopy(net)), torch.randn(4, 3, 6, 6, dtype=torch.float64)
+    assert [site.layer for site in converted.inverted] == ["1"]
+    assert converted.reconstruction_errors()["1"].shape == (4,)
+    theirs, ours = (torch.autograd.grad(one(x).square().sum(), one.parameters()) for one in (net, converted))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9)
+
+
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d])
 @pytest.mark.parametrize("training", [True, False])
 def test_with_norms_of_samples_it_is_the_same_network_and_state(layout: torch.memory_format, training: bool) -> None:

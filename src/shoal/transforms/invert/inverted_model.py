@@ -71,7 +71,7 @@ class InvertedModel(_Rewritten):
     def weights(self) -> list[tuple[nn.Parameter, float]]:
         """The weights of the converted batch norms, and how far their scales are from them, each once."""
         layers: list[Any] = [self.source.get_submodule(site.layer) for site in self.inverted]
-        moved = [layer for layer in layers if isinstance(layer, _BatchNorm) and layer.affine]
+        moved = [layer for layer in layers if isinstance(layer, _BatchNorm) and layer.weight is not None]
         return list({id(layer.weight): (layer.weight, layer.eps) for layer in moved}.values())
 
     def reconstruction_errors(self, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
@@ -85,7 +85,7 @@ class InvertedModel(_Rewritten):
             layer: Any = self.source.get_submodule(site.layer)
             if layer.weight is None:
                 channels = layer.num_channels if isinstance(layer, nn.GroupNorm) else layer.num_features
-                error = inverted_norm.reconstruction_error(torch.ones(channels), None, site.activation, dtype)
+                error = inverted_norm.reconstruction_error(torch.ones(channels), layer.bias, site.activation, dtype)
             elif isinstance(layer, _BatchNorm):
                 error = reconstruction_error(layer.weight, layer.bias, layer.eps, site.activation, site.slope, dtype)
             else:
