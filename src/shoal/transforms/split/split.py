@@ -270,8 +270,9 @@ class SplitModule(StandIn):
         """The batch norms that take statistics of each patch of one image, by number."""
         if self._plan is None or self.batch_norm != "patch" or images != 1:
             return Measuring()
-        layers = [(n, self.source.get_submodule(s.name)) for n, s in enumerate(self._plan.steps) if s.normalises]
-        return Measuring(tuple(n for n, layer in layers if measures(layer)))
+        source: Any = self.source
+        numbers = (n for n, s in enumerate(self._plan.steps) if s.normalises and measures(source.get_submodule(s.name)))
+        return Measuring(tuple(numbers))
 
     def _regions(
         self, sizes: tuple[int, ...], cuts: tuple[tuple[int, ...], ...], measuring: Measuring, *, drawn: bool
