@@ -226,7 +226,7 @@ def _read_bytes(path: Path) -> bytes:
 
 def _decode(content: bytes, where: str) -> NDArray[np.uint8]:
     try:
-        with Image.open(io.BytesIO(content)) as image:
+        with Image.open(io.BytesIO(content), formats=("JPEG",)) as image:
             width, height = image.size
             pixels = np.asarray(image.convert("RGB")) if width == height == 32 else None
     except Exception as error:  # a damaged image may raise anything
