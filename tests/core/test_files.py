@@ -146,6 +146,19 @@ def test_partials_of_other_files_stay_until_the_folder_is_swept(tmp_path: Path) 
     remove_partials(tmp_path / "missing")
 
 
+@pytest.mark.timeout(60)
+def test_what_only_has_the_name_of_a_partial_file_is_not_opened_and_stays(tmp_path: Path) -> None:
+    odd = {name: tmp_path / f".it.{name}.partial" for name in ("fifo", "folder", "link")}
+    os.mkfifo(odd["fifo"])  # who opens it waits for a writer
+    odd["folder"].mkdir()
+    odd["link"].symlink_to(odd["fifo"])
+    remove_partials(tmp_path)
+    write_text(tmp_path / "it", "written")
+    assert (tmp_path / "it").read_text() == "written" and all(
+        path.is_symlink() or path.exists() for path in odd.values()
+    )
+
+
 def test_where_there_are_no_locks_files_are_written_and_nothing_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

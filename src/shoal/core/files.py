@@ -53,7 +53,7 @@ def remove_partials(folder: Path, name: str = "") -> None:
     One that a living process writes is locked by it, and stays.
     """
     try:
-        found = [entry.path for entry in os.scandir(folder) if _is_partial(entry.name, name)]
+        found = [entry.path for entry in os.scandir(folder) if _is_partial(entry, name)]
     except OSError:
         return  # writing there raises the error
     for left in found:
@@ -83,8 +83,9 @@ def try_lock(handle: int) -> bool:
     return True
 
 
-def _is_partial(entry: str, name: str) -> bool:
-    return entry.startswith(f".{name}." if name else ".") and entry.endswith(_PARTIAL)
+def _is_partial(entry: os.DirEntry[str], name: str) -> bool:
+    named = entry.name.startswith(f".{name}." if name else ".") and entry.name.endswith(_PARTIAL)
+    return named and entry.is_file(follow_symlinks=False)  # to open a FIFO waits for whoever writes to it
 
 
 def _locked_partial(path: Path) -> tuple[IO[bytes], str]:

@@ -107,6 +107,10 @@ def test_the_archive_is_decoded_once_and_again_if_the_copy_is_damaged(
         kept.write_bytes(damage)
         decoded.clear()
         assert np.array_equal(pixels(), first) and len(decoded) == 1
+    for make in (Path.mkdir, os.mkfifo):
+        kept.rmdir() if kept.is_dir() else kept.unlink()
+        make(kept)
+        assert np.array_equal(pixels(), first)
     archive(tmp_path, members() | {"train/cat/0000.jpg": jpeg(250)})
     assert not np.array_equal(pixels(), first)
 
