@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -102,6 +103,12 @@ def test_json_reads_back_as_it_was(tmp_path_factory: pytest.TempPathFactory, val
     path = write_json(tmp_path_factory.getbasetemp() / "value.json", value)
     assert json.loads(path.read_text()) == value
     assert path.read_text().endswith("\n")
+
+
+def test_a_number_that_is_not_finite_is_null_in_json(tmp_path: Path) -> None:
+    value = {"nan": math.nan, "all": [1.5, (math.inf, -math.inf)], "text": "NaN"}
+    path = write_json(tmp_path / "value.json", value)
+    assert json.loads(path.read_text()) == {"nan": None, "all": [1.5, [None, None]], "text": "NaN"}
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])))
