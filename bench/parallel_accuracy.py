@@ -165,7 +165,7 @@ class Rank:
         dist.init_process_group("gloo", init_method=os.environ["SHOAL_RANKS"], rank=rank, world_size=ranks)
 
     def __call__(self, asked: Mapping[str, Any], stage: Stage) -> float:
-        data = torch.load(asked["data"], mmap=True)
+        data = torch.load(asked["data"], mmap=True, weights_only=True)
         return error_percent(asked["how"], asked["codec"], asked["seed"], Pace(**asked["pace"]), data)
 
 

@@ -39,7 +39,7 @@ from bench.cpu_arena.recorded_step import ArenaProblem, RecordedStep, arena_prob
 from bench.cpu_arena.two_tiers import two_tiers
 from shoal.core.sizes import format_bytes
 from shoal.errors import InputError
-from shoal.lowlevel.extension import compiled
+from shoal.lowlevel.extension import loaded
 from shoal.memory.layout.problem import Layout, check_layout
 
 log = logging.getLogger("shoal")
@@ -323,7 +323,7 @@ def _install(library: ctypes.CDLL) -> None:
 @cache
 def _library() -> ctypes.CDLL:
     """The functions of arena.cpp."""
-    library = ctypes.CDLL(str(compiled(_SOURCE, "an arena on the CPU")))
+    library = loaded(_SOURCE, "an arena on the CPU")
     handle, number, numbers = ctypes.c_void_p, ctypes.c_int64, ctypes.POINTER(ctypes.c_int64)
     for name, result, arguments in (
         ("arena_install", ctypes.c_bool, []),

@@ -72,6 +72,12 @@ def tiny(monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
         (["--budget", "1GiB", "--model", "resnet19"], "unknown model 'resnet19': did you mean 'resnet18'?"),
         (["--budget", "1GiB", "--data", "digit"], "unknown data 'digit': did you mean 'digits'?"),
         (["--budget", "1GiB", "--planner", "optimal"], "unknown planner 'optimal'"),
+        (["--budget", "1GiB", "--image", "100000"], "a batch of 128 x 3 x 100000 x 100000 takes"),
+        (["--budget", "1GiB", "--image", str(2**64)], f"image={2**64}: no process can address"),
+        (["--budget", "1GiB", "--batch", str(2**64)], f"batch={2**64}"),
+        (["--budget", "1GiB", "--seed", str(2**64)], f"seed={2**64}: it must be at most"),
+        (["--budget", "1GiB", "--timeout", "nan"], "timeout=nan"),
+        (["--budget", "1GiB", "--timeout", "1e300"], "timeout=1e+300"),
         (["--budget", "1GiB", "--device", "tpu"], "device='tpu'"),
         (["--budget", "1GiB", "--batch", "0"], "batch=0: it must be at least 1"),
         (["--budget", "1GiB", "--root", "/nowhere"], "root"),
@@ -82,6 +88,21 @@ def test_a_mistake_is_one_line_and_exit_code_2(here: Path, arguments: list[str],
     line = error_line(invoke("train", *arguments))
     assert line.startswith("shoal: ")
     assert said in line
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
+def test_memory_that_the_system_does_not_give_is_one_line_and_exit_code_3(
+    here: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def no_memory(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(loop, "train", no_memory)
+    result = invoke("train", *PLAIN)
+    assert result.exit_code == 3 and result.stderr.count("\n") == 1
+    monkeypatch.setattr(shoal, "plan", no_memory)
+    result = invoke("plan", "--model", "resnet18_cifar", "--budget", "1GiB", "--image", "32", "--batch", "2")
+    assert result.exit_code == 3 and result.stderr.count("\n") == 1
 
 
 def test_two_runs_into_one_folder_are_reported_before_training(here: Path) -> None:
@@ -167,6 +188,21 @@ def test_a_rehearsal_runs_with_the_link_of_the_target(here: Path) -> None:
 
 @needs_compiler
 @pytest.mark.usefixtures("tiny")
+@pytest.mark.usefixtures("tiny")
+def test_a_run_that_diverges_ends_with_exit_code_4_and_its_result_is_json(here: Path) -> None:
+    result = invoke("train", *PLAIN, "--lr", "1e30", "--json", "result.json", "--out", "run")
+    assert result.exit_code == 4, result.output
+    assert result.stderr.count("\n") == 1 and "--lr" in result.stderr
+
+    def refused(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    kept = json.loads((here / "result.json").read_text(), parse_constant=refused)
+    assert kept["losses"][-1] is None and isinstance(kept["losses"][0], float)
+    assert kept["finished"] is False and kept["diverged"]
+    assert not (here / "run" / "checkpoint.pt").exists()
+
+
 def test_plain_pytorch_that_meets_its_limit_ends_with_exit_code_3(here: Path) -> None:
     done = invoke("train", *PLAIN, "--budget", "1MiB", "--enforce")
     assert done.exit_code == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -104,6 +105,12 @@ def test_json_reads_back_as_it_was(tmp_path_factory: pytest.TempPathFactory, val
     assert path.read_text().endswith("\n")
 
 
+def test_a_number_that_is_not_finite_is_null_in_json(tmp_path: Path) -> None:
+    value = {"nan": math.nan, "all": [1.5, (math.inf, -math.inf)], "text": "NaN"}
+    path = write_json(tmp_path / "value.json", value)
+    assert json.loads(path.read_text()) == {"nan": None, "all": [1.5, [None, None]], "text": "NaN"}
+
+
 @given(st.text(st.characters(exclude_categories=["Cs"])))
 def test_text_is_written_as_utf8_without_change(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
     path = write_text(tmp_path_factory.getbasetemp() / "text", text)
@@ -144,6 +151,19 @@ def test_partials_of_other_files_stay_until_the_folder_is_swept(tmp_path: Path) 
     remove_partials(tmp_path)
     assert not other.exists() and (tmp_path / ".hidden").exists()
     remove_partials(tmp_path / "missing")
+
+
+@pytest.mark.timeout(60)
+def test_what_only_has_the_name_of_a_partial_file_is_not_opened_and_stays(tmp_path: Path) -> None:
+    odd = {name: tmp_path / f".it.{name}.partial" for name in ("fifo", "folder", "link")}
+    os.mkfifo(odd["fifo"])  # who opens it waits for a writer
+    odd["folder"].mkdir()
+    odd["link"].symlink_to(odd["fifo"])
+    remove_partials(tmp_path)
+    write_text(tmp_path / "it", "written")
+    assert (tmp_path / "it").read_text() == "written" and all(
+        path.is_symlink() or path.exists() for path in odd.values()
+    )
 
 
 def test_where_there_are_no_locks_files_are_written_and_nothing_is_removed(

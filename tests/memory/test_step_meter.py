@@ -164,6 +164,41 @@ def test_both_counters_agree_on_a_real_step(monkeypatch: pytest.MonkeyPatch) -> 
     assert listed.loss_bytes == 0 < counted.loss_bytes
 
 
+def test_what_was_allocated_between_two_parts_counts_until_it_is_freed(counter: str) -> None:
+    meter = StepMeter(CPU)
+    meter.begin([])
+    saved, other = bytes_of(3000), bytes_of(500)
+    meter.pause()
+    tangents = [bytes_of(5000), bytes_of(400)]
+    meter.resume([saved, other, *tangents, tangents[0][:10]])
+    first = bytes_of(100)
+    tangents.clear()
+    del saved, other
+    second = bytes_of(2000)
+    measured = meter.end()
+    assert measured is not None
+    assert measured.backward_bytes == 3000 + 500 + 5000 + 400 + 100
+    del first, second
+
+
+def test_a_peak_after_a_gradient_of_a_result_is_freed_is_without_it(counter: str) -> None:
+    meter = StepMeter(CPU)
+    meter.begin([])
+    saved = bytes_of(300)
+    meter.pause()
+    tangent = bytes_of(5000)
+    meter.resume([saved, tangent])
+    first = bytes_of(4000)
+    del tangent
+    second = bytes_of(5500)
+    del saved
+    third = bytes_of(200)
+    measured = meter.end()
+    assert measured is not None
+    assert measured.backward_bytes == 300 + 4000 + 5500
+    del first, second, third
+
+
 def after_begin(meter: StepMeter) -> None:
     meter.begin([])
 

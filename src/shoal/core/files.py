@@ -7,6 +7,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable
+from math import isfinite
 from pathlib import Path
 from typing import IO, Any
 
@@ -53,7 +54,7 @@ def remove_partials(folder: Path, name: str = "") -> None:
     One that a living process writes is locked by it, and stays.
     """
     try:
-        found = [entry.path for entry in os.scandir(folder) if _is_partial(entry.name, name)]
+        found = [entry.path for entry in os.scandir(folder) if _is_partial(entry, name)]
     except OSError:
         return  # writing there raises the error
     for left in found:
@@ -83,8 +84,9 @@ def try_lock(handle: int) -> bool:
     return True
 
 
-def _is_partial(entry: str, name: str) -> bool:
-    return entry.startswith(f".{name}." if name else ".") and entry.endswith(_PARTIAL)
+def _is_partial(entry: os.DirEntry[str], name: str) -> bool:
+    named = entry.name.startswith(f".{name}." if name else ".") and entry.name.endswith(_PARTIAL)
+    return named and entry.is_file(follow_symlinks=False)  # to open a FIFO waits for whoever writes to it
 
 
 def _locked_partial(path: Path) -> tuple[IO[bytes], str]:
@@ -113,7 +115,27 @@ def write_text(path: str | Path, text: str) -> Path:
 
 def write_json(path: str | Path, value: Any) -> Path:
     """Write `value` as indented JSON, whole or not at all."""
-    return write_text(path, json.dumps(value, indent=1) + "\n")
+    return write_text(path, json_text(value) + "\n")
+
+
+def json_text(value: Any) -> str:
+    """`value` as indented JSON, in which a number that is not finite is null: JSON has no word for it.
+
+    >>> json_text([1.5, float("nan")])
+    '[\\n 1.5,\\n null\\n]'
+    """
+    try:
+        return json.dumps(value, indent=1, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(value), indent=1, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not isfinite(value) else value
 
 
 def cache_dir() -> Path:

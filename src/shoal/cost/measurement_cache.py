@@ -103,6 +103,8 @@ def recall(subject: str, device: torch.device) -> dict[str, Any]:
     except InputError:  # no writable cache folder
         return {}
     try:
+        if not path.is_file():  # to read a FIFO waits for whoever writes to it
+            return {}
         value = read_object(read_json(path), "it")
         entries = read_object(value.get("entries"), "entries")
     except OSError:

@@ -63,7 +63,7 @@ def recall(digest: str) -> tuple[Variant, tuple[Candidate, ...]] | None:
     """The form that was chosen in an earlier run, and what was considered then."""
     try:
         path = cache_dir() / "forms" / f"{digest}.json"
-        if not digest or not path.exists():
+        if not digest or not path.is_file():
             return None
         value = read_object(read_json(path), "the file")
         if value.get("format") != _FORMAT or not isinstance(value.get("candidates"), list):

@@ -94,7 +94,7 @@ def _recall(digest: str, planner: str, graph: StepGraph, hardware: Hardware, bud
     started = time.perf_counter()
     try:
         path = cache_dir() / "plans" / f"{digest}.json"
-        if not path.exists() or path.stat().st_size > _MAX_BYTES:
+        if not path.is_file() or path.stat().st_size > _MAX_BYTES:
             return None
         value = read_object(read_json(path), "the file")
         if value.get("format") != _FORMAT or value.get("step") != graph.fingerprint:

@@ -56,7 +56,7 @@ def budget_bytes(budget: int | str | None, device: torch.device | int, *, of_env
         share = float(percent.group(1)) / 100
         if not 0 < share <= 1:
             raise InputError(f"{name}={brief(budget)}: expected a share of the device's memory, more than 0 to 100%")
-        return int(share * _all_bytes(device))
+        return int(share * all_bytes(device))
     return parse_bytes(budget, name)
 
 
@@ -69,7 +69,8 @@ def _left_bytes(device: torch.device | int) -> int:
     return int(psutil.virtual_memory().available)
 
 
-def _all_bytes(device: torch.device | int) -> int:
+def all_bytes(device: torch.device | int) -> int:
+    """All the memory that a device of this machine has; of one that is not here it is given."""
     if isinstance(device, int):
         return device
     if device.type == "cuda":

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from shoal.errors import InputError
-from shoal.lowlevel.extension import compiled
+from shoal.lowlevel.extension import loaded
 
 VARIABLE = "SHOAL_CPU_ALLOCATOR"
 CACHING, TORCH = "caching", "torch"
@@ -107,7 +107,7 @@ def _obstacle() -> str:
     if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
         return "the address space of the process is limited (ulimit -v)"
     try:
-        compiled(_SOURCE, "the caching allocator of the CPU")
+        loaded(_SOURCE, "the caching allocator of the CPU")
     except InputError as error:
         return str(error)
     return ""
@@ -119,6 +119,6 @@ def _library() -> ctypes.CDLL | None:
     if obstacle:
         log.info("tensors on the CPU keep torch's allocator: %s", obstacle)
         return None
-    library = ctypes.CDLL(str(compiled(_SOURCE, "the caching allocator of the CPU")))
+    library = loaded(_SOURCE, "the caching allocator of the CPU")
     library.cpu_allocator_install.restype = ctypes.c_bool
     return library

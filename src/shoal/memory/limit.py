@@ -24,7 +24,7 @@ from shoal.core.sizes import parse_bytes
 from shoal.errors import InputError
 from shoal.lowlevel import cuda_calls
 from shoal.lowlevel.cuda_allocator import blocks_in_use
-from shoal.lowlevel.extension import compiled
+from shoal.lowlevel.extension import loaded
 from shoal.memory.cpu_allocator import use_caching
 
 _SOURCE = Path(__file__).with_name("limit.cpp")
@@ -313,7 +313,7 @@ class _CpuMemory:
     """The counting allocator of `limit.cpp`."""
 
     def __init__(self) -> None:
-        library = ctypes.CDLL(str(compiled(_SOURCE, "a memory limit on the CPU")))
+        library = loaded(_SOURCE, "a memory limit on the CPU")
         library.limit_is_fresh.argtypes = [ctypes.c_void_p]
         for name in ("limit_live", "limit_peak", "limit_fresh_peak"):
             getattr(library, name).restype = ctypes.c_int64

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -99,6 +101,9 @@ class StepMeter:
         self._there: set[int] = set()
         self._passing: tuple[WeakStorage, ...] = ()
         self._passing_bytes = 0
+        self._changes: list[int] = []  # of the part that is recorded, up to the last watched storage that was freed
+        self._released_bytes = 0  # of that storage
+        self._watched: list[weakref.ref[torch.UntypedStorage]] = []
         self._part: Part = "forward"
         self._peaks: dict[Part, int] = {}
         self._before_backward_bytes = self._reserved_bytes = 0
@@ -202,8 +207,8 @@ class StepMeter:
     def abandon(self) -> None:
         """Discard a step that did not end."""
         if self._recording:
-            allocations.stop()
-        self._recording = self._running = False
+            self._stop_recording()
+        self._running = False
         self._counter = None
         self._passing = ()
         self._entered.close()
@@ -215,8 +220,10 @@ class StepMeter:
             self._close_part()
             self._count_what_was_there(self._counter, resident)
         else:
+            resident = list(resident)
             self._before_bytes = distinct_bytes(resident)
             self._record()
+            self._watch(resident)
         self._passing_bytes = self._passing_now_bytes()
         self._part = part
 
@@ -232,10 +239,39 @@ class StepMeter:
         allocations.start()
         self._recording = True
 
+    def _stop_recording(self) -> list[int]:
+        """The changes since the part began."""
+        self._changes += self._with_released(allocations.stop())
+        changes, self._changes, self._watched, self._recording = self._changes, [], [], False
+        return changes
+
+    def _watch(self, resident: Iterable[torch.Tensor]) -> None:
+        """Note when storages are freed: the profiler does not know those that were allocated between two parts, such as
+        the gradients of results, and would count them to the end."""
+        thread = threading.get_ident()
+        storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in resident if t.device == self.device}
+
+        def watched(storage: torch.UntypedStorage) -> weakref.ref[torch.UntypedStorage]:
+            nbytes = storage.nbytes()
+
+            def freed(_: object) -> None:
+                if self._recording and threading.get_ident() == thread:
+                    self._changes += self._with_released(allocations.stop())
+                    self._released_bytes = nbytes
+                    allocations.start()
+
+            return weakref.ref(storage, freed)
+
+        self._watched = [watched(each) for key, each in storages.items() if key not in self._there and each.nbytes()]
+
+    def _with_released(self, changes: list[int]) -> list[int]:
+        """The changes since a watched storage was freed, and that: where the profiler knows it, it comes first."""
+        released_bytes, self._released_bytes = self._released_bytes, 0
+        return [-released_bytes, *changes] if released_bytes and changes[:1] != [-released_bytes] else changes
+
     def _close_part(self) -> None:
         if self._counter is None:
-            self._recording = False
-            peak_bytes = allocations.peak_bytes(allocations.stop())
+            peak_bytes = allocations.peak_bytes(self._stop_recording())
         elif self.device.type == "cuda":
             peak_bytes = self._counter.peak_bytes - self._others_bytes
             self._reserved_bytes = max(self._reserved_bytes, self._counter.reserved_peak_bytes)

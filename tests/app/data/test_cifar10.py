@@ -107,6 +107,10 @@ def test_the_archive_is_decoded_once_and_again_if_the_copy_is_damaged(
         kept.write_bytes(damage)
         decoded.clear()
         assert np.array_equal(pixels(), first) and len(decoded) == 1
+    for make in (Path.mkdir, os.mkfifo):
+        kept.rmdir() if kept.is_dir() else kept.unlink()
+        make(kept)
+        assert np.array_equal(pixels(), first)
     archive(tmp_path, members() | {"train/cat/0000.jpg": jpeg(250)})
     assert not np.array_equal(pixels(), first)
 
@@ -155,6 +159,7 @@ def test_a_truncated_archive(tmp_path: Path, share: float) -> None:
         ({"train/wolf/0000.jpg": jpeg(1)}, "train/wolf/0000.jpg is in no known class folder; expected train or test"),
         ({"dev/cat/0000.jpg": jpeg(1)}, "dev/cat/0000.jpg is in no known class folder"),
         ({"train/cat/0001.jpg": b"not an image"}, "train/cat/0001.jpg cannot be decoded"),
+        ({"train/cat/0001.jpg": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 32 32\n"}, "0001.jpg cannot be decoded"),
         ({"train/cat/0001.jpg": jpeg(1)[:300]}, "train/cat/0001.jpg cannot be decoded"),
         ({"train/cat/0001.jpg": jpeg(1, side=16)}, r"shape \(16, 16, 3\), expected \(32, 32, 3\)"),
         ({"test/cat/0001.jpg": jpeg(1)}, "split 'test' has 11 images, expected 10"),

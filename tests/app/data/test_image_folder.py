@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import EpsImagePlugin, Image
 
 import shoal.app.data
-from shoal.app.data.image_folder import Files
+from shoal.app.data.image_folder import DECODERS, Files
 from shoal.errors import InputError
 from tests.engine.compile.wrong_values import in_one_short_line
 
@@ -84,6 +84,42 @@ def test_an_image_that_cannot_be_decoded_is_named_in_one_line(tmp_path: Path, wo
         list(data.train)
         list(data.test)
     assert "\n" not in str(caught.value) and str(caught.value).startswith("cannot decode")
+
+
+POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n"
+
+
+@pytest.mark.parametrize("suffix", sorted(DECODERS))
+def test_no_program_is_started_to_decode_a_file(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[object] = []
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *given, **named: started.append(given))
+    path = tmp_path / f"image{suffix}"
+    path.write_bytes(POSTSCRIPT)
+    with pytest.raises(InputError, match="cannot decode the image"):
+        Files((path,), (0,), 8).read(0)
+    assert not started
+
+
+@pytest.mark.parametrize("decoder", ["PCX", "TGA", "ICO", "SGI", "EPS"])
+def test_only_the_decoders_of_the_listed_suffixes_are_used(tmp_path: Path, decoder: str) -> None:
+    path = tmp_path / "image.png"
+    Image.new("RGB", (16, 16)).save(path, decoder)
+    with pytest.raises(InputError, match="cannot decode the image"):
+        Files((path,), (0,), 8).read(0)
+
+
+@pytest.mark.parametrize("suffix", sorted(DECODERS))
+def test_every_listed_suffix_is_decoded(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"image{suffix.upper()}"
+    Image.new("RGB", (16, 16), (200, 200, 200)).save(path, DECODERS[suffix])
+    pixels, _ = Files((path,), (0,), 8).read(0)
+    assert pixels.shape == (3, 8, 8) and (pixels > 190).all()
+
+
+def test_a_png_named_jpeg_is_read_as_imagenet_has_one(tmp_path: Path) -> None:
+    path = tmp_path / "n02105855_2933.JPEG"
+    Image.new("RGB", (16, 16), (200, 200, 200)).save(path, "PNG")
+    assert (Files((path,), (0,), 8).read(0)[0] == 200).all()
 
 
 def broken(tmp_path: Path, fault: str) -> dict[str, object]:

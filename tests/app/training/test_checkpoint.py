@@ -198,3 +198,90 @@ def test_a_part_of_the_wrong_kind_is_reported_in_one_line(path: Path, key: str) 
         with pytest.raises(InputError) as caught:
             parts.load(path)
         assert str(path) in str(caught.value) and in_one_short_line(caught.value)
+
+
+def _group(**changed: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda state: state["optimizer"]["param_groups"][0].update(changed)
+
+
+def _slot(name: str, change: Callable[[torch.Tensor], object], key: int = 0) -> Callable[[dict[str, Any]], object]:
+    def damage(state: dict[str, Any]) -> None:
+        slots = state["optimizer"]["state"][key]
+        slots[name] = change(slots[name])
+
+    return damage
+
+
+# What to do to the state of AdamW and of the model, and what the error names.
+FAULTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "weight decay": (_group(weight_decay=-50.0), "weight_decay=-50.0 there and 0.01 here"),
+    "betas": (_group(betas=(0.1, 0.2)), "betas"),
+    "maximize": (_group(maximize=True), "maximize=True there and False here"),
+    "not a number": (_group(eps=float("nan")), "eps=nan"),
+    "unknown setting": (_group(nesterov=True), "nesterov=True"),
+    "two groups": (lambda state: state["optimizer"]["param_groups"].append({"params": []}), "2 groups"),
+    "no group": (lambda state: state["optimizer"]["param_groups"].clear(), "0 groups"),
+    "fewer parameters": (lambda state: state["optimizer"]["param_groups"][0]["params"].pop(), "other parameters"),
+    "unknown parameter": (lambda state: state["optimizer"]["state"].update({9: {}}), "unknown parameter '9'"),
+    "no state": (lambda state: state["optimizer"]["state"].pop(1), "parameter 1 with no"),
+    "missing slot": (lambda state: state["optimizer"]["state"][0].pop("exp_avg"), "parameter 0 with no 'exp_avg'"),
+    "unknown slot": (lambda state: state["optimizer"]["state"][0].update(z=1), "an unknown 'z'"),
+    "shape": (
+        _slot("exp_avg", lambda value: value[:2]),
+        r"exp_avg of parameter 0 of shape \(2, 4\), expected \(3, 4\)",
+    ),
+    "one row": (_slot("exp_avg_sq", lambda value: value[:1]), "exp_avg_sq of parameter 0 of shape"),
+    "complex": (_slot("exp_avg", lambda value: value + 0j), "exp_avg of parameter 0 of complex64, expected float32"),
+    "dtype": (_slot("exp_avg", torch.Tensor.double), "of float64, expected float32"),
+    "integers": (_slot("exp_avg", torch.Tensor.int), "of int32, expected float32"),
+    "no tensor": (_slot("exp_avg", lambda value: 0.5), "expected a tensor"),
+    "not finite": (_slot("exp_avg", lambda value: value / 0), "not finite"),
+    "step": (_slot("step", lambda value: value * float("nan")), "step of parameter 0"),
+    "steps": (_slot("step", lambda value: torch.ones(3)), "step of parameter 0"),
+    "weight": (
+        lambda state: state["model"]["0.weight"].fill_(float("inf")),
+        "0.weight with numbers that are not finite",
+    ),
+    "complex weight": (
+        lambda state: state["model"].update({"0.weight": torch.zeros(3, 4, dtype=torch.complex64)}),
+        "0.weight of complex64",
+    ),
+    "scale": (lambda state: state["scaler"].update(scale=float("nan")), "scale=nan"),
+    "growth": (lambda state: state["scaler"].update(growth_factor=50.0), "growth_factor=50.0"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_state_that_is_not_this_runs_is_refused_in_one_line_and_nothing_is_loaded(path: Path, fault: str) -> None:
+    trained, damage = Parts(seed=0), FAULTS[fault]
+    trained.step()
+    trained.save(path, Position(0, 1, 1.0, 1, 1, [1.0], []))
+    whole = torch.load(path, weights_only=True)
+    damage[0](whole)
+    torch.save(whole, path)
+    other = Parts(seed=1)
+    before = [parameter.clone() for parameter in other.model.parameters()]
+    with pytest.raises(InputError, match=damage[1]) as caught:
+        other.load(path)
+    assert str(path) in str(caught.value) and in_one_short_line(caught.value)
+    assert len(str(caught.value)) - len(str(path)) <= 160
+    assert all(map(torch.equal, before, other.model.parameters())) and not other.optimizer.state
+
+
+def test_a_setting_that_an_older_file_lacks_is_that_of_this_run(path: Path) -> None:
+    trained = Parts(seed=0)
+    trained.step()
+    trained.save(path, Position(0, 1, 1.0, 1, 1, [1.0], []))
+    whole = torch.load(path, weights_only=True)
+    for name in ("weight_decay", "decoupled_weight_decay", "eps"):
+        whole["optimizer"]["param_groups"][0].pop(name)
+    torch.save(whole, path)
+    expected, other = trained.step(), Parts(seed=1)
+    other.load(path)
+    assert torch.equal(expected, other.step())
+    assert all(map(torch.equal, trained.model.parameters(), other.model.parameters()))
+
+
+def test_a_scaler_that_has_left_out_every_step_so_far_leaves_no_state_and_resumes(path: Path) -> None:
+    Parts(seed=0).save(path, Position(0, 1, 1.0, 1, 1, [1.0], []))
+    assert Parts(seed=1).load(path).step == 1

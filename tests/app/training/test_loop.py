@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import signal
@@ -148,6 +149,31 @@ def test_a_split_run_knows_its_patches_and_an_image(tiny: Options) -> None:
     assert [len(spans) for spans in outcome.patches.cores] == [2, 1]
     assert outcome.image.startswith("data:image/png;base64,")
     assert run(tiny()).patches is None
+
+
+@pytest.mark.parametrize("planner", ["none", "joint"])
+def test_a_loss_that_is_not_finite_stops_the_run_and_the_last_checkpoint_stays(
+    tiny: Options, monkeypatch: pytest.MonkeyPatch, planner: str
+) -> None:
+    options = tiny(planner=planner, budget_bytes=ROOMY)
+    run(options, stop_after=1)
+    before = (options.out / "checkpoint.pt").read_bytes()
+    monkeypatch.setattr(loop, "learning_rate", lambda highest, step, steps: 1e30)
+    outcome = run(replace(options, resume=True))
+    assert not math.isfinite(outcome.losses[-1]) and all(map(math.isfinite, outcome.losses[:-1]))
+    assert outcome.diverged and len(outcome.losses) < 6 and not outcome.signal
+    assert (options.out / "checkpoint.pt").read_bytes() == before
+
+
+def test_weights_that_are_not_finite_are_not_saved_though_every_loss_was(
+    tiny: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rate = loop.learning_rate
+    monkeypatch.setattr(loop, "learning_rate", lambda *at: math.nan if at[1] == at[2] - 1 else rate(*at))
+    outcome = run(tiny())
+    assert all(map(math.isfinite, outcome.losses)) and len(outcome.losses) == 6
+    assert outcome.diverged and len(outcome.accuracies) == 1
+    assert all(bool(value.isfinite().all()) for value in weights(outcome).values())
 
 
 def test_a_finished_run_has_nothing_left_to_do(tiny: Options) -> None:

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from shoal.errors import InputError
+from shoal.errors import InputError, brief
 
 DRAWN_ELEMS = 1 << 20
+_MOST_ELEMS = 1 << 45  # float32 numbers that a process can address
 # normal and uniform are those of Dettmers 2016, table 1; relu is what a convolution reads.
 DISTRIBUTIONS: dict[str, Callable[[int, torch.Generator], torch.Tensor]] = {
     "normal": lambda elems, generator: torch.randn(elems, generator=generator),
@@ -34,8 +35,8 @@ def drawn(distribution: str, elems: int, seed: int = 0) -> torch.Tensor:
     """
     if distribution not in DISTRIBUTIONS:
         raise InputError(f"unknown distribution {distribution!r}: choose one of {', '.join(DISTRIBUTIONS)}")
-    if elems < 1:
-        raise InputError(f"elements={elems}: it must be at least 1")
+    if not 1 <= elems <= _MOST_ELEMS:
+        raise InputError(f"elements={brief(elems)}: it must be at least 1 and at most 2**45")
     return DISTRIBUTIONS[distribution](elems, torch.Generator().manual_seed(seed))
 
 
@@ -60,7 +61,7 @@ def read(path: str | Path, elems: int | None = None) -> torch.Tensor:
         raise InputError(f"cannot read {path}: {error.strerror or error}; give a file of numbers") from error
     if values.numel() == 0:
         raise InputError(f"{path} is empty; give a file of numbers")
-    return values.flatten()[:elems].float().contiguous()
+    return values.flatten()[: min(elems or values.numel(), values.numel())].float().contiguous()
 
 
 def _read_npy(path: Path) -> torch.Tensor:

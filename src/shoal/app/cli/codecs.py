@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from json import dumps
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +11,7 @@ import typer
 import shoal.codecs
 from shoal.app.cli import codec_samples, codec_trial
 from shoal.app.cli.console import app, errors_reported, output
+from shoal.core.files import json_text
 from shoal.cost.measurement_cache import device_of
 from shoal.errors import InputError
 from shoal.lowlevel import cuda_calls
@@ -51,6 +51,6 @@ def codecs(
         if json:
             rows = [each.to_json() for each in tried]
             where = {"source": name, "elements": values.numel(), "device": device, "threads": torch.get_num_threads()}
-            typer.echo(dumps({**where, "codecs": rows}, indent=1))
+            typer.echo(json_text({**where, "codecs": rows}))
         else:
             output().print(codec_trial.columns(tried, f"{name}: {values.numel():,} float32 on {device}"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -14,6 +15,7 @@ from shoal.errors import InputError, ShoalError
 
 WRONG = 2
 OUT_OF_MEMORY = 3
+DIVERGED = 4
 INTERRUPTED = 130
 
 app = typer.Typer(
@@ -44,7 +46,10 @@ def search_shown(name: str) -> Iterator[Callable[[str], object]]:
 
 @contextmanager
 def errors_reported(*, quiet: bool = False) -> Iterator[None]:
-    """A user's mistake is one line on stderr and exit code 2. `quiet` where another process reports the same."""
+    """A user's mistake is one line on stderr and exit code 2; so is memory that ran out, and code 3.
+
+    `quiet` where another process reports the same.
+    """
     try:
         yield
     except ShoalError as error:
@@ -55,6 +60,18 @@ def errors_reported(*, quiet: bool = False) -> Iterator[None]:
         if not quiet:
             report_error("interrupted at once; what was done since the last checkpoint is lost")
         raise typer.Exit(INTERRUPTED) from None
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        if not quiet:
+            reason = " ".join(str(error).split())[:100] or type(error).__name__
+            report_error(f"out of memory ({reason}); give a smaller batch or image")
+        raise typer.Exit(OUT_OF_MEMORY) from None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out; torch's allocator of the CPU has no class of its own for that."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error)
 
 
 def report_error(message: str) -> None:

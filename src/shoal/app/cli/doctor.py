@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from contextlib import redirect_stdout
-from json import dumps
 from typing import Annotated
 
 import typer
@@ -13,6 +12,7 @@ from shoal.app.cli import flags
 from shoal.app.cli.console import WRONG, app, errors_reported, search_shown
 from shoal.app.doctor.findings import as_json, as_lines
 from shoal.app.doctor.subject import load_subject
+from shoal.core.files import json_text
 from shoal.cost.measurement_cache import device_of
 
 
@@ -52,6 +52,6 @@ def doctor(
         with redirect_stdout(sys.stderr), search_shown("doctor") as doing:  # a model may print
             subject = load_subject(where, example or (), device)
             found = examine(subject, budget, optimizer=named, allow=allow, doing=doing)
-        typer.echo(dumps(as_json(found), indent=1) if json else "\n".join(as_lines(found)))
+        typer.echo(json_text(as_json(found)) if json else "\n".join(as_lines(found)))
         if not found.fits_planned:
             raise typer.Exit(WRONG)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from json import dumps
 from typing import Annotated
 
 import typer
 
 from shoal.app.cli.console import app, errors_reported
 from shoal.app.environment import as_text, environment
+from shoal.core.files import json_text
 
 
 @app.command()
@@ -18,4 +18,4 @@ def env(
     """Show versions, devices, kernels, cache and settings, to paste into an issue."""
     with errors_reported():
         found = environment()
-        typer.echo(dumps(found, indent=1) if json else as_text(found))
+        typer.echo(json_text(found) if json else as_text(found))

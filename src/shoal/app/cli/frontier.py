@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from json import dumps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,8 +14,10 @@ import shoal.app.models
 from shoal.app.cli import flags
 from shoal.app.cli.console import app, errors_reported, output, search_shown
 from shoal.app.training.batch_norm_form import in_form
+from shoal.app.training.prepare import check_in_memory
 from shoal.app.training.results import check_writable
 from shoal.core import presets
+from shoal.core.files import json_text
 from shoal.errors import InputError
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ def frontier(
         target = None if hardware is None else presets.get(hardware)
         n_images = _images(batch, budget)
         shape = shoal.app.models.example_shape(model, 1 if n_images is None else n_images, image)
+        if target is None:
+            check_in_memory(shape, torch.device("cpu"))
         if out is not None:
             check_writable(out)
         with torch.device("cpu" if target is None else "meta"):
@@ -80,7 +83,7 @@ def frontier(
                 trying=trying,
             )
         if json:
-            typer.echo(dumps(made.to_json(), indent=1))
+            typer.echo(json_text(made.to_json()))
         else:
             output().print(made.table())
         if out is not None:

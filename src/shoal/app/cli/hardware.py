@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from json import dumps
 from typing import Annotated
 
 import typer
 
 from shoal.app.cli.console import app, errors_reported, output
 from shoal.core import presets
+from shoal.core.files import json_text
 from shoal.cost.measure import measure
 from shoal.cost.measure_links import measure_links
 from shoal.lowlevel import cuda_calls
@@ -31,7 +31,7 @@ def hardware(
         here, *elsewhere = machines = [measure(device), *map(presets.get, presets.names())]
         if json:
             measured = {**asdict(here), "links": [asdict(link) for link in links]}
-            typer.echo(dumps([measured, *map(asdict, elsewhere)], indent=1))
+            typer.echo(json_text([measured, *map(asdict, elsewhere)]))
         else:
             console = output()
             console.print(presets.table(machines))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from json import dumps
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,8 +15,10 @@ from shoal import Plan
 from shoal.app.cli import flags
 from shoal.app.cli.console import app, errors_reported, patch_grid, search_shown
 from shoal.app.training.batch_norm_form import described, in_form
+from shoal.app.training.prepare import check_in_memory
 from shoal.app.training.results import check_writable, save_plan
 from shoal.core import presets
+from shoal.core.files import json_text
 from shoal.core.hardware import Hardware
 from shoal.errors import BudgetError, InputError
 from shoal.memory.budget import budget_bytes
@@ -61,6 +62,8 @@ def plan(
         target = None if hardware is None else presets.get(hardware)
         within_bytes = _budget_bytes(budget, target)
         shape = shoal.app.models.example_shape(model, batch, image)
+        if target is None:
+            check_in_memory(shape, torch.device("cpu"))
         if out is not None:
             check_writable(out)
         with torch.device("cpu" if target is None else "meta"):
@@ -126,7 +129,7 @@ def plan(
             if not json:
                 typer.echo(f"largest patch   {found}")
         if json:
-            typer.echo(dumps(figures, indent=1))
+            typer.echo(json_text(figures))
         if failure is not None:
             raise failure
 

@@ -7,13 +7,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
 
 import shoal.app.models
 from shoal.app.cli import flags
-from shoal.app.cli.console import OUT_OF_MEMORY, WRONG, app, errors_reported, patch_grid, report_error
+from shoal.app.cli.console import (
+    DIVERGED,
+    OUT_OF_MEMORY,
+    WRONG,
+    app,
+    errors_reported,
+    is_out_of_memory,
+    patch_grid,
+    report_error,
+)
 from shoal.app.training.display import Display, outcome_table
 from shoal.app.training.options import TrainOptions
 from shoal.app.training.prepare import device as device_called
@@ -107,7 +115,8 @@ def train(
 
     With --enforce and --planner none, plain PyTorch has the same memory limit: it should run out of memory, with exit
     code 3. Wrong arguments end with exit code 2. Ctrl-C finishes the step, writes a checkpoint and ends with exit
-    code 130; --resume then continues bit for bit.
+    code 130; --resume then continues bit for bit. If a loss, or a weight that is to be saved, is not finite, training
+    stops with exit code 4 and the last checkpoint stays as it is.
 
     Under torchrun every rank trains on its share of each batch, inside a budget of its own. Rank 0 shows the run and
     writes its files; a signal to one rank ends all after the same step, and an error on one names its rank.
@@ -166,7 +175,9 @@ def train(
 def _train(options: TrainOptions, json: Path | None, ranks: Ranks) -> int:
     try:
         return _train_and_show(replace(options, ranks=ranks.several), json, ranks)
-    except torch.OutOfMemoryError as error:
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
         code, message = OUT_OF_MEMORY, _out_of_memory(options, str(error))
     except ShoalError as error:
         if ranks.count == 1:
@@ -193,16 +204,23 @@ def _train_and_show(options: TrainOptions, json: Path | None, ranks: Ranks) -> i
             page = save_results(options, outcome, json)
             if page is not None:
                 console.print(f"report      {page}", highlight=False, soft_wrap=True)
-            console.print(f"checkpoint  {outcome.checkpoint}", highlight=False, soft_wrap=True)
+            if outcome.checkpoint.is_file():
+                console.print(f"checkpoint  {outcome.checkpoint}", highlight=False, soft_wrap=True)
+            if outcome.diverged:
+                report_error(
+                    f"training stopped: {outcome.diverged}; give a lower --lr than {options.lr:g}, or check the data"
+                )
             if outcome.signal:
                 report_error(
                     f"interrupted; {outcome.checkpoint} holds the run: the same command with --resume continues it"
                 )
+    if outcome.diverged:
+        return DIVERGED
     return 128 + outcome.signal if outcome.signal else 0
 
 
 def _out_of_memory(options: TrainOptions, reason: str) -> str:
-    reason = reason.strip().splitlines()[0].removeprefix("out of memory: ")
+    reason = (reason.strip() or "no more can be allocated").splitlines()[0].removeprefix("out of memory: ")
     who = "plain PyTorch" if options.planner == "none" else f"the plan of {options.planner}"
     where = (
         f"a memory limit of {format_bytes(options.budget_bytes)}"

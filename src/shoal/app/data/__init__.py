@@ -21,7 +21,7 @@ from shoal.app.data.image_folder import open_image_folder
 from shoal.app.data.loaders import Data, load
 from shoal.app.data.source import Source
 from shoal.app.data.synthetic import open_synthetic
-from shoal.errors import InputError
+from shoal.errors import InputError, brief
 
 __all__ = ["Data", "names", "open"]
 
@@ -80,6 +80,8 @@ def open(
             continue
         if isinstance(number, bool) or not isinstance(number, int) or number < lowest:
             raise InputError(f"{what}={number!r}: expected an int from {lowest}")
+    if seed >= 2**63:
+        raise InputError(f"seed={brief(seed)}: expected an int below 2**63")
     if not 0 <= rank < ranks <= batch:
         raise InputError(
             f"rank={rank}, ranks={ranks}, batch={batch}: expected a rank below ranks, and a sample for each"

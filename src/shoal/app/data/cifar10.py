@@ -83,6 +83,8 @@ def read_cached(archive: Path) -> Arrays:
     packed = _read_bytes(archive)
     kept = cache_dir() / f"cifar10-{hashlib.sha256(packed).hexdigest()[:16]}.npz"
     try:
+        if kept.exists() and not kept.is_file():
+            raise IsADirectoryError(kept)
         with kept.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             arrays = {split: (file[f"{split}_pixels"], file[f"{split}_labels"]) for split in SAMPLES}
     except FileNotFoundError:
@@ -97,7 +99,10 @@ def read_cached(archive: Path) -> Arrays:
     columns: dict[str, NDArray[Any]] = {}
     for split, (pixels, labels) in arrays.items():
         columns |= {f"{split}_pixels": pixels, f"{split}_labels": labels}
-    write_atomically(kept, lambda file: np.savez(file, **columns))  # type: ignore[arg-type]  # its stub has allow_pickle first
+    try:
+        write_atomically(kept, lambda file: np.savez(file, **columns))  # type: ignore[arg-type]  # its stub has allow_pickle first
+    except InputError as error:  # of no cache: the next run decodes it again
+        _log.warning("%s", error)
     return arrays
 
 
@@ -226,7 +231,7 @@ def _read_bytes(path: Path) -> bytes:
 
 def _decode(content: bytes, where: str) -> NDArray[np.uint8]:
     try:
-        with Image.open(io.BytesIO(content)) as image:
+        with Image.open(io.BytesIO(content), formats=("JPEG",)) as image:
             width, height = image.size
             pixels = np.asarray(image.convert("RGB")) if width == height == 32 else None
     except Exception as error:  # a damaged image may raise anything

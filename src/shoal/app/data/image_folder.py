@@ -14,7 +14,20 @@ from shoal.app.data.pixels import channels_first, resize_and_crop
 from shoal.app.data.source import Source
 from shoal.errors import InputError
 
-SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"})
+# Each suffix and Pillow's decoder of it. A file may have the content of another one of these, as one of ImageNet's
+# has, a PNG named .JPEG. Pillow's own choice, by content, is among forty decoders, and PostScript's runs the file as a
+# program.
+DECODERS = {
+    ".bmp": "BMP",
+    ".gif": "GIF",
+    ".jpeg": "JPEG",
+    ".jpg": "JPEG",
+    ".png": "PNG",
+    ".ppm": "PPM",
+    ".tif": "TIFF",
+    ".tiff": "TIFF",
+    ".webp": "WEBP",
+}
 # ImageNet's, in 0 to 255: what torchvision's checkpoints expect.
 MEAN = (123.675, 116.28, 103.53)
 DEVIATION = (58.395, 57.12, 57.375)
@@ -46,7 +59,7 @@ class Files:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("error", Image.DecompressionBombWarning)  # a small file may hold gigabytes
-                with Image.open(path) as image:
+                with Image.open(path, formats=[*DECODERS.values()]) as image:
                     pixels = resize_and_crop(image, self.side)
         except (Image.DecompressionBombWarning, Image.DecompressionBombError) as error:
             most = Image.MAX_IMAGE_PIXELS or 0
@@ -110,9 +123,9 @@ def _list(folder: Path, side: int, expected: tuple[str, ...] | None = None) -> t
     paths: list[Path] = []
     labels: list[int] = []
     for label, entry in enumerate(found):
-        images = sorted(path for path in entry.rglob("*") if path.suffix.lower() in SUFFIXES and path.is_file())
+        images = sorted(path for path in entry.rglob("*") if path.suffix.lower() in DECODERS and path.is_file())
         if not images:
-            raise InputError(f"class folder {entry} has no images ({', '.join(sorted(SUFFIXES))}); fill or remove it")
+            raise InputError(f"class folder {entry} has no images ({', '.join(sorted(DECODERS))}); fill or remove it")
         paths += images
         labels += [label] * len(images)
     return names, Files(tuple(paths), tuple(labels), side)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -119,12 +120,14 @@ def tensor_of(text: str) -> torch.Tensor:
     sizes, _, kind = text.partition(":")
     dtype = getattr(torch, kind or "float32", None)
     numbers = sizes.lower().split("x")
-    if not isinstance(dtype, torch.dtype) or not all(n.isdecimal() and int(n) for n in numbers):
+    if not isinstance(dtype, torch.dtype) or not all(n.isdecimal() and len(n) < 20 and int(n) for n in numbers):
         raise InputError(
-            f"--example {text}: expected sizes with an x in between, and a dtype behind a colon where it is not "
+            f"--example {text[:60]}: expected sizes with an x in between, and a dtype behind a colon where it is not "
             "float32, such as 8x3x224x224 or 8x128:int64"
         )
     shape = tuple(map(int, numbers))
+    if dtype.itemsize * math.prod(shape) > 2**47:  # what x86-64 and AArch64 leave a process
+        raise InputError(f"--example {text[:60]}: no process can address so many bytes; give smaller sizes")
     if not dtype.is_floating_point:
         return torch.zeros(shape, dtype=dtype)
     return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)

@@ -10,6 +10,7 @@ Imports `shoal.errors` only.
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -24,9 +25,11 @@ from shoal.app.models.mobilenet import MobileNetV2
 from shoal.app.models.resnet import BasicBlock, Bottleneck, ResNet
 from shoal.app.models.unet import UNet, check_spatial
 from shoal.app.models.vgg import VGG
-from shoal.errors import InputError
+from shoal.errors import InputError, brief
 
 __all__ = ["build", "example_shape", "names"]
+
+_ADDRESSABLE_BYTES = 2**47  # what x86-64 and AArch64 leave a process with pages of four levels
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,8 @@ def example_shape(name: str, batch: int, image: int, *, in_channels: int = 3) ->
         in_channels: as given to `build`.
 
     Raises:
-        InputError: no such network, a number is not positive, or the network cannot take that side.
+        InputError: no such network, a number is not positive, the batch is larger than memory can ever be, or the
+            network cannot take that side.
 
     >>> example_shape("unet3d", 2, 64)
     (2, 3, 64, 64, 64)
@@ -110,6 +114,8 @@ def example_shape(name: str, batch: int, image: int, *, in_channels: int = 3) ->
     network = _network(name)
     _check_positive(batch=batch, image=image, in_channels=in_channels)
     spatial = (image,) * network.dims
+    if 4 * math.prod((batch, in_channels, *spatial)) > _ADDRESSABLE_BYTES:
+        raise InputError(f"batch={brief(batch)}, image={brief(image)}: no process can address so many bytes; give less")
     check_spatial(spatial, network.levels)
     return (batch, in_channels, *spatial)
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from shoal.app.training.ranks import Ranks
+from shoal.app.training.saved_state import fault_of_optimizer, fault_of_scaler, fault_of_weights, with_settings
 from shoal.app.training.strategy import Strategy
 from shoal.core.files import write_atomically
 from shoal.core.records import read_record
@@ -112,7 +113,8 @@ def load(
         ranks: which of them this is; None: the only one.
 
     Raises:
-        InputError: the file is missing, damaged or no checkpoint, or another run's.
+        InputError: the file is missing, damaged or no checkpoint, or another run's, by its arguments or the settings of
+            its optimizer; or a state in it is of no parameter here, of another shape or type, or not finite.
     """
     if not path.is_file():
         raise InputError(f"there is no checkpoint {path} to resume from; run without --resume, or give the run's --out")
@@ -128,7 +130,10 @@ def load(
         raise InputError(f"{path} belongs to another run ({'; '.join(differing)}); resume with the same arguments")
     try:
         own = state["ranks"][ranks.rank if ranks else 0]
-        strategy.load_state(state)
+        position = _position(state["position"])
+        if fault := _fault(state, strategy, scaler, position):
+            raise InputError(f"{path} {fault}; run without --resume to start again")
+        strategy.load_state({**state, "optimizer": with_settings(state["optimizer"], strategy.optimizer)})
         strategy.load_own_state(own["travel"])
         scaler.load_state_dict(state["scaler"])
         status = _status(strategy.network)
@@ -137,13 +142,23 @@ def load(
         status.variants.update({inputs: read_record(Variant, fields, "variant") for inputs, fields in variants.items()})
         torch.set_rng_state(own["generator"])
         cuda_calls.set_generator_states(own["cuda_generators"])
-        return _position(state["position"])
+        return position
     except (ShoalError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # a state of any kind may lie in a sound file
         raise InputError(
             f"{path} does not fit this model ({_first_line(error)}); run without --resume to start again"
         ) from error
+
+
+def _fault(state: Mapping[str, Any], strategy: Strategy, scaler: torch.amp.GradScaler, position: Position) -> str:
+    """Why the state is not loaded; "" if it can be. A step that a scaler leaves out leaves no state of an optimizer."""
+    stepped = bool(position.losses) and (not scaler.is_enabled() or bool(state["optimizer"]["state"]))
+    return (
+        fault_of_weights(state["model"], strategy.network.state_dict())
+        or fault_of_optimizer(state["optimizer"], strategy.optimizer, strategy.groups(), stepped=stepped)
+        or fault_of_scaler(state["scaler"], scaler)
+    )
 
 
 def _status(model: torch.nn.Module) -> Status:

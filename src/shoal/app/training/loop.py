@@ -8,6 +8,7 @@ and dropout alone see a rank's share.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 import warnings
@@ -52,7 +53,7 @@ class Watcher(Protocol):
 
 
 def train(options: TrainOptions, watcher: Watcher, ranks: Ranks | None = None) -> Outcome:
-    """Train as asked, from the beginning or from the checkpoint in `options.out`.
+    """Train as asked, from the beginning or from the checkpoint in `options.out`, until a loss is not finite.
 
     SIGINT and SIGTERM end the run after the step that runs, with a checkpoint; a second one ends it at once. Where
     several ranks train, each calls this, a signal to one ends all after the same step, and rank 0 writes.
@@ -129,6 +130,7 @@ class _Run:
         self.reported_plan = False
         self.stop = Stop()
         self.stopped_by = 0
+        self.diverged = ""
 
     def resume(self) -> None:
         self.position = checkpoint.load(
@@ -151,9 +153,15 @@ class _Run:
                     continue  # what is left of the epoch is one image, which batch norm may refuse to train on
                 now = self._step(images, labels, steps)
                 del images, labels  # else they live on while the next batch is loaded
+                if not math.isfinite(at.losses[-1]):
+                    self.diverged = f"the loss of step {len(at.losses)} is {at.losses[-1]}"
+                    return  # the checkpoint of an earlier step stays
                 if self._asked_to_stop() and at.step < steps:
-                    self.save()
+                    if self._weights_are_finite():
+                        self.save()
                     return
+            if not self._weights_are_finite():
+                return
             accuracy = self._test()
             at.accuracies.append(accuracy)
             at.next_epoch()
@@ -161,6 +169,15 @@ class _Run:
             self.watcher.epoch_ended(now, accuracy)
             if self._asked_to_stop():
                 return
+
+    def _weights_are_finite(self) -> bool:
+        """Whether the last step left numbers to go on from; every rank calls it, and they agree."""
+        groups = self.strategy.optimizer.param_groups
+        own = [getattr(one, "to_local", lambda one=one: one)() for group in groups for one in group["params"]]
+        finite = all(bool(each.isfinite().all()) for each in own)
+        if not all(each for (each,) in self.ranks.all_gather([float(finite)])):
+            self.diverged = f"weights after step {len(self.position.losses)} are not finite"
+        return not self.diverged
 
     def _asked_to_stop(self) -> bool:
         if self.ranks.count == 1:  # else the ranks have agreed
@@ -303,6 +320,7 @@ class _Run:
             predicted_peak_bytes=getattr(state, "predicted_peak_bytes", None),
             checkpoint=self.checkpoint,
             signal=self.stopped_by if self.position.epoch < self.options.epochs else 0,
+            diverged=self.diverged,
             versions=versions(self.options),
             travel=self.strategy.explain(),
             traffic=None if (traffic := self.strategy.traffic) is None else traffic.to_json(),

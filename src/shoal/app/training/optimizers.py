@@ -36,6 +36,17 @@ def optimizer_of(
     raise InputError(f"unknown optimizer {name!r}: give one of {', '.join(NAMES)}")
 
 
+def state_names(optimizer: torch.optim.Optimizer) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What the optimizer keeps for a parameter after a step: tensors of the parameter's shape, and single numbers.
+
+    >>> state_names(optimizer_of("adamw", nn.Linear(2, 2)))
+    (('exp_avg', 'exp_avg_sq'), ('step',))
+    """
+    if isinstance(optimizer, torch.optim.AdamW):
+        return ("exp_avg", "exp_avg_sq"), ("step",)
+    return ("momentum_buffer",) if optimizer.defaults["momentum"] else (), ()
+
+
 def learning_rate(highest: float, step: int, steps: int) -> float:
     """A linear warm-up over the first tenth of all steps, then a cosine to zero. `step` counts from 0.
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.app.training.batch_norm_form import check_form
 from shoal.engine.options import CompileOptions, lossy_options
-from shoal.errors import InputError
+from shoal.errors import InputError, brief
 
 if TYPE_CHECKING:
     from shoal import Plan
@@ -21,6 +22,9 @@ KERNELS = ("auto", "eager", "compiled")
 WEIGHTS = ("host", "sharded")
 PRECISIONS_OF_WEIGHTS = ("8", "16", "24", "32", "bf16", "adaptive")
 PARALLEL = ("hybrid",)
+
+MAX_SEED = 2**63 - 1  # PyTorch's generators take 64 bits, of which ranks need room for seeds of their own
+_MOST_WORKERS = 8  # a core: PyTorch warns of more than one, and thousands leave no process for anything else
 
 # What may differ between a run and its continuation without a number changing.
 _FREE = {"budget_bytes", "planner", "enforce", "workers", "root", "out", "resume"}
@@ -120,6 +124,10 @@ class TrainOptions:
             number = getattr(self, name)
             if number is not None and number < minimum:
                 raise InputError(f"{name}={number}: it must be at least {minimum}")
+        if self.seed > MAX_SEED:
+            raise InputError(f"seed={brief(self.seed)}: it must be at most 2**63 - 1")
+        if self.workers > (most := _MOST_WORKERS * (os.cpu_count() or 1)):
+            raise InputError(f"workers={brief(self.workers)}: give at most {most}, {_MOST_WORKERS} for each core")
         for name in ("lr", "momentum", "weight_decay"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise InputError(f"{name}={getattr(self, name)}: it must be a finite number of at least 0")
@@ -240,6 +248,8 @@ class Outcome:
         planning_seconds, lower_bound_seconds, predicted_peak_bytes: of that plan.
         checkpoint: the file to resume from.
         signal: what stopped the run before its end, 0 for nothing.
+        diverged: what is not finite, the loss of which step or the weights after which, and stopped the run; "" for
+            nothing. The checkpoint is of an earlier step then.
         versions: torch, python, shoal, and the threads and seed the run had.
         patches: where the patches of a split network lie in its images.
         image: the first test image as an address that begins with "data:", to draw them over.
@@ -262,6 +272,7 @@ class Outcome:
     image: str = ""
     traffic: dict[str, Any] | None = None
     travel: str = ""
+    diverged: str = ""
 
     @property
     def test_accuracy(self) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import signal
 from contextlib import ExitStack
 from typing import Any
@@ -17,10 +18,12 @@ from shoal.app.data import Data
 from shoal.app.training.batch_norm_form import in_form
 from shoal.app.training.options import TrainOptions
 from shoal.app.training.ranks import Ranks
+from shoal.core.sizes import format_bytes
 from shoal.cost.measurement_cache import device_of
 from shoal.errors import InputError
 from shoal.kernels.memory_format import channels_last_format
 from shoal.lowlevel import cuda_calls
+from shoal.memory.budget import all_bytes
 from shoal.memory.limit import MemoryLimit, memory_limit
 from shoal.transforms.split.split import SplitModule
 
@@ -73,11 +76,26 @@ def open_data(options: TrainOptions, ranks: Ranks) -> Data:
     return data
 
 
+def check_in_memory(shape: tuple[int, ...], device: torch.device) -> None:
+    """See that a batch can be in a device's memory at all, before one is made.
+
+    Raises:
+        InputError: it cannot.
+    """
+    batch_bytes, device_bytes = 4 * math.prod(shape), all_bytes(device)
+    if batch_bytes > device_bytes:
+        raise InputError(
+            f"a batch of {' x '.join(map(str, shape))} takes {format_bytes(batch_bytes)} and {device} has "
+            f"{format_bytes(device_bytes)}; give a smaller --batch or --image"
+        )
+
+
 def check_fits(options: TrainOptions, data: Data) -> tuple[int, ...]:
     """The shape of a batch, which the network was seen to take."""
     shape = shoal.app.models.example_shape(
         options.model, options.batch // (options.ranks or 1), data.image, in_channels=data.in_channels
     )
+    check_in_memory(shape, torch.device(options.device))
     try:
         with torch.device("meta"), torch.no_grad():
             network = shoal.app.models.build(options.model, num_classes=data.num_classes, in_channels=data.in_channels)
@@ -86,7 +104,7 @@ def check_fits(options: TrainOptions, data: Data) -> tuple[int, ...]:
     except RuntimeError as error:
         raise InputError(
             f"{options.model} cannot take images of {data.image} pixels a side "
-            f"({str(error).strip().splitlines()[0]}); give a larger --image"
+            f"({str(error).strip().splitlines()[0][:60]}); give a larger --image"
         ) from error
     if isinstance(in_patches, SplitModule):
         in_patches.check(shape[2:], shape[0])

@@ -22,6 +22,7 @@ from shoal.lowlevel import cuda_calls
 from shoal.lowlevel.process_groups import add_in_store
 
 _FAILURES = "shoal/failures"
+_LONGEST_SECONDS = 9e9  # torch.distributed counts nanoseconds in 63 bits
 
 
 @dataclass(frozen=True)
@@ -140,11 +141,11 @@ def joined(device: str = "auto", timeout_seconds: float = 600.0) -> Iterator[Ran
     Raises:
         InputError: torchrun's variables are wrong, or the ranks did not meet in time.
     """
+    if not 0 < timeout_seconds < _LONGEST_SECONDS:
+        raise InputError(f"timeout={timeout_seconds:g}: it must be a number of seconds above 0 and below 9e9")
     if not _started_by_torchrun():
         yield Ranks(timeout_seconds=timeout_seconds)
         return
-    if not 0 < timeout_seconds < float("inf"):
-        raise InputError(f"timeout={timeout_seconds}: it must be a finite number of seconds above 0")
     on_cuda = device.startswith("cuda") or (device == "auto" and cuda_calls.is_available())
     if on_cuda:
         torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,8 @@ def result(options: TrainOptions, outcome: Outcome) -> dict[str, Any]:
         "test_accuracy": outcome.test_accuracy,
         "traffic": outcome.traffic,
         "travel": outcome.travel.splitlines(),
-        "finished": not outcome.signal,
+        "finished": not outcome.signal and not outcome.diverged,
+        "diverged": outcome.diverged or None,
         "versions": outcome.versions,
     }
 
@@ -59,7 +61,7 @@ def save_results(options: TrainOptions, outcome: Outcome, json_path: Path | None
         timeline=outcome.plan.timeline,
         plan=outcome.plan,
         measured_peak_bytes=outcome.measured_peak_bytes,
-        losses=outcome.losses,
+        losses=tuple(loss for loss in outcome.losses if isfinite(loss)),
         accuracies=outcome.accuracies,
         title=f"{options.model} on {options.data}",
         settings={

@@ -12,6 +12,7 @@ from shoal.app.training.optimizers import optimizer_of
 from shoal.app.training.options import TrainOptions
 from shoal.app.training.prepare import compiled
 from shoal.app.training.ranks import Ranks
+from shoal.app.training.saved_state import Groups
 from shoal.app.training.strategy import DataParallel, Strategy
 from shoal.distributed import AdaptivePrecision, HostWeights, ShardedWeights, compress_gradients
 from shoal.distributed.comm.traffic import Sent, Traffic
@@ -118,6 +119,10 @@ class WeightsInShards(Strategy):
             optim_state_dict=state["optimizer"],
             options=StateDictOptions(full_state_dict=True),
         )
+
+    def groups(self) -> Groups:
+        names = {parameter: name for name, parameter in self.network.named_parameters()}
+        return [[(names[one], one) for one in group["params"]] for group in self.optimizer.param_groups]
 
     def own_state(self) -> dict[str, Any]:
         return {**self._weights.state_dict(), **self._gradients.state_dict()}

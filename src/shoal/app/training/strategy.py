@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.app.training.ranks import Ranks
+from shoal.app.training.saved_state import Groups
 from shoal.distributed.comm.traffic import Traffic
 
 
@@ -66,6 +67,11 @@ class Strategy:
         """Put back what `state` gave; every rank calls it."""
         self.network.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
+
+    def groups(self) -> Groups:
+        """The optimizer's parameters, by the keys that `state` has for them."""
+        numbered = enumerate(parameter for group in self.optimizer.param_groups for parameter in group["params"])
+        return [[next(numbered) for _ in group["params"]] for group in self.optimizer.param_groups]
 
     def own_state(self) -> dict[str, Any]:
         """What this rank alone has, such as the residuals of error feedback."""

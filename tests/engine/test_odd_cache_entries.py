@@ -1,0 +1,55 @@
+"""A folder or a FIFO under the name of a cached file costs only time: nothing waits for it, and nothing fails."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from shoal.core.variant import Variant
+from shoal.cost import measurement_cache
+from shoal.engine import form_cache, plan_cache
+from shoal.planners.keep_all import keep_all
+from tests.random_steps import HARDWARE, resnet_like
+
+CPU = torch.device("cpu")
+STEP = resnet_like((1, 1))
+BUDGET_BYTES = int(0.8 * keep_all(STEP, HARDWARE, 0).predicted_peak_bytes)
+
+
+def measured() -> object:
+    known = measurement_cache.recall("costs", CPU)
+    measurement_cache.remember("costs", CPU, {"op": [1.0]})
+    return known or {"op": [1.0]}
+
+
+def planned() -> object:
+    return plan_cache.remembered("joint")(STEP, HARDWARE, BUDGET_BYTES).residences
+
+
+def chosen() -> object:
+    known = form_cache.recall("0123")
+    form_cache.remember("0123", Variant(), ())
+    return known or (Variant(), ())
+
+
+@pytest.mark.timeout(120)  # to read a FIFO waits for a writer
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo], ids=["folder", "FIFO"])
+@pytest.mark.parametrize(("use", "folder"), [(measured, "costs"), (planned, "plans"), (chosen, "forms")])
+def test_what_is_no_file_is_not_read(
+    use: Callable[[], object],
+    folder: str,
+    make: Callable[[Path], object],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SHOAL_CACHE", str(tmp_path))
+    monkeypatch.setattr(plan_cache, "_WORTH_SECONDS", 0.0)
+    first = use()
+    (path,) = (tmp_path / folder).iterdir()
+    path.unlink()
+    make(path)
+    assert use() == first == use()
