@@ -59,7 +59,7 @@ void grad_tile(const float* grad, std::ptrdiff_t ld_grad, const float* panel, co
 #pragma GCC unroll 16
     for (int c = 0; c < C; ++c)
 #pragma GCC unroll 16
-        for (int r = 0; r < R; ++r) own[c][r] = load(sums + c * ld_sums + r * kLanes);
+        for (int r = 0; r < R; ++r) own[c][r] = Vector{};  // not `sums`: long sums of single floats lose digits
     for (std::int64_t place = 0; place < vectors * kLanes; place += kLanes) {
         Vector read[R];
 #pragma GCC unroll 16
@@ -74,7 +74,10 @@ void grad_tile(const float* grad, std::ptrdiff_t ld_grad, const float* panel, co
 #pragma GCC unroll 16
     for (int c = 0; c < C; ++c)
 #pragma GCC unroll 16
-        for (int r = 0; r < R; ++r) store(sums + c * ld_sums + r * kLanes, own[c][r]);
+        for (int r = 0; r < R; ++r) {
+            float* to = sums + c * ld_sums + r * kLanes;
+            store(to, load(to) + own[c][r]);
+        }
 }
 
 template <int C>

@@ -269,7 +269,8 @@ def test_the_backend_says_where_an_optimizer_that_steps_was_not_counted(caplog: 
     with caplog.at_level(logging.WARNING):
         model(torch.randn(IMAGES)).sum().backward()
         owner.step()
-    said = [record.getMessage() for record in caplog.records]
+    # How far the step itself is over, if it is, depends on the scratch of this processor's convolutions.
+    said = [text for text in caplog.messages if "for itself" not in text]
     assert len(said) == 2 and "AdamW has stepped, and holds" in said[0]
     assert "over the budget" in said[1] and "cannot plan again: declare it in options" in said[1]
 

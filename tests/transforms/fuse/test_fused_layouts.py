@@ -23,7 +23,8 @@ def _net(dims: int, kernel: int) -> nn.Sequential:
     return nn.Sequential(
         *(convolution(4, 8, kernel, padding=pad), norm(8), nn.ReLU()),
         *(convolution(8, 8, kernel, padding=pad, groups=2), norm(8), nn.ReLU(), nn.Dropout(0.5)),
-        *(convolution(8, 6, 1), nn.ReLU(), convolution(6, 6, kernel, padding=pad, stride=2), norm(6), nn.Dropout(0.5)),
+        # Not fewer than 8 channels: PyTorch's own gradient would write out of bounds (docs/upstream.md).
+        *(convolution(8, 8, 1), nn.ReLU(), convolution(8, 6, kernel, padding=pad, stride=2), norm(6), nn.Dropout(0.5)),
     )
 
 
