@@ -5,6 +5,7 @@ PyTorch does not guarantee these names; 2.11 to 2.13 have them, and `tests/lowle
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -184,6 +185,21 @@ def storage_of(reference: StorageWeakRef) -> torch.UntypedStorage | None:
     """The storage that is weakly referenced, if a tensor still uses it."""
     storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
     return storage
+
+
+def has_other_owners(storage: torch.UntypedStorage) -> bool:
+    """Whether anything but the one reference of the caller owns a storage: a tensor, an op that runs, another name.
+
+    >>> x = torch.ones(2)
+    >>> storage = x.untyped_storage()
+    >>> has_other_owners(storage)
+    True
+    >>> del x
+    >>> has_other_owners(storage)
+    False
+    """
+    # One C++ owner is the Python object itself; its references are the caller's, this argument and getrefcount's own.
+    return torch._C._storage_Use_Count(storage._cdata) > 1 or sys.getrefcount(storage) > 3
 
 
 def allocated_bytes(nbytes: int, device: torch.device) -> int:
