@@ -41,7 +41,7 @@ class OperandFactory:
     ends the process's use of the device. Probabilities are 0. Integers are valid for the op: indices in their windows
     for max pooling, classes for losses, rows for embeddings, else 0. Operands of another library's op are all 0: what
     its numbers say is unknown, and places among floats, as of torchvision's `roi_align`, are written to unchecked.
-    Sizes, strides and dtypes are those of the fake tensors.
+    Sizes, strides, dtypes and lazy conjugations and negations are those of the fake tensors.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -100,7 +100,8 @@ class OperandFactory:
         tensor = block.as_strided(shape, strides)
         if fill is not None and not leaf.dtype.is_floating_point and 0 not in strides:
             fill(tensor)
-        return tensor
+        tensor = tensor.conj() if leaf.is_conj() else tensor
+        return torch._neg_view(tensor) if leaf.is_neg() else tensor
 
     def _fill(self, block: torch.Tensor, positive: bool) -> None:
         if not (block.dtype.is_floating_point or block.dtype.is_complex or block.dtype is torch.bool):
