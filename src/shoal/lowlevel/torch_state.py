@@ -114,6 +114,34 @@ def on_this_rank(tensor: torch.Tensor) -> torch.Tensor:
     return own
 
 
+_SPARSE_PARTS: dict[torch.layout, tuple[str, ...]] = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+
+
+def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The strided tensors that hold what a tensor has on this rank: a sparse tensor has no storage of its own.
+
+    >>> [part.nbytes for part in dense_parts(torch.eye(3).to_sparse())]  # indices and values
+    [48, 12]
+    >>> x = torch.ones(3)
+    >>> dense_parts(x)[0] is x
+    True
+    """
+    own = on_this_rank(tensor)
+    if own.layout is torch.strided:
+        return [own]
+    if own.layout in _SPARSE_PARTS:
+        own = own.detach()
+        return [getattr(own, name)() for name in _SPARSE_PARTS[own.layout]]
+    names, _ = own.__tensor_flatten__()  # type: ignore[attr-defined]
+    return [part for name in names for part in dense_parts(getattr(own, name))]
+
+
 def has_gradient_hook(parameter: torch.Tensor) -> bool:
     """Whether something takes a parameter's gradient as soon as it is accumulated, such as an optimizer that steps.
 
