@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 
 from shoal.capture.fx_nodes import per_axis
 from shoal.capture.op_counts import concrete
+from shoal.lowlevel.torch_state import negated_view
 
 _aten = torch.ops.aten
 _PATTERN_ELEMS = (1 << 20) - 3  # not a power of two, so that rows of a tensor differ
@@ -101,7 +102,7 @@ class OperandFactory:
         if fill is not None and not leaf.dtype.is_floating_point and 0 not in strides:
             fill(tensor)
         tensor = tensor.conj() if leaf.is_conj() else tensor
-        return torch._neg_view(tensor) if leaf.is_neg() else tensor
+        return negated_view(tensor) if leaf.is_neg() else tensor
 
     def _fill(self, block: torch.Tensor, positive: bool) -> None:
         if not (block.dtype.is_floating_point or block.dtype.is_complex or block.dtype is torch.bool):

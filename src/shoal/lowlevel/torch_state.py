@@ -23,6 +23,7 @@ no_torch_function = torch._C._disabled_torch_function_impl
 _guards: Any = torch._C._dynamo.guards  # its stubs lack these
 # (tensor, sizes, strides, offset) -> a tensor on the same storage, that many elements further; not a view to autograd.
 new_view = _guards._reinterpret_tensor
+negated_view = torch._neg_view  # as `conj().imag` returns one: whoever reads it negates
 # (sizes, strides, dtype) -> `torch.empty_strided` on this device, of CUDA on the current one: in half of its time.
 _NEW_BY_DEVICE = {
     "cpu": _guards._empty_strided_cpu,
