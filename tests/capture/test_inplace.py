@@ -305,6 +305,8 @@ COMPLEX = torch.complex(A, B)
         (aten.tanh_backward.default, (A, B), {0}),  # the second is what the forward pass saved
         (aten.exp.default, (A,), set()),  # no form of it is known
         (aten.add.Tensor, (COMPLEX, COMPLEX.conj_physical()), {0, 1}),
+        (aten.add.Tensor, (COMPLEX, COMPLEX.conj()), {0}),  # the second says of its block that it is conjugated
+        (aten.add.Tensor, (torch._neg_view(A), B), {1}),
         (aten.mul.Tensor, (COMPLEX, COMPLEX.conj_physical()), set()),  # it would be rounded in another way
         (aten.mul.Scalar, (COMPLEX, 3.3), set()),
         (aten.tanh.default, (COMPLEX,), set()),

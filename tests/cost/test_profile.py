@@ -143,6 +143,27 @@ def test_workspace_is_exactly_what_is_held_beyond_operands_and_results():
     assert held == 0
 
 
+@pytest.mark.parametrize(
+    ("read", "copies"),
+    [
+        (lambda z: (z, z.resolve_conj()), 0),
+        (lambda z: (z, z.conj()), 1),
+        (lambda z: (z.conj(), z.conj()), 2),
+        (lambda z: (z.real, z.conj().imag), 1),  # a view that is negated
+    ],
+)
+def test_what_a_kernel_copies_of_an_operand_that_is_conjugated_or_negated_lazily_is_workspace(read, copies):
+    read = read(torch.randn(50, 40, dtype=torch.complex64))
+    graph, fake = fx.Graph(), FakeTensorMode()
+    operands = [graph.placeholder(f"x{place}") for place in range(2)]
+    for operand, value in zip(operands, read, strict=True):
+        operand.meta["val"] = fake.from_tensor(value)
+    node = graph.call_function(aten.mul.Tensor, tuple(operands))
+    node.meta["val"] = operands[0].meta["val"] * operands[1].meta["val"]
+    (workspace,) = profile({signature(node): node}, cache=False).workspace_bytes.values()
+    assert workspace == copies * read[0].nbytes
+
+
 def test_under_a_running_profiler_ops_cost_the_same_bytes_and_none_of_their_runs_is_in_its_trace():
     nodes = python_node(with_scratch, 5000)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:

@@ -35,15 +35,19 @@ def arguments_of(function: Callable[..., Any], *operands: torch.Tensor) -> list[
         lambda: torch.zeros(2, 3, dtype=torch.bfloat16),
         lambda: torch.zeros(2, 3, dtype=torch.int64),
         lambda: torch.zeros(64, 64, dtype=torch.bool),
+        lambda: torch.zeros(2, 3, dtype=torch.complex64).mH,
+        lambda: torch.zeros(2, 3, dtype=torch.complex64).conj().imag,
+        lambda: torch._neg_view(torch.zeros(2, 3, dtype=torch.complex64).conj()),
     ],
 )
-def test_operands_have_the_captured_size_stride_and_dtype(make):
+def test_operands_have_the_captured_size_stride_dtype_and_lazy_bits(make):
     x = make()
     graph = fx.Graph()
     operand = graph.placeholder("x")
     operand.meta["val"] = FakeTensorMode().from_tensor(x)
     (made,), _ = OperandFactory(torch.device("cpu")).arguments(graph.call_function(aten.clone.default, (operand,)))
     assert (made.shape, made.stride(), made.dtype) == (x.shape, x.stride(), x.dtype)
+    assert (made.is_conj(), made.is_neg()) == (x.is_conj(), x.is_neg())
 
 
 def test_operands_hold_what_ops_can_take():

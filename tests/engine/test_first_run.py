@@ -273,3 +273,53 @@ def test_a_layout_is_restored_by_a_view_where_a_view_can_and_by_a_copy_elsewhere
     assert other.stride() == (12, 1, 3) and torch.equal(other, x) and other.data_ptr() != x.data_ptr()
     assert torch.equal(copied(x[:, 1:], (1, 1, 2)), x[:, 1:])
     assert is_writable((1, 3, 4), (0, 1, 3)) and not is_writable((2, 3), (0, 1)) and not is_writable((3, 3), (2, 1))
+
+
+class Inverse(nn.Module):
+    """A complex `pinv`, whose kernel is wrong under any dispatch mode, behind a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(48, 48)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = torch.view_as_complex(self.linear(x).view(-1, 6, 4, 2)) + torch.eye(6, 4)
+        return torch.view_as_real(torch.linalg.pinv(z))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_first_call_is_right_where_a_dispatch_mode_makes_a_kernel_wrong(training: bool) -> None:
+    torch.manual_seed(0)
+    plain = Inverse()
+    ours = copy.deepcopy(plain)
+    compiled = shoal.compile(ours, budget="64MiB", allow="exact")
+    for _ in range(2):
+        x = torch.randn(3, 48)
+        with torch.set_grad_enabled(training):
+            expected, found = plain(x), compiled(x)
+        torch.testing.assert_close(found, expected)
+        if training:
+            for y, model in ((expected, plain), (found, ours)):
+                model.zero_grad()
+                (y * torch.arange(y.numel()).view(y.shape)).mean().backward()
+            torch.testing.assert_close(ours.linear.weight.grad, plain.linear.weight.grad)
+
+
+def test_pytorchs_warning_about_what_a_custom_op_returns_is_kept() -> None:
+    with torch.library._scoped_library("shoal_test_aliasing", "FRAGMENT") as library:
+        library.define("same(Tensor x) -> Tensor")
+        library.impl("same", lambda x: x, "CompositeExplicitAutograd")
+        library.impl("same", lambda x: torch.empty_like(x), "Meta")
+        same = torch.ops.shoal_test_aliasing.same.default
+
+        class Calls(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.linear = nn.Linear(4, 4)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return self.linear(x).sum() + same(x.detach()).sum()
+
+        compiled = shoal.compile(Calls(), budget="64MiB")
+        with pytest.warns(UserWarning, match="alias"):
+            compiled(torch.randn(2, 4))

@@ -200,6 +200,7 @@ def _same_block(operand: Any, result: Any) -> bool:
         isinstance(operand, torch.Tensor)
         and isinstance(result, torch.Tensor)
         and operand.dtype == result.dtype
+        and (operand.is_conj(), operand.is_neg()) == (result.is_conj(), result.is_neg())
         and _block_of(operand) == _block_of(result)
         and at_numbers((operand.storage_offset(),), {}) == (0,)
     )

@@ -197,4 +197,6 @@ def _describe_tensor(tensor: torch.Tensor) -> str:
     if tensor.layout is not torch.strided:
         return f"{dtype}[{shape}]{tensor.layout}"
     strides = "" if tensor.is_contiguous() else "{" + ",".join(str(int(stride)) for stride in tensor.stride()) + "}"
-    return f"{dtype}[{shape}]{strides}"
+    # Most kernels copy an operand that is conjugated or negated lazily.
+    lazily = ("conj" if tensor.is_conj() else "") + ("neg" if tensor.is_neg() else "")
+    return f"{dtype}[{shape}]{strides}{lazily}"

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.capture.dynamo import GraphBreak
 from shoal.capture.failed_traces import place_in
+from shoal.errors import CaptureError
 
 _ARITHMETIC = (operator.mul, operator.add, operator.sub, operator.truediv)
 
@@ -28,8 +29,14 @@ def break_at_unknown_sizes(gm: fx.GraphModule) -> None:
 
     Raises:
         GraphBreak: there is one.
+        CaptureError: an input is a nested tensor, which has such a size in each batch.
     """
     for node in gm.graph.nodes:
+        if node.op == "placeholder" and getattr(node.meta.get("example_value"), "is_nested", False):
+            raise CaptureError(
+                "the model was given a nested tensor, whose sizes no plan can bound; give x.to_padded_tensor(0.0) and "
+                "a mask, or x.values() and x.offsets()"
+            )
         if reason := _unknown(node):
             raise GraphBreak(reason, place_in(node.stack_trace or ""))
 

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 
 from shoal.capture.fx_nodes import per_axis
 from shoal.capture.op_counts import concrete
+from shoal.lowlevel.torch_state import negated_view
 
 _aten = torch.ops.aten
 _PATTERN_ELEMS = (1 << 20) - 3  # not a power of two, so that rows of a tensor differ
@@ -41,7 +42,7 @@ class OperandFactory:
     ends the process's use of the device. Probabilities are 0. Integers are valid for the op: indices in their windows
     for max pooling, classes for losses, rows for embeddings, else 0. Operands of another library's op are all 0: what
     its numbers say is unknown, and places among floats, as of torchvision's `roi_align`, are written to unchecked.
-    Sizes, strides and dtypes are those of the fake tensors.
+    Sizes, strides, dtypes and lazy conjugations and negations are those of the fake tensors.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -100,7 +101,8 @@ class OperandFactory:
         tensor = block.as_strided(shape, strides)
         if fill is not None and not leaf.dtype.is_floating_point and 0 not in strides:
             fill(tensor)
-        return tensor
+        tensor = tensor.conj() if leaf.is_conj() else tensor
+        return negated_view(tensor) if leaf.is_neg() else tensor
 
     def _fill(self, block: torch.Tensor, positive: bool) -> None:
         if not (block.dtype.is_floating_point or block.dtype.is_complex or block.dtype is torch.bool):

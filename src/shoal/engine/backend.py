@@ -28,9 +28,9 @@ from shoal.core.plan import Plan
 from shoal.core.progress import doing, preparing
 from shoal.engine.choose_variant import Choose, compile_chosen, in_form, own_form
 from shoal.engine.cuda_graphs import GraphedStep, ReplayedSteps, refuse
-from shoal.engine.first_run import checked
+from shoal.engine.first_run import checked, forward_only
 from shoal.engine.gradient_gates import Gradients, gates_or_all, through_gates
-from shoal.engine.graph_runner import run_in_traced_layouts, run_kernels
+from shoal.engine.graph_runner import run_in_traced_layouts
 from shoal.engine.loop_memory import Basis
 from shoal.engine.many_shapes import compile_for_shapes
 from shoal.engine.once_differentiable import once_differentiable
@@ -175,7 +175,7 @@ class PlannedStep:
             compiled: Callable[..., Any] = aot_autograd(
                 fw_compiler=self.compile_forward,
                 bw_compiler=self.compile_backward,
-                inference_compiler=run_kernels,
+                inference_compiler=forward_only,
                 partition_fn=self.partition,
             )(graph, example_inputs)
         if not self.leaving:

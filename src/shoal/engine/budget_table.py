@@ -12,6 +12,7 @@ from torch import nn
 from shoal.core.sizes import format_bytes
 from shoal.engine.known_turn import KnownTurn
 from shoal.memory.static_memory import StaticMemory
+from shoal.memory.storage_bytes import storage_sizes
 from shoal.planners.infeasible import at_peak
 
 
@@ -41,7 +42,7 @@ class Standing:
         seen: set[int] = set()
 
         def new_bytes(tensors: Iterable[torch.Tensor]) -> int:
-            storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+            storages = storage_sizes(tensors)
             found = sum(nbytes for key, nbytes in storages.items() if key not in seen)
             seen.update(storages)
             return found

@@ -18,9 +18,10 @@ from shoal.capture.early_gradients import hand_over, handed_over
 from shoal.capture.op_counts import target_name
 from shoal.capture.symbolic_sizes import Numbers, at_numbers, call_sizes, numbers_of
 from shoal.capture.traced_strides import Departure, is_put_right, joint_name
-from shoal.engine.graph_runner import Compiler
+from shoal.engine.graph_runner import Compiler, run_kernels
 from shoal.errors import CaptureError
 from shoal.kernels.memory_format import in_traced_layout, is_same_order, is_writable
+from shoal.lowlevel.torch_internals import without_aliasing_check
 from shoal.offload.transfers import Transfers
 
 
@@ -84,6 +85,23 @@ def checked(
     return run
 
 
+def forward_only(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    """`run_kernels` of a graph without a backward pass, whose first call is made node by node: AOTAutograd makes it
+    under a dispatch mode, which `run_nodes` keeps from all but custom ops."""
+    compiled = run_kernels(module, example_inputs)
+    is_first = True
+
+    def run(arguments: list[Any]) -> Any:
+        nonlocal is_first
+        if not is_first:
+            return compiled(arguments)
+        is_first = False
+        return run_nodes(module, arguments, lambda _, value: value)
+
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
 def run_nodes(
     module: fx.GraphModule,
     arguments: list[Any],
@@ -131,7 +149,8 @@ def nodes_in_parts(
             values[node] = operator.attrgetter(node.target)(module)
         elif node.op == "call_function":
             args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
-            values[node] = node.target(*args, **kwargs)
+            with without_aliasing_check(node.target):
+                values[node] = node.target(*args, **kwargs)
             del args, kwargs
         values[node] = look(node, values[node])
         leaving = values[node] if node.target is hand_over else None

@@ -130,6 +130,11 @@ def no_graph(session: Session, broken: str) -> CaptureError:
         session: of the model.
         broken: where Dynamo could not go on, and why.
     """
+    if "sparse Tensor" in broken:  # so Dynamo words it
+        return CaptureError(
+            f"{session.name or 'the model'} reads a sparse tensor in a function that PyTorch cannot compile; read it "
+            f"in a method with @torch.compiler.disable, or give budget=None\nit breaks at {broken}"
+        )
     way_out = f"it breaks at {broken}; take that line out of the model"
     if session.static.is_sharded:
         way_out = (

@@ -33,6 +33,7 @@ from shoal.engine.part_sequence import Node, PartSequence, PartStep, described
 from shoal.engine.session import Session
 from shoal.engine.snapshot import Snapshot
 from shoal.errors import BudgetError, CaptureError
+from shoal.memory.storage_bytes import dense_tensors
 
 log = logging.getLogger("shoal")
 
@@ -139,8 +140,7 @@ class PartedSteps(PartSequence):
             captured[this] = capturing_parts(model, self.compile_graph)
         run, self.node = captured[this], self._begin.setdefault(kind, Node())
         metering, status = self.metering, self.session.status
-        given = tree_leaves((args, dict(kwargs)))
-        metering.arguments = [*(a for a in given if isinstance(a, torch.Tensor)), *beside]
+        metering.arguments = dense_tensors((args, dict(kwargs), *beside))
         metering.in_call = True
         first = [after.step for after in self.node.after.values()]
         if is_new_shape or not first or any(step is None or step.steps_to_meter for step in first):

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from shoal.kernels.generator import generator_state, set_generator_state
+from shoal.memory.storage_bytes import dense_tensors
 
 
 class Snapshot:
@@ -20,7 +21,7 @@ class Snapshot:
 
     def __init__(self, model: nn.Module) -> None:
         alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-        for buffer in model.buffers():
+        for buffer in dense_tensors(list(model.buffers())):
             alike.setdefault((buffer.device, buffer.dtype), []).append(buffer.detach())
         self._buffers = [(buffers, [torch.empty_like(one) for one in buffers]) for buffers in alike.values()]
         for buffers, copies in self._buffers:

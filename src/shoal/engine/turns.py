@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from shoal.capture.dynamo import plain_call
 from shoal.capture.graph_breaks import capturing_parts
@@ -34,7 +33,7 @@ from shoal.engine.turn_metering import Turn, TurnMetering
 from shoal.engine.turn_planning import MeasuredTurn
 from shoal.errors import BudgetError
 from shoal.memory.step_meter import WeakStorage
-from shoal.memory.storage_bytes import distinct_bytes
+from shoal.memory.storage_bytes import dense_tensors, distinct_bytes
 
 log = logging.getLogger("shoal")
 
@@ -181,7 +180,7 @@ class TurnSteps(PartSequence):
     def _enter(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Turn:
         """A call begins, and with it a turn where none goes on."""
         metering = self.metering
-        tensors = [a for a in tree_leaves((args, dict(kwargs))) if isinstance(a, torch.Tensor)]
+        tensors = dense_tensors((args, dict(kwargs)))
         if metering.turn is not None:
             if not metering.is_over():
                 metering.goes_on_with(tensors)
@@ -384,4 +383,4 @@ class TurnSteps(PartSequence):
 
 
 def _weak(outputs: Any) -> list[WeakStorage]:
-    return [WeakStorage(output) for output in tree_leaves(outputs) if isinstance(output, torch.Tensor)]
+    return [WeakStorage(output) for output in dense_tensors(outputs)]

@@ -14,8 +14,13 @@ from typing import Any
 
 import torch
 from torch._C import DispatchKey
+from torch._library.utils import is_builtin
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode,
+    _pop_mode_temporarily,
+)
 
 from shoal.lowlevel.eager_strides import eager_strides
 from shoal.lowlevel.torch_state import on_device
@@ -62,6 +67,23 @@ def isolated(device: torch.device) -> Iterator[None]:
         if device.type == "cuda":
             stack.enter_context(on_device(device))
             stack.callback(torch.accelerator.empty_cache)
+        yield
+
+
+@contextmanager
+def without_aliasing_check(op: object) -> Iterator[None]:
+    """Call `op` outside of PyTorch's check of what custom ops return, unless it is a custom op.
+
+    AOTAutograd makes the first call of each graph under a dispatch mode that looks whether results of custom ops share
+    memory with their arguments. Under any such mode complex `linalg.pinv` and `linalg.lstsq` are wrong: their kernels
+    read conjugated views as if they were not.
+    """
+    mode = _get_current_dispatch_mode()
+    is_check = type(mode).__name__ == "_AnalyzeCustomOpInputOutputMode"  # torch 2.11 has none
+    if not is_check or (isinstance(op, torch._ops.OpOverload) and not is_builtin(op)):
+        yield
+        return
+    with _pop_mode_temporarily():
         yield
 
 

@@ -5,6 +5,7 @@ PyTorch does not guarantee these names; 2.11 to 2.13 have them, and `tests/lowle
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -22,6 +23,7 @@ no_torch_function = torch._C._disabled_torch_function_impl
 _guards: Any = torch._C._dynamo.guards  # its stubs lack these
 # (tensor, sizes, strides, offset) -> a tensor on the same storage, that many elements further; not a view to autograd.
 new_view = _guards._reinterpret_tensor
+negated_view = torch._neg_view  # as `conj().imag` returns one: whoever reads it negates
 # (sizes, strides, dtype) -> `torch.empty_strided` on this device, of CUDA on the current one: in half of its time.
 _NEW_BY_DEVICE = {
     "cpu": _guards._empty_strided_cpu,
@@ -113,6 +115,34 @@ def on_this_rank(tensor: torch.Tensor) -> torch.Tensor:
     return own
 
 
+_SPARSE_PARTS: dict[torch.layout, tuple[str, ...]] = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_bsr: ("crow_indices", "col_indices", "values"),
+    torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
+    torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
+}
+
+
+def dense_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The strided tensors that hold what a tensor has on this rank: a sparse tensor has no storage of its own.
+
+    >>> [part.nbytes for part in dense_parts(torch.eye(3).to_sparse())]  # indices and values
+    [48, 12]
+    >>> x = torch.ones(3)
+    >>> dense_parts(x)[0] is x
+    True
+    """
+    own = on_this_rank(tensor)
+    if own.layout is torch.strided:
+        return [own]
+    if own.layout in _SPARSE_PARTS:
+        own = own.detach()
+        return [getattr(own, name)() for name in _SPARSE_PARTS[own.layout]]
+    names, _ = own.__tensor_flatten__()  # type: ignore[attr-defined]
+    return [part for name in names for part in dense_parts(getattr(own, name))]
+
+
 def has_gradient_hook(parameter: torch.Tensor) -> bool:
     """Whether something takes a parameter's gradient as soon as it is accumulated, such as an optimizer that steps.
 
@@ -184,6 +214,21 @@ def storage_of(reference: StorageWeakRef) -> torch.UntypedStorage | None:
     """The storage that is weakly referenced, if a tensor still uses it."""
     storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
     return storage
+
+
+def has_other_owners(storage: torch.UntypedStorage) -> bool:
+    """Whether anything but the one reference of the caller owns a storage: a tensor, an op that runs, another name.
+
+    >>> x = torch.ones(2)
+    >>> storage = x.untyped_storage()
+    >>> has_other_owners(storage)
+    True
+    >>> del x
+    >>> has_other_owners(storage)
+    False
+    """
+    # One C++ owner is the Python object itself; its references are the caller's, this argument and getrefcount's own.
+    return torch._C._storage_Use_Count(storage._cdata) > 1 or sys.getrefcount(storage) > 3
 
 
 def allocated_bytes(nbytes: int, device: torch.device) -> int:

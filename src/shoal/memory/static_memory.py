@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.core.step import StepGraph
-from shoal.lowlevel.torch_state import has_gradient_hook, on_this_rank
+from shoal.lowlevel.torch_state import dense_parts, has_gradient_hook, on_this_rank
 from shoal.memory.library_memory import Caller, caller, is_known, kept_bytes, library_bytes
 from shoal.memory.optimizer_state import (
     Declared,
@@ -158,16 +158,17 @@ class StaticMemory:
                 found += [p.grad for p in self._parameters_in(model) if p.grad is not None]
             else:
                 found += _gradients_in(model)
-        return [on_this_rank(gradient) for gradient in found]
+        return [part for gradient in found for part in dense_parts(gradient)]
 
     def lasting_tensors(self) -> list[torch.Tensor]:
         """`tensors` without the gradients."""
         models, optimizers = self._alive()
         tensors: list[torch.Tensor] = []
         for model in models:
-            tensors += map(on_this_rank, (*self._parameters_in(model), *model.buffers()))
+            tensors += (*self._parameters_in(model), *model.buffers())
         for optimizer in optimizers:
-            tensors += map(on_this_rank, state_tensors(optimizer))
+            tensors += state_tensors(optimizer)
+        tensors = [part for tensor in tensors for part in dense_parts(tensor)]
         # Of what DDP and cuBLAS hold there are no tensors to be had.
         for held_bytes in (self.bucket_bytes() - self.hook_bytes * self.hook_is_metered, self.library_bytes):
             if held_bytes:

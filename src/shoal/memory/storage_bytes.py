@@ -7,16 +7,27 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.utils._pytree import tree_leaves
 
 from shoal.errors import InputError
 from shoal.lowlevel.cuda_allocator import blocks_in_use
-from shoal.lowlevel.torch_state import allocated_bytes, on_this_rank
+from shoal.lowlevel.torch_state import allocated_bytes, dense_parts
 
 
 def distinct_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the distinct storages behind `tensors`, on whatever device (also "meta")."""
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in map(on_this_rank, tensors)}
-    return sum(storages.values())
+    return sum(storage_sizes(tensors).values())
+
+
+def storage_sizes(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """Bytes of each distinct storage behind `tensors`, by a number that no other live storage has."""
+    storages = (part.untyped_storage() for tensor in tensors for part in dense_parts(tensor))
+    return {storage._cdata: storage.nbytes() for storage in storages}
+
+
+def dense_tensors(values: object) -> list[torch.Tensor]:
+    """The strided tensors behind all that are found among arguments or results; see `dense_parts`."""
+    return [part for one in tree_leaves(values) if isinstance(one, torch.Tensor) for part in dense_parts(one)]
 
 
 def reject_without_shape(model: nn.Module) -> None:
@@ -40,7 +51,8 @@ def bytes_on(device: torch.device, tensors: Iterable[torch.Tensor]) -> int:
     A block of CUDA's is larger than what was asked for: by up to 1 MiB where it was allocated before segments could
     grow, as a model that is moved to the device before `shoal.compile`.
     """
-    here = (t.untyped_storage() for t in map(on_this_rank, tensors) if t.device.type in (device.type, "meta"))
+    parts = (part for tensor in tensors for part in dense_parts(tensor))
+    here = (part.untyped_storage() for part in parts if part.device.type in (device.type, "meta"))
     storages = {storage._cdata: storage for storage in here}
     known = blocks_in_use(device) if device.type == "cuda" and storages else {}
     return sum(known.get(_address(storage), allocated_bytes(storage.nbytes(), device)) for storage in storages.values())

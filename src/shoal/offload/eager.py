@@ -1,7 +1,7 @@
 """Offloading in eager mode, without a plan: `saved_tensors_hooks` move what autograd saves to the host.
 
-The first half of CPU offloading (Hascoet et al., section 4): tensors are copied as soon as they are saved, on side
-streams or threads, to host memory that is reused between steps, and prefetched one tensor ahead of the backward pass.
+The first half of CPU offloading (Hascoet et al., section 4): tensors are copied as soon as only autograd holds them, on
+side streams or threads, to host memory that is reused between steps, and fetched one tensor ahead of the backward pass.
 The other half, batch norm that is inverted instead of offloaded, is `shoal.invert_norm`.
 """
 
@@ -64,8 +64,10 @@ class offload_activations:
     >>> loss.backward()
     >>> offloading.close()
 
-    Limits: a tensor that the caller also holds (the input, an output, a residual) is copied and frees nothing. Writes
-    through `.data` are not detected, as in autograd. Prefetching assumes that the backward pass needs tensors in
+    Limits: a storage is copied when nothing but autograd holds it, at the latest at the end of the block; what the
+    caller holds longer (the input, an output) is copied and frees nothing. Writes through `.data` are not detected, as
+    in autograd: until the copy is made they are read, after the block only if the tensor is still alive. A new `.data`
+    is read for leaves that require grad only. Prefetching assumes that the backward pass needs tensors in
     reverse order of saving; where it does not, fetches are late, not wrong.
     """
 
@@ -88,6 +90,7 @@ class offload_activations:
         self._blocks: list[saved_tensors_hooks] = []
         self._saved = 0
         self._in_order: weakref.WeakValueDictionary[int, SavedStorage] = weakref.WeakValueDictionary()
+        self._staying: list[weakref.ref[SavedStorage]] = []  # as long as something else can write to them
         self._of_storage: weakref.WeakValueDictionary[int, SavedStorage] = weakref.WeakValueDictionary()
         self._leaving: deque[weakref.ref[SavedStorage]] = deque()
         self._ahead: weakref.ref[SavedStorage] | None = None
@@ -106,7 +109,9 @@ class offload_activations:
     ) -> None:
         self._blocks.pop().__exit__(kind, error, traceback)
         if error is None:  # after an error most of them are not needed
+            self._start_offloads(of_all=True)
             self._finish_offloads(0)
+        self._staying.clear()
 
     def close(self) -> None:
         """Free the host bytes, unless they belong to an open link that was passed in. Graphs whose backward pass has
@@ -115,25 +120,23 @@ class offload_activations:
             _links.pop(key).close()
 
     def _pack(self, tensor: torch.Tensor) -> _Kept | SavedTensor:
-        link = self._link(tensor.device) if self._may_leave(tensor) else None
-        if link is None:
+        self._start_offloads()
+        if not self._may_leave(tensor) or self._link(tensor.device) is None:
             self.kept_bytes += tensor.nbytes if tensor.layout is torch.strided else 0
-            return _Kept(tensor.detach(), tensor._version)
+            return _Kept(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
         key = tensor.untyped_storage()._cdata
         storage = self._of_storage.get(key)
         if storage is None or not storage.holds(tensor):
-            self._finish_offloads(_IN_FLIGHT - 1)
-            storage = SavedStorage(link, tensor, self._saved)
+            storage = SavedStorage(tensor, self._saved)
             self._saved += 1
-            self.offloaded_bytes += storage.nbytes
             self._of_storage[key] = self._in_order[storage.order] = storage
-            self._leaving.append(weakref.ref(storage))
+            self._staying.append(weakref.ref(storage))
         return storage.of(tensor)
 
     def _unpack(self, packed: _Kept | SavedTensor) -> torch.Tensor:
         if isinstance(packed, _Kept):
             check_version(packed.tensor._version, packed.version)
-            return packed.tensor
+            return packed.tensor.detach()
         with self._fetching:
             packed.storage.start_fetch()
             self._fetch_one_ahead_of(packed.storage)
@@ -160,6 +163,23 @@ class offload_activations:
         if key not in _links:
             _links[key] = open_link(device, self._where, self._host_budget)
         return _links[key]
+
+    def _start_offloads(self, of_all: bool = False) -> None:
+        """Offload what nothing else can write to any more, or at the end of the block all that was saved."""
+        waiting, self._staying = self._staying, []
+        for reference in waiting:
+            storage = reference()
+            if storage is None:
+                continue
+            if not of_all and storage.may_be_written:
+                self._staying.append(reference)
+                continue
+            link = self._link(storage.device)
+            assert link is not None
+            self._finish_offloads(_IN_FLIGHT - 1)
+            storage.offload(link)
+            self.offloaded_bytes += storage.nbytes
+            self._leaving.append(reference)
 
     def _finish_offloads(self, still_leaving: int) -> None:
         """Wait for the oldest offloads, until at most `still_leaving` are running."""
@@ -188,7 +208,8 @@ class offload_activations:
 
 @dataclass(slots=True)
 class _Kept:
-    """A tensor that stays. Detached: a saved output would otherwise keep its own grad_fn alive, a reference cycle."""
+    """A tensor that stays. A leaf itself, as in autograd, so that a new `.data` of it is read; others detached: a saved
+    output would otherwise keep its own grad_fn alive, a reference cycle."""
 
     tensor: torch.Tensor
     version: int

@@ -1,7 +1,7 @@
-"""An offloaded storage of eager mode: its identity, its version, and one fetch for all tensors on it.
+"""An offloaded storage of eager mode: its identity, and one copy and one fetch for all tensors on it.
 
-Autograd saves tensors, but bytes belong to storages. Two tensors share a record when they share a storage *and* its
-version: a view that another op saves is not copied again, but a storage that was written to in between is.
+Autograd saves tensors, but bytes belong to storages. What the backward pass of plain PyTorch reads is what the storage
+holds by then, so the copy is made when nothing but this record owns the storage: nothing can write to it any more.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from shoal.core.sizes import in_pages
-from shoal.lowlevel.torch_state import storage_of
+from shoal.lowlevel.torch_state import has_other_owners, storage_of
 from shoal.offload.links.open_link import OpenLink
-from shoal.offload.links.slab import Copy
+from shoal.offload.links.slab import Copy, Lease
 
 
 def size_class_bytes(nbytes: int) -> int:
@@ -42,10 +42,6 @@ class VersionCounter:
         """Raise RuntimeError if the tensor was written to: with saved_tensors_hooks autograd does not check."""
         check_version(self._alias._version, self.saved)
 
-    @property
-    def is_current(self) -> bool:
-        return self._alias._version == self.saved
-
 
 def check_version(present: int, saved: int) -> None:
     if present != saved:
@@ -57,9 +53,10 @@ def check_version(present: int, saved: int) -> None:
 
 @dataclass(eq=False, weakref_slot=True, slots=True)
 class SavedTensor:
-    """What autograd holds in place of a tensor: dtype, size, strides and offset in a saved storage."""
+    """What autograd holds in place of a tensor: its version, and dtype, size, strides and offset in a saved storage."""
 
     storage: SavedStorage
+    versions: VersionCounter
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
@@ -67,49 +64,66 @@ class SavedTensor:
 
 
 class SavedStorage:
-    """One storage at one version. Its offload starts when it is made.
+    """One storage. It stays on the device until `offload`.
 
     It is fetched once for all tensors on it, and stays on the device until each that is alive was unpacked.
 
     Args:
-        link: an open link of the tensor's device.
         tensor: one that covers the storage or a part of it.
         order: its number among the saved storages.
-
-    Raises:
-        TransferError: the host has no memory, or its budget is too small.
     """
 
-    def __init__(self, link: OpenLink, tensor: torch.Tensor, order: int) -> None:
+    def __init__(self, tensor: torch.Tensor, order: int) -> None:
         storage = tensor.untyped_storage()
         self.order = order
         self.nbytes = storage.nbytes()
         self.device = tensor.device
-        self.versions = VersionCounter(tensor)
-        self._link = link
-        self._lease = link.pool.lease(size_class_bytes(self.nbytes))
-        link.begin_step()
+        self._source: torch.UntypedStorage | None = storage
         self._elsewhere = StorageWeakRef(storage)
         self._tensors: weakref.WeakSet[SavedTensor] = weakref.WeakSet()
         self._not_asked: weakref.WeakSet[SavedTensor] = weakref.WeakSet()
         self._fetched: torch.UntypedStorage | None = None
         self._fetch: Copy | None = None
-        self._offload = link.offload(storage, self._lease.slab, 0)
+        self._link: OpenLink | None = None
+        self._lease: Lease | None = None
+        self._offload: Copy | None = None
 
     def of(self, tensor: torch.Tensor) -> SavedTensor:
         """The record of a tensor on this storage."""
-        saved = SavedTensor(self, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        saved = SavedTensor(
+            self, VersionCounter(tensor), tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset())
+        )
         self._tensors.add(saved)
         return saved
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` has this storage at this version."""
-        same = self._elsewhere.cdata == tensor.untyped_storage()._cdata  # unique while the weak reference lives
-        return same and self.versions.is_current and self.versions.saved == tensor._version
+        """Whether `tensor` has this storage."""
+        return self._elsewhere.cdata == tensor.untyped_storage()._cdata  # unique while the weak reference lives
+
+    @property
+    def may_be_written(self) -> bool:
+        """Whether something else owns the storage: a variable, an op that has not returned, another view."""
+        return self._source is not None and has_other_owners(self._source)
+
+    def offload(self, link: OpenLink) -> None:
+        """Start to copy the bytes to the host.
+
+        Args:
+            link: an open link of the tensor's device.
+
+        Raises:
+            TransferError: the host has no memory, or its budget is too small.
+        """
+        assert self._source is not None, "it was offloaded"
+        self._link = link
+        self._lease = link.pool.lease(size_class_bytes(self.nbytes))
+        link.begin_step()
+        self._offload = link.offload(self._source, self._lease.slab, 0)
+        self._source = None
 
     @property
     def has_left(self) -> bool:
-        return self._offload.is_over
+        return self._offload is not None and self._offload.is_over
 
     @property
     def is_here(self) -> bool:
@@ -122,7 +136,8 @@ class SavedStorage:
         Raises:
             TransferError: the copy failed.
         """
-        self._offload.wait()
+        if self._offload is not None:
+            self._offload.wait()
 
     def start_fetch(self) -> None:
         """Start to fetch the bytes, if they are not on the device.
@@ -132,6 +147,7 @@ class SavedStorage:
         """
         if self.is_here:
             return
+        assert self._link is not None and self._lease is not None and self._offload is not None
         self._offload.wait()
         storage = torch.empty(self.nbytes, dtype=torch.uint8, device=self.device).untyped_storage()
         self._fetch = self._link.fetch(storage, self._lease.slab, 0, self._offload)
@@ -151,7 +167,7 @@ class SavedStorage:
             RuntimeError: the tensor was written to since it was saved.
             TransferError: a copy failed.
         """
-        self.versions.check()
+        saved.versions.check()
         storage = self._present()
         if storage is None:
             self.start_fetch()
@@ -170,7 +186,7 @@ class SavedStorage:
 
     def _present(self) -> torch.UntypedStorage | None:
         """The bytes on the device: fetched, or alive because something else holds the storage (an input, autograd)."""
-        if self._fetched is not None:
-            return self._fetched
+        if self._fetched is not None or self._source is not None:
+            return self._fetched or self._source
         storage = storage_of(self._elsewhere)
         return storage if storage is not None and storage.nbytes() == self.nbytes else None
