@@ -41,7 +41,7 @@ def reject_wrapped_since(model: nn.Module, parameters: Collection[torch.Tensor])
         model: as it is called.
         parameters: that it had then.
     """
-    ddp = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
+    ddp = DistributedDataParallel._get_active_ddp_module()
     if ddp is not None and any(module is model for module in ddp.modules()):
         raise InputError(f"a model with HostWeights is called in DistributedDataParallel; {_INSTEAD}")
     if not set(model.parameters()).issuperset(parameters):
