@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -123,6 +124,16 @@ def test_a_result_that_the_loop_holds_stays_until_the_step_ends() -> None:
     held, not_held = simulate(step, {}).moments[-1], simulate(two_layers(100), {}).moments[-1]
     assert step.storage_called["part0.y"].kind == "output"
     assert held.total_bytes == not_held.total_bytes + 100
+
+
+def test_a_new_value_of_an_input_that_the_backward_pass_reads_is_not_recomputed() -> None:
+    """As an in-place ReLU at the beginning of a part leaves it: the part has to return the value."""
+    graph = layer_of_two_ops(100)
+    ops = (replace(op, reads=(*op.reads, Y)) if op.name == "second_back" else op for op in graph.ops)
+    saved = replace(graph, ops=tuple(ops))
+    (step, other) = (joined_step("m", [Part(one, set())], [(0, "forward"), (0, "backward")]) for one in (saved, graph))
+    assert {s.name: s.kind for s in step.storages}["part0.y"] == "crossing"
+    assert {s.name: s.kind for s in other.storages}["part0.y"] == "activation"
 
 
 def test_a_gradient_of_a_result_that_autograd_lets_go_dies_with_its_last_reader() -> None:

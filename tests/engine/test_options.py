@@ -74,14 +74,9 @@ def test_what_makes_no_sense_is_refused_in_one_line(given: dict[str, Any], compl
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("planner", ["chain", "sqrt", "keep_all"])
-def test_a_planner_that_does_not_offload_says_that_it_was_given_where_to(
-    planner: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    CompileOptions.of(budget=1, planner=planner)
-    assert caplog.text == ""
-    CompileOptions.of(budget=1, planner=planner, offload_to="host", host_budget=2)
-    assert f"offload_to='host', host_budget=2 is without effect: the planner '{planner}'" in caplog.text
+def test_a_place_to_offload_to_names_offload_as_allow_does() -> None:
+    assert CompileOptions.of(budget=1).named == CompileOptions.of(budget=1, offload_to=None).named == frozenset()
+    assert CompileOptions.of(budget=1, offload_to="host", host_budget=2).named == {"offload"}
 
 
 def test_with_a_plan_no_budget_is_needed() -> None:

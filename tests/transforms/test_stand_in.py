@@ -18,6 +18,7 @@ from shoal.transforms.split.split import split
 from shoal.transforms.stand_in import StandIn
 from tests.engine.training_laws import assert_same_training, classifier, images
 from tests.inverted_networks import small_resnet, with_leaky, with_trained_layers
+from tests.ranks import run_on_ranks
 
 Transform = Callable[[nn.Module], Any]
 
@@ -231,3 +232,38 @@ def test_drawn_cuts_reach_inverted_batch_norms_under_one_plan() -> None:
         model.zero_grad()
         assert len(model.shoal.plans) == 1
     assert "shoal.inverted_batch_norm.default" in {op.target for op in model.shoal.plan.graph.ops}
+
+
+def with_leaky_relu(inputs: int) -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(inputs, 8, 3, padding=1), nn.BatchNorm2d(8), nn.LeakyReLU(0.1))
+
+
+def of_sharded_blocks() -> list[str]:
+    """What each transform does before and after `fully_shard` of the blocks, on one of several ranks."""
+    from torch.distributed.fsdp import fully_shard
+
+    def ended(run: Callable[[], object]) -> str:
+        try:
+            run()
+        except InputError:
+            return "refused"
+        return "trains"
+
+    def later(transform: Transform) -> object:
+        model = nn.Sequential(with_leaky_relu(3), with_leaky_relu(8))
+        transformed = transform(model)
+        fully_shard(model[0])
+        return fully_shard(transformed)(torch.ones(2, 3, 8, 8)).sum().backward()
+
+    def before(transform: Transform) -> object:
+        model = nn.Sequential(with_leaky_relu(3), with_leaky_relu(8))
+        fully_shard(model[0])
+        return transform(fully_shard(model))(torch.ones(2, 3, 8, 8)).sum().backward()
+
+    transforms = (in_half, invert_norm, fuse_batchnorm)
+    return [ended(lambda t=t, order=order: order(t)) for order in (later, before) for t in transforms]
+
+
+def test_layers_whose_blocks_are_sharded_are_not_called_one_by_one() -> None:
+    each = ["refused", "refused", "trains"] * 2  # what is fused calls sharded blocks as they are
+    assert run_on_ranks(of_sharded_blocks, 2) == [each] * 2

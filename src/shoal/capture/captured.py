@@ -86,7 +86,7 @@ class Captured:
 
     @property
     def results(self) -> tuple[int, ...]:
-        """Places of the outputs of the forward pass that the caller gets: the others are new values of buffers."""
+        """Places of the outputs of the forward pass that the caller gets; others update inputs and buffers."""
         notes = self.joint.graph.output_node().meta.get("desc") or ()
         updates = {place for place, note in enumerate(notes) if isinstance(note, InputMutationAOTOutput)}
         return tuple(place for place in range(len(self.forward_outputs)) if place not in updates)

@@ -34,7 +34,8 @@ class Part:
 
     Attributes:
         graph: its own step, with costs.
-        results: what the caller of the part gets, among its outputs; the others are new values of buffers.
+        results: what the caller of the part gets, among its outputs; the others are new values of buffers, and of
+            inputs that it changes in place.
         same: storage → a storage of another part that is the same memory: a parameter that both read, a result of an
             earlier part that this one is given, a gradient that a later part has made.
         fresh: inputs that eager code made during the step.
@@ -264,7 +265,9 @@ class _Joining:
         if storage.id in (part.results if is_handed_on else part.fresh):
             kind = "crossing"
         elif is_handed_on:
-            kind = "activation"
+            # What is written back to an input that the graph changes in place. Its graph has to return it, so a
+            # backward pass that reads it finds it kept; of a buffer nothing does.
+            kind = "crossing" if _is_saved(part.graph, storage.id) else "activation"
         elif kind == "tangent" or (kind == "gradient" and storage.id in part.handed_on):
             kind = "activation_gradient"
         place = self._of[number, storage.id] = len(self._storages)
@@ -326,6 +329,10 @@ class _Joining:
         op = Op(len(self._ops), name, target, phase, "", tuple(reads), tuple(writes), recomputable=False)
         self._written.update(op.writes)
         self._ops.append(op)
+
+
+def _is_saved(graph: StepGraph, storage: int) -> bool:
+    return any(storage in op.reads for op in graph.ops if op.phase == "backward")
 
 
 def _distinct(storages: Iterable[int]) -> tuple[int, ...]:

@@ -43,7 +43,7 @@ from shoal.engine.options import CompileOptions
 from shoal.engine.parts import PartedSteps
 from shoal.engine.repair import run_again_where_repaired
 from shoal.engine.reserved_budget import grow_segments
-from shoal.engine.search.without_effect import in_several_graphs
+from shoal.engine.search.without_effect import A_MODEL, in_several_graphs
 from shoal.engine.session import Session
 from shoal.engine.set_up import SetUp
 from shoal.engine.shared_budget import Budget
@@ -415,8 +415,7 @@ class _Caller(ModelCall):
             why.reason,
             why.place,
         )
-        leaves = session.offloading is not None
-        session.say_without_effect(in_several_graphs(session.options, "a model of several graphs", leaves=leaves))
+        session.say_without_effect(in_several_graphs(session.options, A_MODEL))
 
     def _is_set_up(self) -> bool:
         """Whether the first call, at which the model broke, has set it up, so that the next may be one graph."""

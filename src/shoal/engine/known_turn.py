@@ -9,6 +9,7 @@ from shoal.core.sizes import format_bytes
 from shoal.engine.options import CompileOptions
 from shoal.engine.part_planning import least_bytes
 from shoal.engine.part_sequence import Node, described
+from shoal.engine.search.without_effect import A_TURN, in_several_graphs
 from shoal.engine.turn_planning import MeasuredTurn, PlannedTurn, Share, plan_turn
 from shoal.errors import BudgetError
 from shoal.memory.step_meter import WeakStorage
@@ -111,7 +112,8 @@ class KnownTurn:
         if planned is None:
             return None
         made = zip(planned.plans, planned.runs, strict=True)
-        plans = tuple(described(plan, [self.nodes[run] for run in runs]) for plan, runs in made)
+        lines = in_several_graphs(options, A_TURN)
+        plans = tuple(described(plan, [self.nodes[run] for run in runs], lines) for plan, runs in made)
         return replace(planned, plans=plans)
 
     def _with_first_run(self, error: BudgetError) -> BudgetError:

@@ -13,6 +13,7 @@ from shoal.engine.session import Session
 from shoal.engine.shared_budget import reject_member
 from shoal.errors import BudgetError, InputError
 from shoal.memory.storage_bytes import distinct_bytes
+from shoal.transforms.stand_in import StandIn
 
 log = logging.getLogger("shoal")
 
@@ -29,6 +30,8 @@ def reject_compiled(network: nn.Module) -> None:
                 f"the model's part {name!r} has a budget of its own already; compile the whole model or that part alone"
             )
     reject_member(network)
+    if isinstance(network, StandIn):
+        network.reject_sharded_parts()
     if network._compiled_call_impl is not None and not isinstance(network._compiled_call_impl, ModelCall):
         log.warning("%s was compiled by model.compile(); shoal.compile replaces that", type(network).__name__)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import warnings
 from collections.abc import Collection, Iterable, Mapping
@@ -22,10 +21,9 @@ from shoal.errors import CodecError, InputError, brief
 from shoal.memory.optimizer_state import Declared, declared_optimizer
 from shoal.offload.policy import AUTO, Offloading, offloading, rehearsed
 
-log = logging.getLogger("shoal")
 _ENCODING_PLANNER = "joint"  # the one that looks for what to encode
 _ALLOWED_CODEC = "dynamic_tree"  # of allow="encode" without lossy=
-_WITHOUT_LINK = ("chain", "keep_all", "sqrt")  # planners that offload nothing
+WITHOUT_LINK = ("chain", "keep_all", "sqrt")  # planners that offload nothing
 _LOSSY_OPTIONS = ("codec", "block", "stochastic", "exempt")
 KERNELS = (AUTO, "eager", "compiled")
 _OF_A_BACKEND = (
@@ -121,8 +119,6 @@ class CompileOptions:
             raise InputError(
                 f"{offloads[0]} is for what is offloaded, and offload_to=None offloads nothing; leave one out"
             )
-        if self.planner in _WITHOUT_LINK and offloads:
-            log.warning("%s is without effect: the planner %r offloads nothing", ", ".join(offloads), self.planner)
         if self.split not in (None, AUTO):
             raise InputError(
                 f"split={self.split!r}: expected 'auto' or None; shoal.split() itself takes depth and grid"
@@ -203,6 +199,8 @@ class CompileOptions:
             )
         if permitted is None and "encode" in means and budget_bytes is not None:
             permitted = lossy_options(_ALLOWED_CODEC, planner)
+        if offload.given and "offload" in means and not has_plan:
+            single |= {"offload"}
         if replays := _switch("cuda_graphs", cuda_graphs):
             offload, means = _without_offload(offload, means, single), means - {"offload"}
             if budget_of != "allocated":

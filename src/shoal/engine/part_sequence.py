@@ -136,12 +136,13 @@ class PartStep(PlannedStep):
         return {} if self._captured is None or not self._numbers else bytes_at(self._captured, self._numbers)
 
 
-def described(plan: Plan, nodes: Sequence[Node], broken: str = "") -> Plan:
+def described(plan: Plan, nodes: Sequence[Node], without_effect: tuple[str, ...], broken: str = "") -> Plan:
     """The plan with what is told of its graphs: their form, checkpointed regions, where the model breaks.
 
     Args:
         plan: of the parts joined into one step.
         nodes: the parts, in the order in which they run forward.
+        without_effect: a line for each means that was allowed by name and that no plan of several graphs uses.
         broken: where Dynamo could not go on before it broke at the parts, where that is known.
     """
     pieces = tuple(replace(cut, op=label(place) + cut.op) for place, n in enumerate(nodes) for cut in n.pieces or ())
@@ -151,6 +152,7 @@ def described(plan: Plan, nodes: Sequence[Node], broken: str = "") -> Plan:
         variant=Variant(pieces=pieces, shrunk=any(n.step is not None and n.step.form.variant.shrunk for n in nodes)),
         breaks=tuple(filter(None, breaks)),
         checkpoints=sum(n.step.checkpoints for n in nodes if n.step is not None),
+        without_effect=without_effect,
     )
 
 

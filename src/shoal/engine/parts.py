@@ -30,6 +30,7 @@ from shoal.engine.metering import Window
 from shoal.engine.part_metering import PartMetering
 from shoal.engine.part_planning import KnownStep, MeasuredParts, PartedStep, first_share, no_graph
 from shoal.engine.part_sequence import Node, PartSequence, PartStep, described
+from shoal.engine.search.without_effect import A_MODEL, in_several_graphs
 from shoal.engine.session import Session
 from shoal.engine.snapshot import Snapshot
 from shoal.errors import BudgetError, CaptureError
@@ -304,7 +305,8 @@ class PartedSteps(PartSequence):
                 with preparing(session.name, why="its graphs have been measured", record=session.status.prepared):
                     doing("plan")
                     planned = known.plan(session, self._learnt_bytes, self._held_bytes)
-                    planned = replace(planned, plan=described(planned.plan, nodes, self._broken))
+                    lines = in_several_graphs(session.options, A_MODEL)
+                    planned = replace(planned, plan=described(planned.plan, nodes, lines, self._broken))
                     self._planned[nodes] = planned
             except BudgetError as error:
                 if known.fixed and not self._branches:

@@ -117,7 +117,8 @@ class PlansByBatch:
             found = best_variant(forms, pricing.price_of_counts, self.budget_bytes, pricing.name).plan
         except NotLinear:
             return None
-        return replace(found, planning_seconds=time.perf_counter() - started, options=pricing.options.to_json())
+        lines, seconds = forms.listed.without_effect, time.perf_counter() - started
+        return replace(found, planning_seconds=seconds, options=pricing.options.to_json(), without_effect=lines)
 
     def largest(
         self,
@@ -189,6 +190,7 @@ class _Listed:
     works: dict[Variant, PatchWork | str]
     sliced_depth: float
     samples: int
+    without_effect: tuple[str, ...]
 
     @property
     def patches(self) -> tuple[Variant, ...]:
@@ -223,7 +225,8 @@ class _CapturedForms:
             for variant in (WHOLE, *of_norms):
                 self._graphs[variant] = _captured(variants, step, variant)
             works = {one: _work(variants, one) for one in split}
-            return _Listed(of_norms, split, variants.norm_elems, works, variants.sliced_depth, variants.samples)
+            lines = self._pricing.say_without_effect(variants)
+            return _Listed(of_norms, split, variants.norm_elems, works, variants.sliced_depth, variants.samples, lines)
 
         return self._read(read)
 
@@ -278,28 +281,28 @@ class _ScaledForms:
         lists = [forms.listed for forms in known.values()]
         if len({(one.patches, one.sliced_depth, one.of_norms[:1], len(one.norm_elems)) for one in lists}) > 1:
             raise NotLinear
-        self._listed = lists[0]
+        self.listed = lists[0]
         self._norm_elems = tuple(map(self._scaled, *(one.norm_elems for one in lists)))
         self._samples = self._scaled(*(one.samples for one in lists))
         self._whole = self._scaled_graph(WHOLE)
 
     def of_norms(self) -> Iterator[Variant]:
-        for variant in self._listed.of_norms[:1]:
+        for variant in self.listed.of_norms[:1]:
             if variant.fuse:
                 yield from fused_forms(variant.fuse, self._norm_elems)
-        yield from (variant for variant in self._listed.of_norms if variant.invert)
+        yield from (variant for variant in self.listed.of_norms if variant.invert)
 
     def of_smaller_maps(self, fused: Variant) -> Iterator[Variant]:
         return forms_up_to(fused, self._norm_elems)
 
     def split(self) -> Iterator[Variant]:
         if self._samples > 1:
-            yield from sliced_forms(self._listed.sliced_depth, self._samples)
-        yield from self._listed.patches
+            yield from sliced_forms(self.listed.sliced_depth, self._samples)
+        yield from self.listed.patches
 
     def work(self, variant: Variant) -> PatchWork:
         if variant.slices:
-            return PatchWork(0.0, variant.slices * self._listed.calls_a_slice)
+            return PatchWork(0.0, variant.slices * self.listed.calls_a_slice)
         one, *others = (forms.listed.works[variant] for forms in self._known.values())
         for other in others:
             if isinstance(one, str) or isinstance(other, str):

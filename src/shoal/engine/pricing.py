@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 
@@ -70,6 +70,7 @@ class Pricing:
         budget_bytes: the caller's; None for none.
         target: whose rates give the times; None: ops are profiled on this machine.
         optimizer: whose state counts.
+        said: lines of `say_without_effect` that were logged.
     """
 
     model: nn.Module
@@ -78,6 +79,7 @@ class Pricing:
     budget_bytes: int | None
     target: Hardware | None
     optimizer: Declared | None
+    said: set[str] = field(default_factory=set, compare=False)
 
     @classmethod
     def of(
@@ -147,14 +149,16 @@ class Pricing:
         return next((p.device.type for p in self.model.parameters() if p.device.type != "meta"), "cpu")
 
     def say_without_effect(self, variants: Variants) -> tuple[str, ...]:
-        """Say which means were allowed by name and do not apply to the step; the lines."""
+        """Say once which means were allowed by name and do not apply to the step; the lines."""
         if self.target is not None:
             leaves = self.options.offload.to is not None
         else:
             leaves = self.options.offloading(self.device_type) is not None
         lines = without_effect(variants, self.options, leaves=leaves, runs_here=self.target is None)
         for line in lines:
-            log.warning("%s: allow: %s", self.name, line)
+            if line not in self.said:
+                log.warning("%s: allow: %s", self.name, line)
+        self.said.update(lines)
         return lines
 
     @property

@@ -27,7 +27,7 @@ from shoal.core.sizes import format_bytes
 from shoal.engine.budget_table import Standing, table
 from shoal.engine.model_call import ModelCall, raise_as_plain, reject_function_transforms
 from shoal.engine.options import CompileOptions
-from shoal.engine.search.without_effect import in_several_graphs
+from shoal.engine.search.without_effect import A_TURN, in_several_graphs
 from shoal.engine.session import Session
 from shoal.engine.status import Status
 from shoal.engine.turns import TurnSteps
@@ -156,7 +156,7 @@ class Budget:
             )
         if steps is None:
             session = Session(Status(known_bytes), options)
-            session.say_without_effect(in_several_graphs(options, "a turn of several models", leaves=False))
+            session.say_without_effect(in_several_graphs(options, A_TURN))
             steps = TurnSteps(session, device, self._models)
             steps.metering.open()
             weakref.finalize(self, steps.close)

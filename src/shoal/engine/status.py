@@ -103,6 +103,7 @@ class Status:
             f"computed        {plan.variant}",
             *([f"order           {plan.order}"] if plan.order else []),
             *([f"breaks          {'; '.join(plan.breaks)}"] if plan.breaks else []),
+            *(f"allowed         {line}" for line in plan.without_effect),
             f"repairs         {self.repairs or 'none'}",
             f"prepared in     {sum(by_stage.values()):.1f} s: "
             + ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in by_stage.items() if seconds),

@@ -62,10 +62,10 @@ def move_statistics(layer: _BatchNorm, mean: torch.Tensor, variance: torch.Tenso
         for moving, now in zip(running, (mean, variance * (count / (count - 1))), strict=True):
             moving.lerp_(now, momentum)
         return
-    with torch.no_grad():
-        moved = torch.ops.shoal.moved_statistics(*running, mean, variance, batches, momentum, count)
-        running[0].copy_(moved[0])
-        running[1].copy_(moved[1])
+    # Nothing here needs a gradient; `no_grad` in a captured graph would refuse every rewrite of it.
+    moved = torch.ops.shoal.moved_statistics(*running, mean, variance, batches, momentum, count)
+    running[0].copy_(moved[0])
+    running[1].copy_(moved[1])
 
 
 def runs_again() -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 
 from shoal.errors import InputError
+from shoal.lowlevel.process_groups import sharded_modules
 
 _SHARED = (  # dicts of a module: whatever is set, moved, loaded or registered in one is so in the other
     "_modules",
@@ -77,6 +78,15 @@ class StandIn(nn.Module):
         return not torch.compiler.is_compiling() and any(
             tuple(children.values()) != known for children, known in self._layers
         )
+
+    def reject_sharded_parts(self) -> None:
+        """Raise InputError if `fully_shard` was applied to a module inside: its layers are called one by one here, so
+        that nothing would gather their weights."""
+        for name, _ in sharded_modules(self.source):
+            raise InputError(
+                f"the part {name!r} is sharded, and {self.made_by} calls its layers one by one; "
+                f"apply fully_shard only to what {self.made_by} returned, as a whole"
+            )
 
     def graph(self, *, training: bool) -> fx.Graph | None:
         """What it runs in a mode, for other transforms to copy; None where they cannot go on from there.

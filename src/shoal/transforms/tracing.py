@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from shoal.errors import CaptureError
+from shoal.errors import CaptureError, InputError
+from shoal.lowlevel.process_groups import sharded_modules
 from shoal.lowlevel.torch_state import saved_tensors_hooks
 from shoal.transforms.stand_in import StandIn
 from shoal.transforms.writes import IN_PLACE_OPERATORS, Writes
@@ -74,7 +75,13 @@ def traced(model: nn.Module, tracer: fx.Tracer, *, training: bool, instead: str)
 
     Raises:
         CaptureError: torch.fx cannot trace the model; it says why.
+        InputError: it is sharded.
     """
+    if any(sharded_modules(model)):
+        raise InputError(
+            f"{type(model).__name__} is sharded already; transform the network first, then apply fully_shard to the "
+            "result as a whole"
+        )
     try:
         return trace(model, tracer, training=training)
     except UntraceableError as reason:

@@ -10,12 +10,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import shoal
 from shoal import codecs
 from shoal.core.hardware import Link
 from shoal.distributed.weights.first_use import FirstUse
 from shoal.distributed.weights.host_weights import HostWeights
 from shoal.distributed.weights.precision import AdaptivePrecision
 from shoal.errors import CodecError, InputError, TransferError
+from tests.ranks import run_on_ranks
 
 SLOW = Link("slow", 20e6, 20e6, 1e-4)
 
@@ -327,6 +329,55 @@ def test_what_cannot_be_hosted_is_refused(hosted: Any) -> None:
         weights.load_state_dict({"adaptive": AdaptivePrecision(model, -1.0, 1).state_dict()})
     with pytest.raises(InputError, match="assign"):
         model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+
+
+@pytest.mark.parametrize("compiled", [torch.compile, lambda net: net.compile() or net, lambda net: shoal.compile(net)])
+def test_a_compiled_model_is_refused(compiled: Callable[[nn.Module], nn.Module], hosted: Any) -> None:
+    model, optimizer = made()
+    with pytest.raises(InputError):
+        hosted(compiled(model), optimizer)
+
+
+def test_a_model_that_is_compiled_later_is_refused_when_it_is_called(hosted: Any) -> None:
+    model, optimizer = made()
+    hosted(model, optimizer)
+    with pytest.raises(InputError):
+        torch.compile(model, backend="eager")(next(batches())[0])
+
+
+def test_parameters_that_were_replaced_since_are_refused(hosted: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 2))
+    hosted(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model[0] = nn.Linear(4, 2)
+    with pytest.raises(InputError):
+        model(torch.ones(3, 4))
+
+
+def refusals() -> list[str]:
+    """By HostWeights of what is wrapped before and after, on one of several ranks."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    found = []
+
+    def refused(begin: Callable[[nn.Module, torch.optim.Optimizer], object]) -> None:
+        model = nn.Sequential(nn.Linear(4, 2))
+        try:
+            begin(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        except InputError:
+            found.append("refused")
+
+    def sharded(model: nn.Module) -> nn.Module:
+        return fully_shard(model)
+
+    for wrap in (DistributedDataParallel, sharded):
+        refused(lambda model, optimizer, wrap=wrap: HostWeights(wrap(model), optimizer))
+        refused(lambda model, optimizer, wrap=wrap: (HostWeights(model, optimizer), wrap(model)(torch.ones(3, 4))))
+    return found
+
+
+def test_ddp_and_fsdp_are_refused_in_either_order() -> None:
+    assert run_on_ranks(refusals, 2) == [["refused"] * 4] * 2
 
 
 def test_a_link_that_was_closed_ends_in_a_clear_error(hosted: Any) -> None:

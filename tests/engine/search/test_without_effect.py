@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from pathlib import Path
 
@@ -110,6 +111,57 @@ def test_several_graphs_are_planned_without_forms(caplog: pytest.LogCaptureFixtu
         "'fuse' is without effect: a model of several graphs is planned with recompute alone",
         "'offload' is without effect: a turn of several models is planned with recompute alone",
     ]
+
+
+def test_several_graphs_offload_nothing_though_it_was_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    model = shoal.compile(Breaking(), "1MiB", offload_to="host")
+    model(torch.randn(8, 16)).sum().backward()
+    said = "'offload' is without effect: a model of several graphs is planned with recompute alone"
+    assert lines(caplog) == [said]
+    assert model.shoal.plan.without_effect == (said,)
+    assert said in str(model.shoal) and said in model.shoal.plan.explain()
+
+
+def test_a_keyword_names_offload_and_a_planner_may_have_no_use_for_it(caplog: pytest.LogCaptureFixture) -> None:
+    step = plain_layers(), torch.randn(8, 16), "1MiB"
+    assert shoal.plan(*step, offload_to="host").without_effect == ()
+    for planner in ("chain", "sqrt"):
+        assert len(shoal.plan(*step, offload_to="host", planner=planner).without_effect) == 1
+    assert len(lines(caplog)) == 2
+
+
+def test_fit_says_it(caplog: pytest.LogCaptureFixture) -> None:
+    net = plain_layers().to("meta")
+    how = {"hardware": PRESET, "allow": "recompute, fuse", "max_batch": 4}
+    found = shoal.fit(net, lambda batch: torch.empty(batch, 16, device="meta"), "1MiB", **how)
+    assert list(found.plan.without_effect) == lines(caplog) == ["'fuse' is without effect: there is no batch norm"]
+
+
+def test_batch_norms_that_an_inversion_by_hand_left_plain_are_fused(caplog: pytest.LogCaptureFixture) -> None:
+    """The updates of running statistics in a transform's own ops do not keep the layers from being read."""
+    torch.manual_seed(0)
+    inverted = [nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.LeakyReLU(0.1)]
+    net = nn.Sequential(*blocks(8, 8, 8), *inverted, nn.AdaptiveAvgPool2d(1))
+    images = torch.randn(4, 8, 16, 16)
+    reference, plain, tried, planned = (shoal.invert_norm(copy.deepcopy(net), slope=None) for _ in range(4))
+    budget_bytes = shoal.plan(plain, images).predicted_peak_bytes * 9 // 10
+    shoal.compile(tried, budget_bytes, allow="recompute, fuse")(images).sum().backward()
+    (fused,) = (one.variant for one in tried.shoal.plan.candidates if one.variant.fuse)
+    assert not lines(caplog)
+    shoal.compile(planned, "1MiB", allow="recompute, fuse")
+    planned.shoal.variants.update(dict.fromkeys(tried.shoal.variants, fused))  # as an earlier run had it
+    for model, given in ((reference.double(), images.double()), (plain, images), (planned, images)):
+        model(given).square().sum().backward()
+    assert planned.shoal.plan.variant == fused
+    exact = [*(p.grad for p in reference.parameters()), *reference.buffers()]
+    error_of = {
+        model: max(
+            (a.double() - b.double()).abs().max().item()
+            for a, b in zip([*(p.grad for p in model.parameters()), *model.buffers()], exact, strict=True)
+        )
+        for model in (plain, planned)
+    }
+    assert error_of[planned] <= error_of[plain] + 1e-5 * max(a.abs().max().item() for a in exact)
 
 
 def test_a_frontier_says_it(caplog: pytest.LogCaptureFixture) -> None:

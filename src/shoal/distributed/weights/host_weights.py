@@ -25,6 +25,7 @@ from shoal.core.hardware import Hardware, Link
 from shoal.cost.measure import measure
 from shoal.distributed.comm.traffic import Traffic
 from shoal.distributed.weights.first_use import FirstUse
+from shoal.distributed.weights.host_refusals import refuse_compiled, reject_wrapped, reject_wrapped_since
 from shoal.distributed.weights.parameter_transfer import ParameterTransfer, own_storage
 from shoal.distributed.weights.precision import AdaptivePrecision, packable
 from shoal.distributed.weights.weight_codecs import WeightCodecs, explained
@@ -92,7 +93,8 @@ class HostWeights:
     Limits: between a step and the next forward pass `model.parameters()` on the device are not whole: read
     `weights.parameters()`, clip their gradients, average them. The backward pass ends when all gradients have arrived.
     While weights are sent the device holds their packed bytes too. Control flow that reads a parameter outside of its
-    module only in some passes is not seen; `weights.wait()` before such a pass. Not for DDP, FSDP or a compiled model.
+    module only in some passes is not seen; `weights.wait()` before such a pass. DDP, FSDP and compiled models
+    are refused.
     """
 
     def __init__(
@@ -106,6 +108,7 @@ class HostWeights:
         gradients: str = "raw",
         rehearse: str | Hardware | Link | None = None,
     ) -> None:
+        reject_wrapped(model)
         self._weight_codecs = WeightCodecs(precision, rounding, one_byte)
         self._gradient_codec = None if gradients == "raw" else get(gradients)
         self.adaptive = self._weight_codecs.adaptive
@@ -131,6 +134,7 @@ class HostWeights:
         self._watching: FirstUse | None = None
         self._knows_order = False
         self._waits_for_gradients = False
+        self._refuse_compiled = torch.compiler.disable(refuse_compiled)
         self._handles = self._hooks()
         self._closer = weakref.finalize(self, self._link.close)
 
@@ -182,6 +186,9 @@ class HostWeights:
     # What the hooks do, in the order of a step.
 
     def _before_forward(self, model: nn.Module, inputs: Any) -> None:
+        if torch.compiler.is_compiling():
+            self._refuse_compiled()
+        reject_wrapped_since(model, self._by_parameter)
         for transfer in self._transfers:
             transfer.forget()
         self._waits_for_gradients = False
@@ -192,6 +199,8 @@ class HostWeights:
             self._watching.__enter__()
 
     def _before_module(self, transfers: list[ParameterTransfer], module: nn.Module, inputs: Any) -> None:
+        if torch.compiler.is_compiling():  # a part that was compiled
+            self._refuse_compiled()
         if self._watching is not None:
             self._watching.announce(transfer.parameter for transfer in transfers)
         self._receive(transfers)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from shoal.core.means import KERNEL_MEANS
-from shoal.engine.options import CompileOptions
+from shoal.engine.options import WITHOUT_LINK, CompileOptions
 from shoal.engine.search.variants import Variants
 
 _OF_JOINT = {*KERNEL_MEANS, "order"}
+A_MODEL = "a model of several graphs"
+A_TURN = "a turn of several models"
 
 
 def without_effect(variants: Variants, options: CompileOptions, *, leaves: bool, runs_here: bool) -> tuple[str, ...]:
@@ -26,20 +28,21 @@ def without_effect(variants: Variants, options: CompileOptions, *, leaves: bool,
             reasons[name] = variants.why_not_elsewhere(name)
         elif name == "offload":
             reasons[name] = "" if leaves else "device and host are one; offload_to= may name a folder"
+            if options.planner in WITHOUT_LINK:
+                reasons[name] = f"the planner {options.planner!r} offloads nothing"
         else:
             reasons[name] = variants.why_not(name)
     return tuple(f"{name!r} is without effect: {reason}" for name, reason in reasons.items() if reason)
 
 
-def in_several_graphs(options: CompileOptions, what: str, *, leaves: bool) -> tuple[str, ...]:
-    """The same where several graphs are planned as one step, for which no form, order or encoding is looked for.
+def in_several_graphs(options: CompileOptions, what: str) -> tuple[str, ...]:
+    """The same if several graphs are planned as one step: nothing but what to recompute is looked for.
 
     Args:
-        options, leaves: as for `without_effect`.
-        what: is several graphs.
+        options: as for `without_effect`.
+        what: is several graphs, `A_MODEL` or `A_TURN`.
     """
-    looked_for = {"recompute", "offload"} if leaves else {"recompute"}
     return tuple(
-        f"{name!r} is without effect: {what} is planned with {' and '.join(sorted(looked_for, reverse=True))} alone"
-        for name in sorted(options.named - looked_for)
+        f"{name!r} is without effect: {what} is planned with recompute alone"
+        for name in sorted(options.named - {"recompute"})
     )

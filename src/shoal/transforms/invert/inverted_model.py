@@ -46,6 +46,8 @@ class _Rewritten(StandIn):
                 f"layers of the network were replaced after {self.made_by}, whose result calls those that were there; "
                 "put them back, and replace layers before the network is converted"
             )
+        if not torch.compiler.is_compiling():
+            self.reject_sharded_parts()
         return self._rewritten[0 if self.training else 1](*args, **kwargs)
 
 

@@ -156,6 +156,8 @@ class SplitModule(StandIn):
         plan = self._plan
         if plan is None or not (self.training or self.split_in_eval):
             return self.source.forward(*args, **kwargs)
+        if not torch.compiler.is_compiling():
+            self.reject_sharded_parts()
         sizes = self._sizes_of(args)
         cuts_are_drawn = shoal_cuts is not None or (self.stochastic is not None and self.training)
         if shoal_cuts is not None:
