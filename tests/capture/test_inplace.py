@@ -177,6 +177,7 @@ CALLS: list[tuple[Any, Callable[[torch.Tensor, torch.Tensor], tuple[Any, ...]]]]
     (aten.slice_scatter.default, lambda x, y: (x, y[..., ::2], -1, None, None, 2)),
     (aten.select_scatter.default, lambda x, y: (x, y[:, 0], 1, 0)),
     (aten.diagonal_scatter.default, lambda x, y: (x, y.diagonal(0, 2, 3), 0, 2, 3)),
+    (aten.as_strided_scatter.default, lambda x, y: (x, y, x.shape, x.stride())),
     *((aten._softmax.default, lambda x, y, dim=dim: (x, dim, False)) for dim in (1, -1)),
     *(
         (aten._softmax_backward_data.default, lambda x, y, dim=dim: (x, y.softmax(dim), dim, x.dtype))

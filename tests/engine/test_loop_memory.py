@@ -15,7 +15,15 @@ from shoal.core.simulate import simulate
 from shoal.core.step import StepGraph
 from shoal.core.validate import check_runs
 from shoal.core.validate_order import check_order
-from shoal.engine.loop_memory import HELD_GRADIENTS, HELD_RESULTS, KEPT_OF_LOSS, LoopMemory, best_case, by_itself, in_loop
+from shoal.engine.loop_memory import (
+    HELD_GRADIENTS,
+    HELD_RESULTS,
+    KEPT_OF_LOSS,
+    LoopMemory,
+    best_case,
+    by_itself,
+    in_loop,
+)
 from shoal.errors import BudgetError
 from shoal.planners.joint import joint
 from tests.random_steps import HARDWARE, Builder, conv_bn_relu_chain, steps

@@ -1,9 +1,9 @@
 """Ops that can write their result over one of their operands, bit for bit the same.
 
 An op qualifies where each element of the result depends on the element of the operand at the same place alone, and
-the library has a form that writes into a given tensor. So do ops that write into a tensor, or add to it, at some places:
-autograd's gradients of `gather`, `topk`, `sort` and of indexing, which eager PyTorch writes in place into new zeros. `operands` says which operands may be overwritten and
-`overwriting` gives the call.
+the library has a form that writes into a given tensor. So do ops that write into a tensor, or add to it, at some
+places: autograd's gradients of `gather`, `topk`, `sort` and of indexing, which eager PyTorch writes in place into new
+zeros. `operands` says which operands may be overwritten and `overwriting` gives the call.
 """
 
 from __future__ import annotations
@@ -62,6 +62,13 @@ def _write_selected(x: torch.Tensor, part: torch.Tensor, dim: int, index: int) -
 
 def _write_diagonal(x: torch.Tensor, part: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> torch.Tensor:
     x.diagonal(offset, dim1, dim2).copy_(part)
+    return x
+
+
+def _write_strided(
+    x: torch.Tensor, part: torch.Tensor, size: list[int], stride: list[int], storage_offset: int | None = None
+) -> torch.Tensor:
+    x.as_strided(size, stride, storage_offset).copy_(part)
     return x
 
 
@@ -134,6 +141,7 @@ _CALLS: dict[Any, tuple[tuple[int, ...], Callable[..., Any]]] = {
     _aten.slice_scatter.default: ((0,), _write_slice),
     _aten.select_scatter.default: ((0,), _write_selected),
     _aten.diagonal_scatter.default: ((0,), _write_diagonal),
+    _aten.as_strided_scatter.default: ((0,), _write_strided),
     torch.ops.shoal.norm_act_backward.default: ((0,), norm_act_backward_),
     torch.ops.shoal.norm_conv_backward.default: ((17,), norm_conv_backward_onto),
     torch.ops.shoal.sliced_norm.default: ((0,), sliced_norm_),

@@ -28,8 +28,8 @@ class LoopMemory:
         calls_at_once: how many calls come before a backward pass.
         held_result_bytes: outputs of the step before that the loop holds until the forward pass returns new ones. None:
             not known yet, and taken for as many as the step's own.
-        held_gradient_bytes: gradients of the step before, where they are dropped between the two passes. None: not known
-            yet, and taken for as many as the step's own.
+        held_gradient_bytes: gradients of the step before, where they are dropped between the two passes. None: not
+            known yet, and taken for as many as the step's own.
         drops_late: whether gradients that the optimizer has used are dropped after the next forward pass, not kept.
         released: places, among the forward graph's outputs, of those that nobody holds when the backward pass begins.
         let_go: places of those that nobody holds when it ends: what is saved of them dies with its last reader.
@@ -41,8 +41,8 @@ class LoopMemory:
             loss's own memory, never takes what is free in the pool, so that it counts all step.
         kept_share: what the loss keeps for the whole backward pass, as a multiple of the outputs' gradients. 1 is
             `F.mse_loss`, whose mean lies in the storage of all squares.
-        loss_share: its workspace besides, as such a multiple. 3, with 1 kept, is `((y - t) ** 2).mean()`, as most losses
-            that are written out; more is taken by few of PyTorch's own (`F.multilabel_soft_margin_loss`: 7, nothing kept).
+        loss_share: its workspace besides, as such a multiple. 3, with 1 kept, is `((y - t) ** 2).mean()`, as most
+            losses that are written out; few of PyTorch's own take more (`F.multilabel_soft_margin_loss`: 7).
     """
 
     learnt: bool = False
@@ -132,7 +132,9 @@ def usual_case(loop: LoopMemory) -> LoopMemory:
 
 def step_alone(*, replays: bool = False) -> LoopMemory:
     """A loop that holds nothing: what a given plan, which is run as it is, was made for."""
-    return LoopMemory(held_result_bytes=0, held_gradient_bytes=0, small_bytes=0, loss_share=2.0, kept_share=0.0, replays=replays)
+    return LoopMemory(
+        held_result_bytes=0, held_gradient_bytes=0, small_bytes=0, loss_share=2.0, kept_share=0.0, replays=replays
+    )
 
 
 def in_loop(graph: StepGraph, loop: LoopMemory, outputs: Mapping[int, str]) -> StepGraph:

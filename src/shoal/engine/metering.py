@@ -164,9 +164,7 @@ class Metering:
         tangents = [WeakStorage(one) for one in given if isinstance(one, torch.Tensor) and one.numel() > 1]
         return call, tangents
 
-    def _look_ahead(
-        self, foresee: Callable[[Window, int], None], window: Window, meter: StepMeter, call: Call
-    ) -> None:
+    def _look_ahead(self, foresee: Callable[[Window, int], None], window: Window, meter: StepMeter, call: Call) -> None:
         """What is known once the loss has been computed: it has run, and whoever still holds a result has a name."""
         held = call.held_by_caller()
         held_bytes = sum({call.outputs[place].key: call.outputs[place].nbytes for place in held}.values())

@@ -448,7 +448,7 @@ class Session:
         self._transfers.close()
 
     def foresee(self, window: Window, held_bytes: int) -> None:
-        """Before the first backward pass of a loop: hold its plan against what the forward pass and the loss have shown.
+        """Before the first backward pass of a loop: hold its plan against what forward pass and loss have shown.
 
         Args:
             window: the calls, and what they used so far.

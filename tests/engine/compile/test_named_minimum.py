@@ -1,4 +1,4 @@
-"""The minimum that an error names runs in the ordinary loop, and what does not fit is refused before a weight changes."""
+"""A minimum that is named runs in the ordinary loop, and what does not fit is refused before a weight changes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ class Views(nn.Module):
     def __init__(self, views: int, last: nn.Module | None = None) -> None:
         super().__init__()
         self.views = views
-        self.layers = nn.Sequential(nn.Conv2d(3, 4, 3, 1, 1), nn.ReLU(), nn.Conv2d(4, 32, 3, 1, 1), last or nn.Identity())
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 4, 3, 1, 1), nn.ReLU(), nn.Conv2d(4, 32, 3, 1, 1), last or nn.Identity()
+        )
 
     def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
         y = self.layers(x)
