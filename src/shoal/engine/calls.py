@@ -99,7 +99,8 @@ class Calls:
         results = {place: _held(outputs[place]) for place in own.results}
         saved = None if own.saved is None else _held(outputs[own.saved])
         witness = saved or max(results.values(), key=lambda one: one.nbytes, default=None)
-        tensors = {place: TensorWeakRef(outputs[place]) for place in own.results}
+        given = ((place, outputs[place]) for place in own.results)
+        tensors = {place: TensorWeakRef(value) for place, value in given if isinstance(value, torch.Tensor)}
         self._last = Call(witness, saved is None, results, tensors, self.number, id(step))
         self._under_way.append(self._last)
 
