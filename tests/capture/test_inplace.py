@@ -89,6 +89,11 @@ def by_groups(x: torch.Tensor, y: torch.Tensor) -> tuple[Any, ...]:
     return (x, y, *of_one_group(x), statistics(x)[0], *sizes, [True, True, True], 1, 2)
 
 
+def places(x: torch.Tensor) -> torch.Tensor:
+    """Places along the first axis, some of them several times."""
+    return torch.arange(x.numel()).view(x.shape) * 7 % max(1, x.shape[0] - 1)
+
+
 # Targets, and what each is called with, given two tensors of one layout.
 CALLS: list[tuple[Any, Callable[[torch.Tensor, torch.Tensor], tuple[Any, ...]]]] = [
     (aten.threshold_backward.default, lambda x, y: (x, y.relu(), 0)),
@@ -155,6 +160,24 @@ CALLS: list[tuple[Any, Callable[[torch.Tensor, torch.Tensor], tuple[Any, ...]]]]
     (sliced_norm, lambda x, y: (x, *statistics(x)[:3], "elu 0.5")),
     (sliced_norm_gradient, lambda x, y: (x, y, *statistics(x), statistics(x)[0], "relu")),
     (sliced_norm_gradient, lambda x, y: (x, y, *statistics(x), statistics(x)[0], "elu 0.5")),
+    (aten.scatter.src, lambda x, y: (x, 0, places(x), y)),
+    (aten.scatter.value, lambda x, y: (x, 0, places(x), 0.3)),
+    (aten.scatter_add.default, lambda x, y: (x, 0, places(x), y)),
+    (aten.scatter_reduce.two, lambda x, y: (x, 0, places(x), y, "amax")),
+    (aten.index_add.default, lambda x, y: (x, 0, places(x)[:, 0, 0, 0], y)),
+    (aten.index_copy.default, lambda x, y: (x, 0, places(x)[:, 0, 0, 0], y)),
+    (aten.index_fill.int_Scalar, lambda x, y: (x, 0, places(x)[:, 0, 0, 0], 0.3)),
+    (aten.index_put.default, lambda x, y: (x, [places(x)[:, 0, 0, 0]], y, True)),
+    (aten.index_put.default, lambda x, y: (x, [y > 0], y[y > 0])),
+    (aten.put.default, lambda x, y: (x, places(x), y, True)),
+    (aten.masked_fill.Scalar, lambda x, y: (x, y > 0, 0.3)),
+    (aten.masked_fill.Tensor, lambda x, y: (x, y > 0, y.new_ones(()))),
+    (aten.masked_scatter.default, lambda x, y: (x, y > 0, y)),
+    (aten.slice_scatter.default, lambda x, y: (x, y[:, 1:], 1, 1, 9)),
+    (aten.slice_scatter.default, lambda x, y: (x, y[..., ::2], -1, None, None, 2)),
+    (aten.select_scatter.default, lambda x, y: (x, y[:, 0], 1, 0)),
+    (aten.diagonal_scatter.default, lambda x, y: (x, y.diagonal(0, 2, 3), 0, 2, 3)),
+    (aten.as_strided_scatter.default, lambda x, y: (x, y, x.shape, x.stride())),
     *((aten._softmax.default, lambda x, y, dim=dim: (x, dim, False)) for dim in (1, -1)),
     *(
         (aten._softmax_backward_data.default, lambda x, y, dim=dim: (x, y.softmax(dim), dim, x.dtype))

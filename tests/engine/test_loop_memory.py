@@ -15,7 +15,15 @@ from shoal.core.simulate import simulate
 from shoal.core.step import StepGraph
 from shoal.core.validate import check_runs
 from shoal.core.validate_order import check_order
-from shoal.engine.loop_memory import HELD_RESULTS, KEPT_OF_LOSS, LoopMemory, best_case, by_itself, in_loop
+from shoal.engine.loop_memory import (
+    HELD_GRADIENTS,
+    HELD_RESULTS,
+    KEPT_OF_LOSS,
+    LoopMemory,
+    best_case,
+    by_itself,
+    in_loop,
+)
 from shoal.errors import BudgetError
 from shoal.planners.joint import joint
 from tests.random_steps import HARDWARE, Builder, conv_bn_relu_chain, steps
@@ -102,11 +110,13 @@ def test_the_worst_is_the_step_as_it_is_captured() -> None:
     tangent_bytes = sum(s.nbytes for s in graph.storages if s.kind == "tangent")
     seen = in_loop(graph, WORST, outputs_of(graph))
     (loss,) = (op for op in seen.ops if op.phase == "loss")
-    assert loss.workspace_bytes == tangent_bytes > 0
-    *own, of_the_loss, held = seen.storages
+    assert loss.workspace_bytes == 3 * tangent_bytes > 0
+    *own, of_the_loss, gradients, held = seen.storages
     assert tuple(own) == graph.storages
     assert (of_the_loss.name, of_the_loss.nbytes) == (KEPT_OF_LOSS, tangent_bytes)
     assert of_the_loss.kind == "gradient"  # so that it stays until the end in whatever order ops run
+    own_gradient_bytes = sum(s.nbytes for s in graph.storages if s.kind == "gradient")
+    assert (gradients.name, gradients.nbytes) == (HELD_GRADIENTS, own_gradient_bytes)
     assert (held.name, held.nbytes) == (HELD_RESULTS, sum(s.nbytes for s in graph.storages if s.kind == "output"))
 
 

@@ -1,8 +1,9 @@
-"""Pointwise ops that can write their result over one of their operands, bit for bit the same.
+"""Ops that can write their result over one of their operands, bit for bit the same.
 
 An op qualifies where each element of the result depends on the element of the operand at the same place alone, and
-the library has a form that writes into a given tensor. `operands` says which operands may be overwritten and
-`overwriting` gives the call.
+the library has a form that writes into a given tensor. So do ops that write into a tensor, or add to it, at some
+places: autograd's gradients of `gather`, `topk`, `sort` and of indexing, which eager PyTorch writes in place into new
+zeros. `operands` says which operands may be overwritten and `overwriting` gives the call.
 """
 
 from __future__ import annotations
@@ -45,6 +46,30 @@ _aten = torch.ops.aten
 
 def _dropout_backward(grad: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
     return grad.mul_(mask).mul_(scale)
+
+
+def _write_slice(
+    x: torch.Tensor, part: torch.Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> torch.Tensor:
+    _aten.slice.Tensor(x, dim, start, end, step).copy_(part)
+    return x
+
+
+def _write_selected(x: torch.Tensor, part: torch.Tensor, dim: int, index: int) -> torch.Tensor:
+    x.select(dim, index).copy_(part)
+    return x
+
+
+def _write_diagonal(x: torch.Tensor, part: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> torch.Tensor:
+    x.diagonal(offset, dim1, dim2).copy_(part)
+    return x
+
+
+def _write_strided(
+    x: torch.Tensor, part: torch.Tensor, size: list[int], stride: list[int], storage_offset: int | None = None
+) -> torch.Tensor:
+    x.as_strided(size, stride, storage_offset).copy_(part)
+    return x
 
 
 # target → (places of the operands that may be overwritten, form that overwrites, name of its keyword for the result)
@@ -101,6 +126,22 @@ _CALLS: dict[Any, tuple[tuple[int, ...], Callable[..., Any]]] = {
     group_norm.backward: ((0,), group_norm.backward_),
     group_norm_pieces.backward: ((0,), group_norm_pieces.backward_),
     dropout_backward: ((0,), dropout_backward_),
+    _aten.scatter.src: ((0,), _aten.scatter_.src),
+    _aten.scatter.value: ((0,), _aten.scatter_.value),
+    _aten.scatter_add.default: ((0,), _aten.scatter_add_.default),
+    _aten.scatter_reduce.two: ((0,), _aten.scatter_reduce_.two),
+    _aten.index_add.default: ((0,), _aten.index_add_.default),
+    _aten.index_copy.default: ((0,), _aten.index_copy_.default),
+    _aten.index_fill.int_Scalar: ((0,), _aten.index_fill_.int_Scalar),
+    _aten.index_put.default: ((0,), _aten.index_put_.default),
+    _aten.put.default: ((0,), _aten.put_.default),
+    _aten.masked_fill.Scalar: ((0,), _aten.masked_fill_.Scalar),
+    _aten.masked_fill.Tensor: ((0,), _aten.masked_fill_.Tensor),
+    _aten.masked_scatter.default: ((0,), _aten.masked_scatter_.default),
+    _aten.slice_scatter.default: ((0,), _write_slice),
+    _aten.select_scatter.default: ((0,), _write_selected),
+    _aten.diagonal_scatter.default: ((0,), _write_diagonal),
+    _aten.as_strided_scatter.default: ((0,), _write_strided),
     torch.ops.shoal.norm_act_backward.default: ((0,), norm_act_backward_),
     torch.ops.shoal.norm_conv_backward.default: ((17,), norm_conv_backward_onto),
     torch.ops.shoal.sliced_norm.default: ((0,), sliced_norm_),

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.utils.weak import TensorWeakRef
 
 from shoal.memory.step_meter import WeakStorage
 
@@ -24,6 +25,7 @@ class Call:
             where it saved nothing of this call's own.
         of_output: whether that is an output, which the caller may hold for longer.
         outputs: what was handed to the caller, by place among the forward graph's outputs.
+        tensors: the same as tensors: the storage of one that the backward pass reads is alive whoever holds it.
         number: of the model's call that it is a part of.
         step: which step it is of, as a number.
     """
@@ -31,8 +33,13 @@ class Call:
     witness: WeakStorage | None
     of_output: bool
     outputs: Mapping[int, WeakStorage]
+    tensors: Mapping[int, TensorWeakRef]
     number: int
     step: int = 0
+
+    def held_by_caller(self) -> set[int]:
+        """Places of the results that the caller holds, as one of the loop's names does, or a view of them."""
+        return {place for place, tensor in self.tensors.items() if tensor() is not None}
 
 
 class _Own(NamedTuple):
@@ -92,7 +99,9 @@ class Calls:
         results = {place: _held(outputs[place]) for place in own.results}
         saved = None if own.saved is None else _held(outputs[own.saved])
         witness = saved or max(results.values(), key=lambda one: one.nbytes, default=None)
-        self._last = Call(witness, saved is None, results, self.number, id(step))
+        given = ((place, outputs[place]) for place in own.results)
+        tensors = {place: TensorWeakRef(value) for place, value in given if isinstance(value, torch.Tensor)}
+        self._last = Call(witness, saved is None, results, tensors, self.number, id(step))
         self._under_way.append(self._last)
 
     def goes_back(self, arguments: Sequence[object], step: object) -> Call | None:
@@ -126,14 +135,15 @@ class Calls:
         return self._last is not None
 
     def held_of_the_last(self) -> list[WeakStorage]:
-        """What the caller still holds of the last call's results: a loop's names, until they get new values.
+        """What the caller still holds of the last call's results: a loop's names, until they get new values. Views of
+        one storage count once.
 
         Nothing while that call is under way: then its results wait with what it saved.
         """
         self.under_way()
         if self._last is None or self._last in self._under_way:
             return []
-        return [held for held in self._last.outputs.values() if held.is_alive]
+        return list({held.key: held for held in self._last.outputs.values() if held.is_alive}.values())
 
 
 def keys_of(arguments: Iterable[object]) -> set[int]:

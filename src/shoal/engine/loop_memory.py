@@ -23,11 +23,13 @@ class LoopMemory:
     """What is known of the memory that a training loop holds.
 
     Attributes:
-        learnt: whether a step has been metered; before that, the worst case is assumed.
+        learnt: whether a step has been metered; before that, the worst case is assumed, which is what a minimum that is
+            named has to hold.
         calls_at_once: how many calls come before a backward pass.
         held_result_bytes: outputs of the step before that the loop holds until the forward pass returns new ones. None:
             not known yet, and taken for as many as the step's own.
-        held_gradient_bytes: gradients of the step before, where they are dropped between the two passes.
+        held_gradient_bytes: gradients of the step before, where they are dropped between the two passes. None: not
+            known yet, and taken for as many as the step's own.
         drops_late: whether gradients that the optimizer has used are dropped after the next forward pass, not kept.
         released: places, among the forward graph's outputs, of those that nobody holds when the backward pass begins.
         let_go: places of those that nobody holds when it ends: what is saved of them dies with its last reader.
@@ -39,19 +41,20 @@ class LoopMemory:
             loss's own memory, never takes what is free in the pool, so that it counts all step.
         kept_share: what the loss keeps for the whole backward pass, as a multiple of the outputs' gradients. 1 is
             `F.mse_loss`, whose mean lies in the storage of all squares.
-        loss_share: its workspace besides, as such a multiple.
+        loss_share: its workspace besides, as such a multiple. 3, with 1 kept, is `((y - t) ** 2).mean()`, as most
+            losses that are written out; few of PyTorch's own take more (`F.multilabel_soft_margin_loss`: 7).
     """
 
     learnt: bool = False
     calls_at_once: int = 1
     held_result_bytes: int | None = None
-    held_gradient_bytes: int = 0
+    held_gradient_bytes: int | None = None
     drops_late: bool = True
     released: frozenset[int] = frozenset()
     let_go: frozenset[int] = frozenset()
     tangents_pass: bool = False
     small_bytes: int = 512
-    loss_share: float = 1.0
+    loss_share: float = 3.0
     kept_share: float = 1.0
     hooks_free: bool = False
     replays: bool = False
@@ -114,6 +117,7 @@ def best_case(loop: LoopMemory, places: Collection[int]) -> LoopMemory:
         released=frozenset(places),
         let_go=frozenset(places),
         held_result_bytes=0,
+        held_gradient_bytes=0,
         tangents_pass=True,
         loss_share=1.0,
         kept_share=0.0,
@@ -121,9 +125,16 @@ def best_case(loop: LoopMemory, places: Collection[int]) -> LoopMemory:
     )
 
 
+def usual_case(loop: LoopMemory) -> LoopMemory:
+    """The loop whose loss takes what `F.mse_loss` and `F.cross_entropy` do."""
+    return replace(loop, loss_share=1.0, kept_share=1.0)
+
+
 def step_alone(*, replays: bool = False) -> LoopMemory:
     """A loop that holds nothing: what a given plan, which is run as it is, was made for."""
-    return LoopMemory(held_result_bytes=0, small_bytes=0, loss_share=2.0, kept_share=0.0, replays=replays)
+    return LoopMemory(
+        held_result_bytes=0, held_gradient_bytes=0, small_bytes=0, loss_share=2.0, kept_share=0.0, replays=replays
+    )
 
 
 def in_loop(graph: StepGraph, loop: LoopMemory, outputs: Mapping[int, str]) -> StepGraph:
@@ -174,9 +185,12 @@ def in_loop(graph: StepGraph, loop: LoopMemory, outputs: Mapping[int, str]) -> S
         kept = Storage(len(storages), KEPT_OF_LOSS, kept_bytes, "gradient", "", (kept_bytes,), "uint8", (KEPT_OF_LOSS,))
         ops = [replace(op, writes=(*op.writes, kept.id)) if op.phase == "loss" else op for op in ops]
         storages.append(kept)
-    if ops and loop.held_gradient_bytes:
+    gradient_bytes = loop.held_gradient_bytes
+    if gradient_bytes is None:
+        gradient_bytes = sum(s.nbytes for s in graph.storages if s.kind == "gradient")
+    if ops and gradient_bytes:
         last = next((op for op in reversed(ops) if op.phase != "backward"), ops[0])
-        ops, storages = _with_held(ops, storages, HELD_GRADIENTS, loop.held_gradient_bytes, last)
+        ops, storages = _with_held(ops, storages, HELD_GRADIENTS, gradient_bytes, last)
     result_bytes = loop.held_result_bytes
     if result_bytes is None:
         names = set(outputs.values())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -79,6 +79,8 @@ class Metering:
         static: static memory beside the steps.
         learn: called with each window that was metered.
         ran_out: called with a window in which a graph ran out of a CUDA device's memory.
+        foresee: called when the last backward pass of a window begins, with what the window has shown by then and what
+            it used; what it raises ends the step before any gradient is made.
 
     Attributes:
         calls: those that are not over.
@@ -86,13 +88,18 @@ class Metering:
     """
 
     def __init__(
-        self, static: StaticMemory, learn: Callable[[Window], None], ran_out: Callable[[Window], None] | None = None
+        self,
+        static: StaticMemory,
+        learn: Callable[[Window], None],
+        ran_out: Callable[[Window], None] | None = None,
+        foresee: Callable[[Window, int], None] | None = None,
     ) -> None:
         self.calls = Calls()
         self.gradients_are_used = False
         self._static = static
         self._learn = learn
         self._ran_out = ran_out
+        self._foresee = foresee
         self._meter: StepMeter | None = None
         self._window: Window | None = None
         self._old_gradients: list[WeakStorage] = []
@@ -150,10 +157,23 @@ class Metering:
         _note_results(call, window.kept, window.released)
         window.gradients_stayed |= any(held.is_alive for held in self._old_gradients)
         meter.resume(self._in_use(arguments))
+        if self._foresee is not None and not self._goes_on():
+            self._look_ahead(self._foresee, window, meter, call)
         given = arguments[len(arguments) - step.n_tangents :]
         # That of a loss is the 1 that `backward()` itself makes and holds, which takes no room.
         tangents = [WeakStorage(one) for one in given if isinstance(one, torch.Tensor) and one.numel() > 1]
         return call, tangents
+
+    def _look_ahead(self, foresee: Callable[[Window, int], None], window: Window, meter: StepMeter, call: Call) -> None:
+        """What is known once the loss has been computed: it has run, and whoever still holds a result has a name."""
+        held = call.held_by_caller()
+        held_bytes = sum({call.outputs[place].key: call.outputs[place].nbytes for place in held}.values())
+        known = replace(window, outlived=held, let_go=set(call.outputs) - held, measured=meter.so_far())
+        try:
+            foresee(known, held_bytes)
+        except BaseException:
+            self._give_up()
+            raise
 
     def _end_backward(self, call: Call, tangents: Sequence[WeakStorage]) -> None:
         window, meter = self._window, self._meter

@@ -331,7 +331,7 @@ class PartedSteps(PartSequence):
     def _count_what_changed(self) -> None:
         """Before a step: what the loop and the optimizers hold by now."""
         loop = self.session.loop
-        held_bytes = max(self._held_bytes, loop.held_gradient_bytes + (loop.held_result_bytes or 0))
+        held_bytes = max(self._held_bytes, (loop.held_gradient_bytes or 0) + (loop.held_result_bytes or 0))
         if held_bytes == self._held_bytes and self.session.state_bytes == self._state_bytes:
             return
         self._held_bytes = held_bytes

@@ -24,7 +24,7 @@ from shoal.engine import memory_warnings
 from shoal.engine.cuda_graphs import ReplayedSteps, refuse
 from shoal.engine.early_gradients import EarlyGradients
 from shoal.engine.launched_step import as_launched
-from shoal.engine.loop_memory import LoopMemory, best_case, step_alone
+from shoal.engine.loop_memory import LoopMemory, best_case, step_alone, usual_case
 from shoal.engine.metering import Metered, Metering, Window
 from shoal.engine.observe_loop import observe_loop
 from shoal.engine.open_transfers import OpenTransfers
@@ -106,9 +106,10 @@ class Session:
     _uncounted: memory_warnings.UncountedState = field(init=False)
     _layouts: TracedLayouts = field(default_factory=TracedLayouts)
     _transfers: OpenTransfers = field(init=False)
+    _plannings: weakref.WeakKeyDictionary[Metered, StepPlanning] = field(default_factory=weakref.WeakKeyDictionary)
 
     def __post_init__(self) -> None:
-        self.metering = Metering(self.static, self.learn, self.ran_out)
+        self.metering = Metering(self.static, self.learn, self.ran_out, self.foresee)
         self._in_force = PlansInForce(self.status)
         self._uncounted = memory_warnings.UncountedState(self._said_name)
         self._transfers = OpenTransfers(self.offloading)
@@ -148,8 +149,9 @@ class Session:
 
     def _hold_over(self, gradient_bytes: int) -> None:
         loop = self.loop
-        now = replace(loop, held_gradient_bytes=max(loop.held_gradient_bytes, gradient_bytes))
+        now = loop
         if self.metering.calls.any_started:
+            now = replace(now, held_gradient_bytes=max(loop.held_gradient_bytes or 0, gradient_bytes))
             result_bytes = sum(held.nbytes for held in self.metering.calls.held_of_the_last())
             now = replace(now, held_result_bytes=max(loop.held_result_bytes or 0, result_bytes))
         if now != loop:
@@ -216,7 +218,7 @@ class Session:
         """Let the next step be that of a model of one graph, of which nothing is planned yet; for `in_parts_again`."""
         status = self.status
         before = InParts(self.metering, status.plans, status.measured_peak_bytes, self.without_effect)
-        self.metering = Metering(self.static, self.learn, self.ran_out)
+        self.metering = Metering(self.static, self.learn, self.ran_out, self.foresee)
         self.metering.calls.begins()
         self.metering.gradients_are_used = before.metering.gradients_are_used
         self.without_effect = ()
@@ -271,6 +273,8 @@ class Session:
     def try_to_plan(self, planning: StepPlanning, encoding: Encoding = IF_FASTER) -> tuple[Planned, LoopMemory]:
         """The plan of a step, and the loop that it is for: one that holds less, where nothing is known of it yet.
 
+        `foresee` holds it against the loop that is seen, before a weight changes.
+
         Args:
             planning: the step.
             encoding: see `StepPlanning.plan`.
@@ -283,7 +287,19 @@ class Session:
         try:
             return planning.plan(self.loop, self.status.plans, encoding), self.loop
         except BudgetError as refused:
-            return self._plan_in_hope(planning, encoding, with_hint(refused, self.static, self.state_bytes))
+            error = with_hint(refused, self.static, self.state_bytes)
+        if not self._may_hope:
+            raise error
+        least = error
+        for hoped in (usual_case(self.loop), best_case(self.loop, planning.outputs)):
+            try:
+                made = planning.plan(hoped, self.status.plans, encoding)
+            except BudgetError as refused:
+                least = refused
+            else:
+                log.info("%s: fits if the loop holds less than it may; the first step is metered", self.name)
+                return made, hoped
+        raise with_hope(error, least) from None
 
     def make_plan(self, captured: Captured, device: torch.device, step: Metered, form: Form = WHOLE_FORM) -> Captured:
         """Profile the step's ops here, then plan it inside the budget; `step` gets the plan and what it was made for.
@@ -307,6 +323,7 @@ class Session:
         if self.options.budget_of == "reserved":
             made = self._within_reserved(captured, device, made)
         captured, plan = made.captured, made.plan
+        self._plannings[step] = made.planning
         check_own_plan(plan.captured_graph, plan.graph, plan.residences, self.status.budget_bytes or 0)
         seconds = time.perf_counter() - started + form.seconds
         plan = replace(
@@ -364,20 +381,6 @@ class Session:
 
     def _bytes_beside(self, graph: StepGraph) -> int:
         return self.static.bytes_beside(graph) + self._aside.of(graph.fingerprint)
-
-    def _plan_in_hope(
-        self, planning: StepPlanning, encoding: Encoding, refused: BudgetError
-    ) -> tuple[Planned, LoopMemory]:
-        """The plan that fits in the best case of what the loop holds."""
-        if not self._may_hope:
-            raise refused from None
-        hoped = best_case(self.loop, planning.outputs)
-        try:
-            made = planning.plan(hoped, self.status.plans, encoding)
-        except BudgetError as error:
-            raise with_hope(refused, error) from None
-        log.info("%s: fits if the loop drops outputs when their loss is known; the first step is metered", self.name)
-        return made, hoped
 
     def compiles(self, inputs: Sequence[Any]) -> bool:
         """Whether the regions of a step with such inputs are compiled."""
@@ -444,10 +447,42 @@ class Session:
         """Give the host's bytes and the link's threads back. Steps planned so far cannot run any more."""
         self._transfers.close()
 
+    def foresee(self, window: Window, held_bytes: int) -> None:
+        """Before the first backward pass of a loop: hold its plan against what forward pass and loss have shown.
+
+        Args:
+            window: the calls, and what they used so far.
+            held_bytes: results that the caller holds, and so in the next forward pass too.
+
+        Raises:
+            BudgetError: no plan fits into such a loop; no weight has changed yet.
+        """
+        budget_bytes, measured = self.status.budget_bytes, window.measured
+        if budget_bytes is None or measured is None or not self._may_hope or not self._in_force.have(window.steps):
+            return
+        if any(step.departures for step in window.steps):
+            return
+        awaited_bytes = max(0, self.state_bytes - self.static.state_there_bytes())
+        seen = observe_loop(
+            window, measured, self.loop, gradients_pass=self.static.gradients_pass, awaited_bytes=awaited_bytes
+        )
+        seen = replace(seen, held_result_bytes=held_bytes)
+        for step in window.steps:
+            planning, basis = self._plannings.get(step), step.basis_in_call()
+            if planning is None or step.plan is None or basis is None:
+                continue
+            if basis.of(step.plan, seen).predicted_peak_bytes > budget_bytes:
+                try:
+                    planning.plan(seen, ())
+                except BudgetError as refused:
+                    self._plan_anew()
+                    raise with_hint(refused, self.static, self.state_bytes) from None
+
     def learn(self, window: Window) -> None:
         """Compare metered calls with the plans; over the budget, warn and plan again with what was learnt."""
         status, measured = self.status, window.measured
         assert measured is not None
+        self._plannings.clear()
         if any(step.departures for step in window.steps):
             return  # it took copies that are not planned yet
         budget_bytes = status.budget_bytes

@@ -45,11 +45,13 @@ InLoop = Callable[[StepGraph], StepGraph]  # a step by itself → the same with 
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan, the step that it is for (which may encode storages that the captured one does not), and its basis."""
+    """A plan, the step that it is for (which may encode storages that the captured one does not), its basis, and what
+    plans the step in another loop."""
 
     captured: Captured
     plan: Plan
     basis: Basis
+    planning: StepPlanning
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,7 @@ class StepPlanning:
         exact = self._costs_of(self._captured) if plan.exact_graph is not None else None
         others_bytes = plan.graph.static_bytes - graph.static_bytes - loop.small_bytes
         basis = Basis(graph, exact, self.outputs, others_bytes, self._fingerprint)
-        return Planned(made[aside_bytes], plan, basis)
+        return Planned(made[aside_bytes], plan, basis, self)
 
     def by(self, planner: planners.Planner) -> StepPlanning:
         """The same step, planned by another planner."""

@@ -195,6 +195,10 @@ class StepMeter:
         if not paused or self._part == "backward":
             self._close_part()
         self.abandon()
+        return self.so_far()
+
+    def so_far(self) -> Measured:
+        """What the parts that are over have used."""
         peaks = self._peaks
         return Measured(
             peaks.get("forward", 0),

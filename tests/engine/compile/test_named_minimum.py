@@ -1,0 +1,87 @@
+"""A minimum that is named runs in the ordinary loop, and what does not fit is refused before a weight changes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import shoal
+from shoal.errors import BudgetError
+from tests.engine.training_laws import needs_compiler
+
+pytestmark = needs_compiler  # the loss is metered only with one
+Loss = Callable[[torch.Tensor], torch.Tensor]
+TOO_LITTLE = 300_000
+
+
+class Views(nn.Module):
+    """Returns its result, larger than all that it saves, as so many views of one storage."""
+
+    def __init__(self, views: int, last: nn.Module | None = None) -> None:
+        super().__init__()
+        self.views = views
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 4, 3, 1, 1), nn.ReLU(), nn.Conv2d(4, 32, 3, 1, 1), last or nn.Identity()
+        )
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        y = self.layers(x)
+        return [y, y.flatten(1), y.transpose(0, 1), y[:1]][: self.views]
+
+
+def train(net: nn.Module, budget: int, loss_of: Loss, steps: int = 3) -> nn.Module:
+    """The ordinary loop: result and loss of a step are held until the next one has its own."""
+    torch._dynamo.reset()
+    batch = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    shoal.compile(net, budget=budget, optimizer=optimizer, allow="recompute, order")
+    for _ in range(steps):
+        outputs = net(batch)
+        loss = loss_of(outputs[0])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return net
+
+
+def refused(net: nn.Module, budget: int, loss_of: Loss) -> int:
+    """What the error names; no weight has changed."""
+    trained = copy.deepcopy(net)
+    with pytest.raises(BudgetError) as error:
+        train(trained, budget, loss_of)
+    assert all(map(torch.equal, trained.parameters(), net.parameters()))
+    assert error.value.least_feasible_bytes is not None
+    return error.value.least_feasible_bytes
+
+
+@pytest.mark.parametrize(("views", "loss_of"), [(4, lambda y: y.pow(2).mean()), (1, lambda y: ((y - 1) ** 2).mean())])
+def test_what_is_named_runs(views: int, loss_of: Loss) -> None:
+    named = refused(Views(views), TOO_LITTLE, loss_of)
+    assert train(Views(views), named, loss_of).shoal.measured_peak_bytes <= named
+
+
+def test_a_loss_that_takes_more_than_is_assumed_is_refused_before_a_weight_changes() -> None:
+    def loss_of(y: torch.Tensor) -> torch.Tensor:
+        return F.multilabel_soft_margin_loss(y, torch.ones_like(y))
+
+    named = refused(Views(1), TOO_LITTLE, loss_of)
+    enough = refused(Views(1), named, loss_of)
+    assert train(Views(1), enough, loss_of).shoal.measured_peak_bytes <= enough
+
+
+@pytest.mark.parametrize("last", [nn.ReLU(), nn.Identity()])
+def test_a_result_that_is_held_is_seen_in_the_first_step(last: nn.Module) -> None:
+    """A plan that hopes that the loop drops it is refused when the loss is known, though the backward pass reads it."""
+
+    def loss_of(y: torch.Tensor) -> torch.Tensor:
+        return y.sum()
+
+    unknown = refused(Views(1, last), TOO_LITTLE, loss_of)
+    held = refused(Views(1, last), unknown // 2, loss_of)
+    assert held <= unknown
+    assert train(Views(1, last), held, loss_of).shoal.measured_peak_bytes <= held
