@@ -40,6 +40,8 @@ class LoopMemory:
         kept_share: what the loss keeps for the whole backward pass, as a multiple of the outputs' gradients. 1 is
             `F.mse_loss`, whose mean lies in the storage of all squares.
         loss_share: its workspace besides, as such a multiple.
+        given_share: what the loss is given besides the outputs, such as targets and class weights, as such a multiple:
+            it is there all step. 1 is a target of regression; a label map of two classes is as large.
     """
 
     learnt: bool = False
@@ -53,6 +55,7 @@ class LoopMemory:
     small_bytes: int = 512
     loss_share: float = 1.0
     kept_share: float = 1.0
+    given_share: float = 1.0
     hooks_free: bool = False
     replays: bool = False
 
@@ -117,13 +120,16 @@ def best_case(loop: LoopMemory, places: Collection[int]) -> LoopMemory:
         tangents_pass=True,
         loss_share=1.0,
         kept_share=0.0,
+        given_share=0.0,
         hooks_free=True,
     )
 
 
 def step_alone(*, replays: bool = False) -> LoopMemory:
     """A loop that holds nothing: what a given plan, which is run as it is, was made for."""
-    return LoopMemory(held_result_bytes=0, small_bytes=0, loss_share=2.0, kept_share=0.0, replays=replays)
+    return LoopMemory(
+        held_result_bytes=0, small_bytes=0, loss_share=2.0, kept_share=0.0, given_share=0.0, replays=replays
+    )
 
 
 def in_loop(graph: StepGraph, loop: LoopMemory, outputs: Mapping[int, str]) -> StepGraph:
@@ -187,7 +193,8 @@ def in_loop(graph: StepGraph, loop: LoopMemory, outputs: Mapping[int, str]) -> S
     if ops and loop.replays and tangent_bytes:  # they are outside of the pool, too: there all step
         last = next((op for op in reversed(ops) if op.phase == "forward"), ops[0])
         ops, storages = _with_held(ops, storages, GRADIENTS_TO_COME, tangent_bytes, last)
-    static_bytes = graph.static_bytes + loop.small_bytes + outside_bytes
+    given_bytes = math.ceil(loop.given_share * tangent_bytes)
+    static_bytes = graph.static_bytes + loop.small_bytes + outside_bytes + given_bytes
     return replace(graph, ops=tuple(ops), storages=tuple(storages), static_bytes=static_bytes)
 
 

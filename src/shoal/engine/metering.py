@@ -13,6 +13,7 @@ from shoal.capture.traced_strides import Departure
 from shoal.core.plan import Plan
 from shoal.engine.calls import Call, Calls
 from shoal.engine.loop_memory import Basis
+from shoal.memory import reads
 from shoal.memory.static_memory import StaticMemory
 from shoal.memory.step_meter import Measured, StepMeter, WeakStorage
 
@@ -116,9 +117,11 @@ class Metering:
         """Run the backward graph of a step."""
         begun = self._begin_backward(step, arguments)
         if begun is None:
-            return run(arguments)
+            with reads.paused():
+                return run(arguments)
         try:
-            gradients = run(arguments)
+            with reads.paused():
+                gradients = run(arguments)
         except BaseException as error:
             self._failed(error)
             raise

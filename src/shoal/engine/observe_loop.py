@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shoal.engine.loop_memory import LoopMemory, dropped_bytes
-from shoal.engine.metering import Window
+from shoal.engine.metering import Metered, Window
 from shoal.memory.step_meter import Measured
 
 
@@ -37,6 +37,9 @@ def observe_loop(
         hooks_free=freed and (loop.hooks_free or not loop.learnt),
         drops_late=loop.drops_late and not (window.gradients_stayed and gradients_pass),
     )
+    tangent_bytes = sum(map(_tangent_bytes, window.steps))
+    given_share = measured.given_bytes / tangent_bytes if tangent_bytes else 0.0
+    seen = replace(seen, given_share=max(given_share, loop.given_share) if loop.learnt else given_share)
     loss_shares = [loop.loss_share] if loop.learnt else []
     kept_shares = [loop.kept_share] if loop.learnt else []
     for step in window.steps:
@@ -59,3 +62,8 @@ def observe_loop(
         loss_share=max(loss_shares, default=loop.loss_share),
         kept_share=max(kept_shares, default=loop.kept_share),
     )
+
+
+def _tangent_bytes(step: Metered) -> int:
+    basis = step.basis_in_call()
+    return sum(s.nbytes for s in basis.graph.storages if s.kind == "tangent") if basis is not None else 0

@@ -12,7 +12,7 @@ Limits can be nested: the lowest one holds.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -25,7 +25,9 @@ from shoal.errors import InputError
 from shoal.lowlevel import cuda_calls
 from shoal.lowlevel.cuda_allocator import blocks_in_use
 from shoal.lowlevel.extension import compiled
+from shoal.lowlevel.torch_state import allocated_bytes
 from shoal.memory.cpu_allocator import use_caching
+from shoal.memory.reads import Read
 
 _SOURCE = Path(__file__).with_name("limit.cpp")
 _NO_LIMIT = -1
@@ -101,6 +103,16 @@ class MemoryLimit:
     def is_fresh(self, tensor: torch.Tensor) -> bool:
         """Whether `fresh_peak_bytes` counts the tensor's storage."""
         return self._memory.is_fresh(tensor.untyped_storage().data_ptr())
+
+    def stale_among(self, found: Iterable[Read], known: Collection[int]) -> dict[int, int]:
+        """Bytes of the storages of this device that `fresh_peak_bytes` does not count, by key, without known keys."""
+        return {
+            read.key: allocated_bytes(read.nbytes, self.device)
+            for read in found
+            if read.key not in known
+            and read.device.type == self.device.type
+            and not self._memory.is_fresh(read.address)
+        }
 
     @property
     def stale_bytes(self) -> int:
