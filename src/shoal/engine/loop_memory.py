@@ -111,14 +111,14 @@ class Basis:
 
 def best_case(loop: LoopMemory, places: Collection[int]) -> LoopMemory:
     """The loop that holds least: it drops every output when the loss is known, as
-    `F.cross_entropy(model(x), y).backward()` does, whose workspace is as large as those outputs."""
+    `F.cross_entropy(model(x), y).backward()` does, whose workspace is as large as those outputs, or more where that is
+    known."""
     return replace(
         loop,
         released=frozenset(places),
         let_go=frozenset(places),
         held_result_bytes=0,
         tangents_pass=True,
-        loss_share=1.0,
         kept_share=0.0,
         given_share=0.0,
         hooks_free=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from shoal.engine.loop_memory import LoopMemory, dropped_bytes
@@ -62,6 +63,25 @@ def observe_loop(
         loss_share=max(loss_shares, default=loop.loss_share),
         kept_share=max(kept_shares, default=loop.kept_share),
     )
+
+
+def loss_takes_more(loop: LoopMemory, steps: Sequence[Metered], used_bytes: int) -> LoopMemory:
+    """The loop whose loss, of which nothing was known, ran out of memory: it takes what it asked for by then, at least.
+    The first step that is metered to its end tells what it does take.
+
+    Args:
+        loop: as it was planned for.
+        steps: that ran.
+        used_bytes: what it would have taken to go on.
+    """
+    # What the plan had for it; whether what the loss takes stays until the backward pass is not known yet.
+    shares = [had := loop.loss_share + loop.kept_share + loop.given_share]
+    for step in steps:
+        at_loss = step.plan and next((m for m in step.plan.timeline.moments if m.phase == "loss"), None)
+        if at_loss and at_loss.activation_gradient_bytes:
+            rest_bytes = at_loss.total_bytes - at_loss.workspace_bytes
+            shares.append((used_bytes - rest_bytes) / at_loss.activation_gradient_bytes + had - loop.loss_share)
+    return loop if max(shares) == had else replace(loop, loss_share=max(shares))
 
 
 def _tangent_bytes(step: Metered) -> int:

@@ -166,6 +166,13 @@ class StepMeter:
     def _passing_now_bytes(self) -> int:
         return sum(allocated_bytes(held.nbytes, self.device) for held in self._passing if held.is_alive)
 
+    def open_part(self) -> tuple[Part, int]:
+        """The part that goes on, and the most bytes in use so far in a part of its kind; 0 if they are not measured."""
+        if not self._running or self._counter is None:
+            return self._part, 0
+        self._close_part()
+        return self._part, self._peaks[self._part]
+
     def pause(self) -> None:
         """End a forward or backward pass."""
         if self._running:
