@@ -511,6 +511,8 @@ class Session:
         if loop != self.loop:
             self.loop = loop
             memory_warnings.ran_out_in_loss(self._said_name, self.loop.loss_share, budget_bytes)
+        elif any(step.device.type != "cuda" for step in window.steps):
+            return  # what is known to fit met a limit on the CPU, which may be for this call only
         else:
             self._aside.out_of_memory(self._said_name, window.steps, used_bytes, budget_bytes)
         self.status.repairs += 1
