@@ -227,9 +227,12 @@ class PartedSteps(PartSequence):
         predicted = [step.plan.predicted_peak_bytes for step in self._planned.values()]
         if predicted or self._keeps_little:
             predicted_bytes = max(predicted, default=used_bytes + self._learnt_bytes)
-            self._learnt_bytes += aside_when_out(
+            more_bytes = aside_when_out(
                 session.name or "model", predicted_bytes, self._learnt_bytes, used_bytes, budget_bytes
             )
+            if not more_bytes:
+                return  # as much was set aside before: no plan takes less, and the step is not run again
+            self._learnt_bytes += more_bytes
         session.status.repairs += 1
         if predicted:
             session.status.measured_peak_bytes = None
