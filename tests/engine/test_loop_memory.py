@@ -44,6 +44,7 @@ habits = st.builds(
     tangents_pass=st.booleans(),
     loss_share=st.sampled_from([0.0, 1.0, 2.5]),
     kept_share=st.sampled_from([0.0, 1.0]),
+    given_share=st.sampled_from([0.0, 0.5, 1.0]),
     replays=st.booleans(),
 )
 
@@ -120,6 +121,16 @@ def test_the_worst_is_the_step_as_it_is_captured() -> None:
     assert (held.name, held.nbytes) == (HELD_RESULTS, sum(s.nbytes for s in graph.storages if s.kind == "output"))
 
 
+def test_what_the_loss_is_given_is_there_all_step() -> None:
+    graph = conv_bn_relu_chain(3)
+    tangent_bytes = sum(s.nbytes for s in graph.storages if s.kind == "tangent")
+    without, given = (
+        simulate(in_loop(graph, replace(WORST, given_share=share), outputs_of(graph)), {}) for share in (0.0, 0.5)
+    )
+    more = {b.total_bytes - a.total_bytes for a, b in zip(without.moments, given.moments, strict=True)}
+    assert more == {math.ceil(0.5 * tangent_bytes)}
+
+
 def test_in_the_best_loop_outputs_and_their_gradients_die_with_their_last_readers() -> None:
     graph = conv_bn_relu_chain(3)
     best = in_loop(graph, best_case(WORST, outputs_of(graph)), outputs_of(graph))
@@ -136,6 +147,7 @@ def test_what_lies_outside_of_a_pool_never_takes_what_is_free_in_it(graph: StepG
     names = [outputs_of(graph)[place] for place in loop.released if place in outputs_of(graph)]
     saved = {graph.storages[storage].name for storage in graph.saved}
     outside_bytes += sum(graph.storage_called[name].nbytes for name in names if name not in saved)
+    outside_bytes += math.ceil(loop.given_share * tangent_bytes)
     assert seen.static_bytes == graph.static_bytes + loop.small_bytes + outside_bytes
     assert all(
         moment.total_bytes >= outside_bytes + tangent_bytes for moment in simulate(seen, {}).moments if tangent_bytes

@@ -53,6 +53,7 @@ from shoal.engine.tensor_subclass import call_as_function, subclass_among
 from shoal.engine.unreplicated import Unreplicated
 from shoal.errors import BudgetError, CaptureError, InputError, ShoalError
 from shoal.lowlevel.torch_state import active_ddp_module, in_trace, is_exporting
+from shoal.memory import reads
 from shoal.memory.budget import budget_bytes
 from shoal.memory.optimizer_state import declared_optimizer, reject_copy
 from shoal.memory.static_memory import StaticMemory
@@ -302,9 +303,13 @@ class _Caller(ModelCall):
     @torch.compiler.disable(reason=OWN_BUDGET)  # type: ignore[untyped-decorator]
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """A training step, planned."""
-        model = self.model
         if in_trace():
-            return plain_call(model, *args, **kwargs)
+            return plain_call(self.model, *args, **kwargs)
+        with reads.paused():  # within another model's step: what this one reads counts in its own budget
+            return self._train_here(args, kwargs)
+
+    def _train_here(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        model = self.model
         if (subclass := subclass_among(args, kwargs)) is not None:
             return call_as_function(subclass, self.train, args, kwargs)
         reject_function_transforms()

@@ -43,6 +43,8 @@ class LoopMemory:
             `F.mse_loss`, whose mean lies in the storage of all squares.
         loss_share: its workspace besides, as such a multiple. 3, with 1 kept, is `((y - t) ** 2).mean()`, as most
             losses that are written out; few of PyTorch's own take more (`F.multilabel_soft_margin_loss`: 7).
+        given_share: what the loss is given besides the outputs, such as targets and class weights, as such a multiple:
+            it is there all step. 1 is a target of regression; a label map of two classes is as large.
     """
 
     learnt: bool = False
@@ -56,6 +58,7 @@ class LoopMemory:
     small_bytes: int = 512
     loss_share: float = 3.0
     kept_share: float = 1.0
+    given_share: float = 1.0
     hooks_free: bool = False
     replays: bool = False
 
@@ -111,7 +114,8 @@ class Basis:
 
 def best_case(loop: LoopMemory, places: Collection[int]) -> LoopMemory:
     """The loop that holds least: it drops every output when the loss is known, as
-    `F.cross_entropy(model(x), y).backward()` does, whose workspace is as large as those outputs."""
+    `F.cross_entropy(model(x), y).backward()` does, whose workspace is as large as those outputs, or more where that is
+    known."""
     return replace(
         loop,
         released=frozenset(places),
@@ -119,21 +123,33 @@ def best_case(loop: LoopMemory, places: Collection[int]) -> LoopMemory:
         held_result_bytes=0,
         held_gradient_bytes=0,
         tangents_pass=True,
-        loss_share=1.0,
+        loss_share=_usual_share(loop),
         kept_share=0.0,
+        given_share=0.0,
         hooks_free=True,
     )
 
 
 def usual_case(loop: LoopMemory) -> LoopMemory:
     """The loop whose loss takes what `F.mse_loss` and `F.cross_entropy` do."""
-    return replace(loop, loss_share=1.0, kept_share=1.0)
+    return replace(loop, loss_share=_usual_share(loop), kept_share=1.0)
+
+
+def _usual_share(loop: LoopMemory) -> float:
+    """1, unless a loss that ran out of memory has shown that it takes more than is assumed at the worst."""
+    return 1.0 if loop.loss_share <= LoopMemory.loss_share else loop.loss_share
 
 
 def step_alone(*, replays: bool = False) -> LoopMemory:
     """A loop that holds nothing: what a given plan, which is run as it is, was made for."""
     return LoopMemory(
-        held_result_bytes=0, held_gradient_bytes=0, small_bytes=0, loss_share=2.0, kept_share=0.0, replays=replays
+        held_result_bytes=0,
+        held_gradient_bytes=0,
+        small_bytes=0,
+        loss_share=2.0,
+        kept_share=0.0,
+        given_share=0.0,
+        replays=replays,
     )
 
 
@@ -201,7 +217,8 @@ def in_loop(graph: StepGraph, loop: LoopMemory, outputs: Mapping[int, str]) -> S
     if ops and loop.replays and tangent_bytes:  # they are outside of the pool, too: there all step
         last = next((op for op in reversed(ops) if op.phase == "forward"), ops[0])
         ops, storages = _with_held(ops, storages, GRADIENTS_TO_COME, tangent_bytes, last)
-    static_bytes = graph.static_bytes + loop.small_bytes + outside_bytes
+    given_bytes = math.ceil(loop.given_share * tangent_bytes)
+    static_bytes = graph.static_bytes + loop.small_bytes + outside_bytes + given_bytes
     return replace(graph, ops=tuple(ops), storages=tuple(storages), static_bytes=static_bytes)
 
 

@@ -27,6 +27,29 @@ def optimizer_step_is_over(name: str, static: StaticMemory, budget_bytes: int | 
         )
 
 
+def ran_out_in_loss(name: str, loss_share: float, budget_bytes: int) -> None:
+    """Where memory runs out between a forward and a backward pass, and what that takes is not known yet."""
+    log.warning(
+        "%s: out of memory between the forward and the backward pass, as in the loss, in a step planned for %s; "
+        "planning again with room there for %.3g times the outputs' gradients",
+        name,
+        format_bytes(budget_bytes),
+        loss_share,
+    )
+
+
+def ran_out_after(name: str, static: StaticMemory) -> None:
+    """Where memory runs out between the end of a step's backward pass and the next call."""
+    in_use_bytes, own_bytes = static.optimizer_step_bytes()
+    log.warning(
+        "%s: out of memory after a step's backward pass, where no plan changes it; the optimizer's step takes "
+        "%s, %s of it for itself: make the optimizer with fused=True or foreach=False, or hold less between steps",
+        name,
+        format_bytes(in_use_bytes),
+        format_bytes(own_bytes),
+    )
+
+
 class UncountedState:
     """Says which optimizers hold another state than was counted.
 

@@ -13,6 +13,9 @@ from shoal.capture.traced_strides import Departure
 from shoal.core.plan import Plan
 from shoal.engine.calls import Call, Calls
 from shoal.engine.loop_memory import Basis
+from shoal.lowlevel.cuda_allocator import Refusals
+from shoal.memory import reads
+from shoal.memory.limit import refusals
 from shoal.memory.static_memory import StaticMemory
 from shoal.memory.step_meter import Measured, StepMeter, WeakStorage
 
@@ -78,7 +81,9 @@ class Metering:
     Args:
         static: static memory beside the steps.
         learn: called with each window that was metered.
-        ran_out: called with a window in which a graph ran out of a CUDA device's memory.
+        ran_out: called with a window in which memory ran out, in a graph or in what lies between its passes (the loss);
+            with the bytes that it would have taken to go on, and whether it was not in a graph.
+        ran_out_after: called with one after which memory ran out before the next call, as in the optimizer's step.
         foresee: called when the last backward pass of a window begins, with what the window has shown by then and what
             it used; what it raises ends the step before any gradient is made.
 
@@ -91,7 +96,8 @@ class Metering:
         self,
         static: StaticMemory,
         learn: Callable[[Window], None],
-        ran_out: Callable[[Window], None] | None = None,
+        ran_out: Callable[[Window, int, bool], None] | None = None,
+        ran_out_after: Callable[[Window], None] | None = None,
         foresee: Callable[[Window, int], None] | None = None,
     ) -> None:
         self.calls = Calls()
@@ -100,6 +106,8 @@ class Metering:
         self._learn = learn
         self._ran_out = ran_out
         self._foresee = foresee
+        self._ran_out_after = ran_out_after
+        self._last: tuple[Window, torch.device, Refusals] | None = None  # opened last, and refusals before
         self._meter: StepMeter | None = None
         self._window: Window | None = None
         self._old_gradients: list[WeakStorage] = []
@@ -123,9 +131,11 @@ class Metering:
         """Run the backward graph of a step."""
         begun = self._begin_backward(step, arguments)
         if begun is None:
-            return run(arguments)
+            with reads.paused():
+                return run(arguments)
         try:
-            gradients = run(arguments)
+            with reads.paused():
+                gradients = run(arguments)
         except BaseException as error:
             self._failed(error)
             raise
@@ -235,6 +245,7 @@ class Metering:
         passing = [*self._old_gradients, *self.calls.held_of_the_last()]
         if meter.begin(self._in_use(arguments), passing):
             self._window = Window(steps)
+            self._last = self._window, device, refusals(device)
             self._takes_the_counter()
 
     def _has_the_counter(self) -> bool:
@@ -251,12 +262,31 @@ class Metering:
         _metering_now[:] = [weakref.ref(self)]
 
     def _failed(self, error: BaseException) -> None:
-        window = self._window
+        if isinstance(error, torch.OutOfMemoryError):
+            self.learn_refusals()
         self._give_up()
-        if window is None or self._ran_out is None or not isinstance(error, torch.OutOfMemoryError):
+
+    def learn_refusals(self) -> None:
+        """Learn whether memory ran out since the last metered window began; whoever has caught it tells nobody."""
+        last, self._last = self._last, None
+        if last is None:
             return
-        if all(step.device.type == "cuda" for step in window.steps):
-            self._ran_out(window)
+        window, device, before = last
+        now = refusals(device)
+        if now.count == before.count:
+            if window is self._window:
+                self._last = last  # it goes on
+            return
+        if window.measured is not None:
+            if self._ran_out_after is not None:
+                self._ran_out_after(window)
+            return
+        if window is not self._window or self._meter is None:
+            return
+        part, used_bytes = self._meter.open_part()
+        self._give_up()
+        if self._ran_out is not None and window.steps:
+            self._ran_out(window, used_bytes + now.last_bytes, part == "loss")
 
     def _give_up(self) -> None:
         if self._window is not None and self._meter is not None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from shoal.engine.loop_memory import LoopMemory, dropped_bytes
-from shoal.engine.metering import Window
+from shoal.engine.metering import Metered, Window
 from shoal.memory.step_meter import Measured
 
 
@@ -37,6 +38,9 @@ def observe_loop(
         hooks_free=freed and (loop.hooks_free or not loop.learnt),
         drops_late=loop.drops_late and not (window.gradients_stayed and gradients_pass),
     )
+    tangent_bytes = sum(map(_tangent_bytes, window.steps))
+    given_share = measured.given_bytes / tangent_bytes if tangent_bytes else 0.0
+    seen = replace(seen, given_share=max(given_share, loop.given_share) if loop.learnt else given_share)
     loss_shares = [loop.loss_share] if loop.learnt else []
     kept_shares = [loop.kept_share] if loop.learnt else []
     for step in window.steps:
@@ -59,3 +63,27 @@ def observe_loop(
         loss_share=max(loss_shares, default=loop.loss_share),
         kept_share=max(kept_shares, default=loop.kept_share),
     )
+
+
+def loss_takes_more(loop: LoopMemory, steps: Sequence[Metered], used_bytes: int) -> LoopMemory:
+    """The loop whose loss, of which nothing was known, ran out of memory: it takes what it asked for by then, at least.
+    The first step that is metered to its end tells what it does take.
+
+    Args:
+        loop: as it was planned for.
+        steps: that ran.
+        used_bytes: what it would have taken to go on.
+    """
+    # What the plan had for it; whether what the loss takes stays until the backward pass is not known yet.
+    shares = [had := loop.loss_share + loop.kept_share + loop.given_share]
+    for step in steps:
+        at_loss = step.plan and next((m for m in step.plan.timeline.moments if m.phase == "loss"), None)
+        if at_loss and at_loss.activation_gradient_bytes:
+            rest_bytes = at_loss.total_bytes - at_loss.workspace_bytes
+            shares.append((used_bytes - rest_bytes) / at_loss.activation_gradient_bytes + had - loop.loss_share)
+    return loop if max(shares) == had else replace(loop, loss_share=max(shares))
+
+
+def _tangent_bytes(step: Metered) -> int:
+    basis = step.basis_in_call()
+    return sum(s.nbytes for s in basis.graph.storages if s.kind == "tangent") if basis is not None else 0

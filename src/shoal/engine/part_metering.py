@@ -20,15 +20,21 @@ class PartMetering(Metering):
     """`Metering` of a model that is several graphs: one window from the model's call on.
 
     Args:
-        static, learn: as for `Metering`.
+        static, learn, ran_out, ran_out_after: as for `Metering`.
 
     Attributes:
         arguments: what the model was called with, while it is.
         in_call: whether it is.
     """
 
-    def __init__(self, static: Any, learn: Callable[[Window], None]) -> None:
-        super().__init__(static, learn)
+    def __init__(
+        self,
+        static: Any,
+        learn: Callable[[Window], None],
+        ran_out: Callable[[Window, int, bool], None] | None = None,
+        ran_out_after: Callable[[Window], None] | None = None,
+    ) -> None:
+        super().__init__(static, learn, ran_out, ran_out_after)
         self.arguments: list[torch.Tensor] = []
         self.in_call = False
         self._from_call = False

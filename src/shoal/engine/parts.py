@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -30,6 +31,7 @@ from shoal.engine.metering import Window
 from shoal.engine.part_metering import PartMetering
 from shoal.engine.part_planning import KnownStep, MeasuredParts, PartedStep, first_share, no_graph
 from shoal.engine.part_sequence import Node, PartSequence, PartStep, described
+from shoal.engine.repair import aside_when_out
 from shoal.engine.search.without_effect import A_MODEL, in_several_graphs
 from shoal.engine.session import Session
 from shoal.engine.snapshot import Snapshot
@@ -49,7 +51,7 @@ class PartedSteps(PartSequence):
 
     def __init__(self, session: Session, broken: str) -> None:
         super().__init__(session)
-        self.metering = PartMetering(session.static, self.learn)
+        self.metering = PartMetering(session.static, self.learn, self.ran_out, session.ran_out_after)
         self._broken = broken
         self._begin: dict[Any, Node] = {}
         self._times_forgotten = 0
@@ -63,6 +65,7 @@ class PartedSteps(PartSequence):
         self._has_other_sizes = False  # it has, after its first part
         self._learnt_bytes = self._held_bytes = self._state_bytes = 0
         session.metering = self.metering
+        session.status.has_new_plans = weakref.WeakMethod(self.has_new_plans)
         session.static.keep_library_memory()  # the first step is measured, not planned
         self.metering.calls.begins()
 
@@ -208,7 +211,36 @@ class PartedSteps(PartSequence):
         budget_bytes = self.session.status.budget_bytes
         if budget_bytes is None:
             return {}
+        budget_bytes -= self._learnt_bytes
         return first_share(graph, device, in_use_bytes, budget_bytes, keeps_little=self._keeps_little)
+
+    def has_new_plans(self) -> bool:
+        """As `Session.has_new_plans`."""
+        steps = [node.step for nodes in self._planned for node in nodes]
+        return not steps or any(step is None or step.steps_to_meter for step in steps)
+
+    def ran_out(self, window: Window, used_bytes: int, between: bool) -> None:
+        """Memory ran out in a metered step: plan it again with some of the budget set aside; before there is a plan,
+        keep as little of each graph as can be."""
+        session, budget_bytes = self.session, self.session.status.budget_bytes
+        if budget_bytes is None:
+            return
+        predicted = [step.plan.predicted_peak_bytes for step in self._planned.values()]
+        if predicted or self._keeps_little:
+            predicted_bytes = max(predicted, default=used_bytes + self._learnt_bytes)
+            more_bytes = aside_when_out(
+                session.name or "model", predicted_bytes, self._learnt_bytes, used_bytes, budget_bytes
+            )
+            if not more_bytes:
+                return  # as much was set aside before: no plan takes less, and the step is not run again
+            self._learnt_bytes += more_bytes
+        session.status.repairs += 1
+        if predicted:
+            session.status.measured_peak_bytes = None
+            self._plan_again()
+        else:
+            self._keeps_little = True
+            self.forget()
 
     def learn(self, window: Window) -> None:
         """Plan the step that was metered, or hold it against its plan."""

@@ -42,26 +42,43 @@ class SetAside:
         log.warning("%s: %s; planning again with %s", name, passed, learnt)
         self._add(steps, over_bytes)
 
-    def out_of_memory(self, name: str, steps: Sequence[Metered], budget_bytes: int) -> None:
-        """Set so much aside that the next peak is a sixteenth lower: how much is missing cannot be told."""
-        predicted_bytes = highest_predicted(steps)
+    def out_of_memory(self, name: str, steps: Sequence[Metered], used_bytes: int, budget_bytes: int) -> None:
+        """Set so much aside that the next step takes less: see `aside_when_out`."""
         aside_bytes = max((self.of(step.basis.fingerprint) for step in steps if step.basis is not None), default=0)
-        peak_bytes = predicted_bytes - aside_bytes
-        more_bytes = max(0, budget_bytes - aside_bytes - int((1 - _LESS) * peak_bytes))
-        log.warning(
-            "%s: out of memory in a step with a predicted peak of %s: the device has not all of the budget of %s to "
-            "give; planning again with %s of it set aside",
-            name,
-            format_bytes(peak_bytes),
-            format_bytes(budget_bytes),
-            format_bytes(aside_bytes + more_bytes),
-        )
+        more_bytes = aside_when_out(name, highest_predicted(steps), aside_bytes, used_bytes, budget_bytes)
         self._add(steps, more_bytes)
 
     def _add(self, steps: Sequence[Metered], nbytes: int) -> None:
         for step in steps:
             if step.basis is not None:
                 self._bytes[step.basis.fingerprint] = self.of(step.basis.fingerprint) + nbytes
+
+
+def aside_when_out(name: str, predicted_bytes: int, aside_bytes: int, used_bytes: int, budget_bytes: int) -> int:
+    """How many bytes more to set aside when a step ran out of memory, and say so.
+
+    The next peak is a sixteenth lower, and lower by what was in use beyond the prediction: how much is missing cannot
+    be told.
+
+    Args:
+        name: the model's.
+        predicted_bytes: of its plan, with what is set aside.
+        aside_bytes: what is set aside already.
+        used_bytes: what it would have taken to go on.
+        budget_bytes: the budget.
+    """
+    peak_bytes = predicted_bytes - aside_bytes
+    next_bytes = int((1 - _LESS) * peak_bytes) - max(0, used_bytes - peak_bytes)
+    more_bytes = max(0, budget_bytes - aside_bytes - next_bytes)
+    log.warning(
+        "%s: out of memory in a step with a predicted peak of %s: the device has not all of the budget of %s to "
+        "give; planning again with %s of it set aside",
+        name,
+        format_bytes(peak_bytes),
+        format_bytes(budget_bytes),
+        format_bytes(aside_bytes + more_bytes),
+    )
+    return more_bytes
 
 
 def highest_predicted(steps: Sequence[Metered]) -> int:
@@ -94,6 +111,7 @@ def run_again_where_repaired(model: nn.Module, status: Status, run: Callable[[],
         try:
             return run()
         except torch.OutOfMemoryError:
+            status.note_refusals()  # in the loss, where no graph of ours has seen it
             if status.repairs == repairs:
                 raise
         gc.collect()  # the frames that failed hold tensors

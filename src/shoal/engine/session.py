@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 import weakref
@@ -26,7 +27,7 @@ from shoal.engine.early_gradients import EarlyGradients
 from shoal.engine.launched_step import as_launched
 from shoal.engine.loop_memory import LoopMemory, best_case, step_alone, usual_case
 from shoal.engine.metering import Metered, Metering, Window
-from shoal.engine.observe_loop import observe_loop
+from shoal.engine.observe_loop import loss_takes_more, observe_loop
 from shoal.engine.open_transfers import OpenTransfers
 from shoal.engine.optimizer_steps import watch
 from shoal.engine.options import CompileOptions
@@ -109,7 +110,7 @@ class Session:
     _plannings: weakref.WeakKeyDictionary[Metered, StepPlanning] = field(default_factory=weakref.WeakKeyDictionary)
 
     def __post_init__(self) -> None:
-        self.metering = Metering(self.static, self.learn, self.ran_out, self.foresee)
+        self.metering = Metering(self.static, self.learn, self.ran_out, self.ran_out_after, self.foresee)
         self._in_force = PlansInForce(self.status)
         self._uncounted = memory_warnings.UncountedState(self._said_name)
         self._transfers = OpenTransfers(self.offloading)
@@ -117,6 +118,7 @@ class Session:
             self.loop = replace(self.loop, replays=True)
             self.replayed = ReplayedSteps(self.status, self.static, self.metering.calls, self._said_name)
         self.status.has_new_plans = weakref.WeakMethod(self.has_new_plans)
+        self.status.learn_refusals = weakref.WeakMethod(self.learn_refusals)
         if self.ready_plan is not None:
             self.loop = step_alone(replays=self.options.cuda_graphs)
         watch(self)
@@ -131,6 +133,7 @@ class Session:
         Returns:
             Whether the step accumulates onto gradients that are there.
         """
+        self.learn_refusals()
         self.metering.calls.begins()
         self.check_caller()
         static = self.static
@@ -218,7 +221,7 @@ class Session:
         """Let the next step be that of a model of one graph, of which nothing is planned yet; for `in_parts_again`."""
         status = self.status
         before = InParts(self.metering, status.plans, status.measured_peak_bytes, self.without_effect)
-        self.metering = Metering(self.static, self.learn, self.ran_out, self.foresee)
+        self.metering = Metering(self.static, self.learn, self.ran_out, self.ran_out_after, self.foresee)
         self.metering.calls.begins()
         self.metering.gradients_are_used = before.metering.gradients_are_used
         self.without_effect = ()
@@ -529,10 +532,28 @@ class Session:
         self.status.repairs += 1
         self._plan_anew()
 
-    def ran_out(self, window: Window) -> None:
-        """A metered step ran out of the device's memory: set some of the budget aside, and plan again."""
+    def learn_refusals(self) -> None:
+        """Plan again where memory ran out in a metered step, be it in the loss, of which only the caller knows."""
+        self.metering.learn_refusals()
+
+    def ran_out(self, window: Window, used_bytes: int, between: bool) -> None:
+        """Memory ran out in a metered step: plan again with more room, for the loss where it took more than was known,
+        else with some of the budget set aside."""
         budget_bytes = self.status.budget_bytes
-        if budget_bytes is not None and self.on_repair is not None and self.ready_plan is None:
-            self._aside.out_of_memory(self._said_name, window.steps, budget_bytes)
-            self.status.repairs += 1
-            self._plan_anew()
+        if budget_bytes is None or self.on_repair is None or self.ready_plan is not None:
+            return
+        loop = loss_takes_more(self.loop, window.steps, used_bytes) if between and not self.loop.learnt else self.loop
+        if loop != self.loop:
+            self.loop = loop
+            memory_warnings.ran_out_in_loss(self._said_name, self.loop.loss_share, budget_bytes)
+        elif any(step.device.type != "cuda" for step in window.steps):
+            return  # what is known to fit met a limit on the CPU, which may be for this call only
+        else:
+            self._aside.out_of_memory(self._said_name, window.steps, used_bytes, budget_bytes)
+        self.status.repairs += 1
+        gc.collect()  # the frames that failed hold tensors
+        self._plan_anew()
+
+    def ran_out_after(self, window: Window) -> None:
+        """Memory ran out after a metered step."""
+        memory_warnings.ran_out_after(self._said_name, self.static)

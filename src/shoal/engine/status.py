@@ -52,6 +52,7 @@ class Status:
         variants: by the shapes of the inputs, the form in which the step is computed; likewise.
         preparations: how each step was prepared, and why again, in order.
         has_new_plans: a weak reference to what tells whether the next step may be metered.
+        learn_refusals: one to what plans again where memory ran out, of which nobody else tells.
     """
 
     budget_bytes: int | None
@@ -72,6 +73,7 @@ class Status:
     _compiled: Callable[[nn.Module, Plan], nn.Module] | None = field(default=None, repr=False, compare=False)
     _lossy: LossyOptions | None = field(default=None, repr=False, compare=False)
     has_new_plans: Callable[[], Callable[[], bool] | None] | None = field(default=None, repr=False, compare=False)
+    learn_refusals: Callable[[], Callable[[], None] | None] | None = field(default=None, repr=False, compare=False)
 
     def __deepcopy__(self, memo: dict[int, object]) -> None:
         """None: a copy of the model trains without a plan, and so it has no status."""
@@ -272,6 +274,12 @@ class Status:
         if model is None or has_new_plans is None or not has_new_plans():
             return False
         return any(parameter.device.type == "cuda" for parameter in model.parameters())
+
+    def note_refusals(self) -> None:
+        """Have the next step planned again where memory ran out in this one."""
+        learn = None if self.learn_refusals is None else self.learn_refusals()
+        if learn is not None:
+            learn()
 
     @property
     def predicted_peak_bytes(self) -> int | None:

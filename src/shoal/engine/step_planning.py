@@ -153,7 +153,7 @@ class StepPlanning:
         aside_bytes, plan = plan_overlapping(loop.calls_at_once, self._options.budget_bytes or 0, make, in_force)
         graph = self._costs_of(made[aside_bytes])
         exact = self._costs_of(self._captured) if plan.exact_graph is not None else None
-        others_bytes = plan.graph.static_bytes - graph.static_bytes - loop.small_bytes
+        others_bytes = plan.graph.static_bytes - in_loop(graph, loop, self.outputs).static_bytes
         basis = Basis(graph, exact, self.outputs, others_bytes, self._fingerprint)
         return Planned(made[aside_bytes], plan, basis, self)
 

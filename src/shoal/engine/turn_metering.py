@@ -15,6 +15,7 @@ from torch import nn
 from shoal.core.joined_step import Interval
 from shoal.engine.metering import Metering, Run, Window
 from shoal.engine.part_record import MeteredPart, Record
+from shoal.memory import reads
 from shoal.memory.running_meter import RunningMeter
 from shoal.memory.static_memory import StaticMemory
 from shoal.memory.step_meter import WeakStorage
@@ -29,7 +30,8 @@ class Turn:
     Attributes:
         begin_bytes: in use when it began.
         arguments: of its first call.
-        late_bytes: of arguments of later calls that were there before the meter ran.
+        late_bytes: of arguments of later calls, and of what code between the passes reads, such as targets, that were
+            there before the meter ran.
         old_gradients: those that were there when it began, by the model's name.
         record: which parts ran and what they handed to each other; None where nobody asks.
         intervals: of the stretch before each pass, and of the pass.
@@ -120,6 +122,7 @@ class TurnMetering(Metering):
             arguments: of its first call.
             closely: whether the turn is to be metered.
         """
+        reads.stop()
         meter, between = self._running, Interval(0, 0)
         if not meter.is_running and self._has_the_counter():
             self._static.keep_library_memory()
@@ -178,11 +181,11 @@ class TurnMetering(Metering):
                 one is not None and one.key not in there and self._running.is_fresh(a)
                 for a, one in zip(arguments, held, strict=True)
             ]
-        self._mark(turn)
+        self._mark_before(turn)
         outputs = self._ran(turn, run, arguments)
         turn.runs += 1
         self.calls.started(given, outputs, step.n_outputs, step.results, step)
-        self._mark(turn)
+        self._mark_after(turn)
         if turn.record is not None:
             turn.record.went_forward(step, self.calls.number, held, fresh, outputs)
         return outputs
@@ -197,11 +200,11 @@ class TurnMetering(Metering):
             turn.stayed = {name for name, old in turn.old_gradients.items() if any(one.is_alive for one in old)}
         number = turn.record.goes_back(step, arguments) if turn.record is not None else None
         turn.again |= call is None or (number is None and turn.record is not None)
-        self._mark(turn)
+        self._mark_before(turn)
         gradients = self._ran(turn, run, arguments)
         if number is not None and turn.record is not None:
             turn.record.went_back(number, gradients)
-        self._mark(turn)
+        self._mark_after(turn)
         self._note_back(step, turn.peak_bytes)
         return gradients
 
@@ -216,6 +219,16 @@ class TurnMetering(Metering):
             turn.failed = True
             raise
 
+    def _mark_before(self, turn: Turn) -> None:
+        if turn.closely:
+            turn.late_bytes += self._running.count_reads()
+        self._mark(turn)
+
+    def _mark_after(self, turn: Turn) -> None:
+        self._mark(turn)
+        if turn.closely:
+            reads.start()
+
     def _mark(self, turn: Turn) -> None:
         if not turn.closely and self._running.device.type == "cuda":
             return
@@ -226,4 +239,5 @@ class TurnMetering(Metering):
 
     def _give_up(self) -> None:
         self._window = None
+        reads.stop()
         self._running.close()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 
@@ -11,6 +12,7 @@ _EXPANDABLE = "expandable_segments"
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _set_here = ""
 _MOST_ENTRIES = 1_000_000
+_private: Any = torch._C  # its stubs lack these names
 
 
 def set_expandable_segments() -> bool:
@@ -104,3 +106,33 @@ def _entries(device: torch.device) -> list[dict[str, Any]]:
     index = torch.cuda.current_device() if device.index is None else device.index
     entries: list[dict[str, Any]] = torch.cuda.memory._snapshot()["device_traces"][index]
     return entries
+
+
+class Refusals(NamedTuple):
+    """Allocations that have raised `torch.OutOfMemoryError`.
+
+    Attributes:
+        count: how many.
+        last_bytes: what the last of them asked for.
+    """
+
+    count: int
+    last_bytes: int
+
+
+_refused: dict[int, Refusals] = {}
+
+
+@cache
+def _watch_refusals() -> None:
+    def refused(device: int, asked_bytes: int, total_bytes: int, free_bytes: int) -> None:
+        _refused[device] = Refusals(refusals_on(torch.device("cuda", device)).count + 1, asked_bytes)
+
+    _private._cuda_attach_out_of_memory_observer(refused)  # cannot be taken away again
+
+
+def refusals_on(device: torch.device) -> Refusals:
+    """Those on a CUDA device, since this was first asked."""
+    _watch_refusals()
+    index = torch.accelerator.current_device_index() if device.index is None else device.index
+    return _refused.get(index, Refusals(0, 0))

@@ -38,6 +38,9 @@ struct Counters {
   std::atomic<std::int64_t> live{0};
   std::atomic<std::int64_t> peak{0};
   std::atomic<std::int64_t> limit{kNoLimit};
+  // Since the process began: how many requests were refused, and the size of the last of them.
+  std::atomic<std::int64_t> refusals{0};
+  std::atomic<std::int64_t> refused{0};
   // Of the blocks of the present generation: those allocated since limit_start_fresh.
   std::atomic<std::int64_t> generation{0};
   std::atomic<std::int64_t> fresh{0};
@@ -72,6 +75,10 @@ void reserve(std::int64_t nbytes) {
   do {
     after = before + nbytes;
     const std::int64_t limit = c.limit.load();
+    if (after > limit) {
+      c.refused.store(nbytes);
+      c.refusals.fetch_add(1);
+    }
     TORCH_CHECK_WITH(
         OutOfMemoryError,
         after <= limit,
@@ -189,5 +196,7 @@ LIMIT_API int limit_is_fresh(void* data) {
   const auto found = shard.blocks.find(data);
   return found != shard.blocks.end() && found->second.generation == c.generation.load();
 }
+LIMIT_API std::int64_t limit_refusals() { return counters().refusals.load(); }
+LIMIT_API std::int64_t limit_refused() { return counters().refused.load(); }
 LIMIT_API std::int64_t limit_live() { return counters().live.load(); }
 LIMIT_API std::int64_t limit_peak() { return counters().peak.load(); }

@@ -12,7 +12,7 @@ Limits can be nested: the lowest one holds.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -23,9 +23,11 @@ import torch
 from shoal.core.sizes import parse_bytes
 from shoal.errors import InputError
 from shoal.lowlevel import cuda_calls
-from shoal.lowlevel.cuda_allocator import blocks_in_use
+from shoal.lowlevel.cuda_allocator import Refusals, blocks_in_use, refusals_on
 from shoal.lowlevel.extension import loaded
+from shoal.lowlevel.torch_state import allocated_bytes
 from shoal.memory.cpu_allocator import use_caching
+from shoal.memory.reads import Read
 
 _SOURCE = Path(__file__).with_name("limit.cpp")
 _NO_LIMIT = -1
@@ -46,6 +48,7 @@ class _Memory(Protocol):
     def peak_bytes(self) -> int: ...
     def set_peak(self, peak_bytes: int) -> None: ...
     def reserved_peak_bytes(self) -> int: ...
+    def refusals(self) -> Refusals: ...
 
 
 class MemoryLimit:
@@ -101,6 +104,16 @@ class MemoryLimit:
     def is_fresh(self, tensor: torch.Tensor) -> bool:
         """Whether `fresh_peak_bytes` counts the tensor's storage."""
         return self._memory.is_fresh(tensor.untyped_storage().data_ptr())
+
+    def stale_among(self, found: Iterable[Read], known: Collection[int]) -> dict[int, int]:
+        """Bytes of the storages of this device that `fresh_peak_bytes` does not count, by key, without known keys."""
+        return {
+            read.key: allocated_bytes(read.nbytes, self.device)
+            for read in found
+            if read.key not in known
+            and read.device.type == self.device.type
+            and not self._memory.is_fresh(read.address)
+        }
 
     @property
     def stale_bytes(self) -> int:
@@ -228,6 +241,17 @@ def _no_lasting_limits() -> Iterator[None]:
             _enforce(memory)
 
 
+def refusals(device: torch.device) -> Refusals:
+    """The allocations on the device that have raised `torch.OutOfMemoryError` since this was first asked.
+
+    None are seen on the CPU without a C++ compiler.
+    """
+    try:
+        return _memory_of(device).refusals()
+    except InputError:
+        return Refusals(0, 0)
+
+
 def _enforce(memory: _Memory) -> None:
     limits = [limit.limit_bytes for limit in _active if limit.limit_bytes is not None and limit._memory is memory]
     limits += _lasting.get(memory, [])
@@ -308,6 +332,9 @@ class _CudaMemory:
     def reserved_peak_bytes(self) -> int:
         return torch.accelerator.max_memory_reserved(self._device)
 
+    def refusals(self) -> Refusals:
+        return refusals_on(self._device)
+
 
 class _CpuMemory:
     """The counting allocator of `limit.cpp`."""
@@ -315,7 +342,7 @@ class _CpuMemory:
     def __init__(self) -> None:
         library = loaded(_SOURCE, "a memory limit on the CPU")
         library.limit_is_fresh.argtypes = [ctypes.c_void_p]
-        for name in ("limit_live", "limit_peak", "limit_fresh_peak"):
+        for name in ("limit_live", "limit_peak", "limit_fresh_peak", "limit_refusals", "limit_refused"):
             getattr(library, name).restype = ctypes.c_int64
         for name in ("limit_set_bytes", "limit_set_peak", "limit_set_fresh_peak"):
             getattr(library, name).argtypes = [ctypes.c_int64]
@@ -358,3 +385,6 @@ class _CpuMemory:
 
     def reserved_peak_bytes(self) -> int:
         return 0
+
+    def refusals(self) -> Refusals:
+        return Refusals(int(self._library.limit_refusals()), int(self._library.limit_refused()))

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 import torch
 
 from shoal.core.joined_step import Interval
+from shoal.memory import reads
 from shoal.memory.limit import MemoryLimit, memory_limit
 from shoal.memory.storage_bytes import bytes_on, distinct_bytes
 
@@ -76,6 +77,21 @@ class RunningMeter:
             return new_bytes
         new_bytes = distinct_bytes(new)
         self._before_bytes += new_bytes
+        return new_bytes
+
+    def count_reads(self) -> int:
+        """Count what ops have read since `reads.start` too; how many bytes of that were not counted yet."""
+        found = reads.stop()
+        if self._counter is None:
+            return 0
+        new = self._counter.stale_among(found, self._there)
+        self._there.update(new)
+        new_bytes = sum(new.values())
+        if self.device.type == "cuda":
+            new_bytes = min(new_bytes, self._others_bytes)
+            self._others_bytes -= new_bytes
+        else:
+            self._before_bytes += new_bytes
         return new_bytes
 
     def is_fresh(self, tensor: torch.Tensor) -> bool:

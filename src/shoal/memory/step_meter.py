@@ -16,6 +16,7 @@ from shoal.core.joined_step import Interval
 from shoal.errors import InputError
 from shoal.lowlevel import allocations
 from shoal.lowlevel.torch_state import allocated_bytes
+from shoal.memory import reads
 from shoal.memory.limit import MemoryLimit, memory_limit
 from shoal.memory.storage_bytes import bytes_on, distinct_bytes
 
@@ -30,6 +31,8 @@ class Measured:
         forward_bytes, loss_bytes, backward_bytes: peak within each part; `loss` is everything between the forward and
             the backward graph, 0 if it could not be measured.
         before_backward_bytes: in use when a backward pass begins; 0 if it could not be measured.
+        given_bytes: of what code between the passes reads and the passes do not, such as targets, that was there before
+            the step: part of all of these.
         reserved_bytes: most that CUDA's allocator had reserved meanwhile, for all of the process; 0 on the CPU.
     """
 
@@ -38,6 +41,7 @@ class Measured:
     backward_bytes: int
     before_backward_bytes: int = 0
     reserved_bytes: int = 0
+    given_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -83,7 +87,8 @@ class StepMeter:
     used, in order; empty where that could not be measured.
 
     On the CPU the counting allocator of `shoal.memory.limit` counts what the step allocates; the bytes of the tensors
-    that existed before are added. On CUDA it is the caching allocator's peak, less what was there before the step and
+    that existed before are added, those among them that only code between the passes reads (`shoal.memory.reads`)
+    once it has. On CUDA it is the caching allocator's peak, less what was there before the step and
     is not of it, such as a second model. Without a C++ compiler, PyTorch's profiler records the allocations of the two
     graphs on the CPU, and what lies between them is not measured.
     """
@@ -106,7 +111,8 @@ class StepMeter:
         self._watched: list[weakref.ref[torch.UntypedStorage]] = []
         self._part: Part = "forward"
         self._peaks: dict[Part, int] = {}
-        self._before_backward_bytes = self._reserved_bytes = 0
+        self._before_backward_bytes = self._reserved_bytes = self._given_bytes = 0
+        self._noting = False
 
     def begin(self, resident: Iterable[torch.Tensor], passing: Iterable[WeakStorage] = ()) -> bool:
         """Start with the forward pass. An unfinished step is discarded.
@@ -121,7 +127,7 @@ class StepMeter:
         self.abandon()
         self._peaks = {}
         self._fresh_peak_bytes = 0
-        self._before_backward_bytes = self._reserved_bytes = 0
+        self._before_backward_bytes = self._reserved_bytes = self._given_bytes = 0
         self._part = "forward"
         resident = list(resident)
         self._before_bytes = distinct_bytes(resident)
@@ -165,11 +171,21 @@ class StepMeter:
     def _passing_now_bytes(self) -> int:
         return sum(allocated_bytes(held.nbytes, self.device) for held in self._passing if held.is_alive)
 
+    def open_part(self) -> tuple[Part, int]:
+        """The part that goes on, and the most bytes in use so far in a part of its kind; 0 if they are not measured."""
+        if not self._running or self._counter is None:
+            return self._part, 0
+        self._close_part()
+        return self._part, self._peaks[self._part]
+
     def pause(self) -> None:
         """End a forward or backward pass."""
         if self._running:
             self._close_part()
             self._part = "loss"
+            if self._counter is not None:
+                reads.start()
+                self._noting = True
 
     def go_on(self, resident: Iterable[torch.Tensor]) -> None:
         """Begin another forward pass; `resident` is what is in use now, saved tensors included."""
@@ -206,13 +222,16 @@ class StepMeter:
             peaks.get("backward", 0),
             self._before_backward_bytes,
             self._reserved_bytes,
+            self._given_bytes,
         )
 
     def abandon(self) -> None:
         """Discard a step that did not end."""
         if self._recording:
             self._stop_recording()
-        self._running = False
+        if self._noting:
+            reads.stop()
+        self._running = self._noting = False
         self._counter = None
         self._passing = ()
         self._entered.close()
@@ -222,6 +241,7 @@ class StepMeter:
             return
         if self._counter is not None:
             self._close_part()
+            self._count_what_was_read(self._counter)
             self._count_what_was_there(self._counter, resident)
         else:
             resident = list(resident)
@@ -238,6 +258,26 @@ class StepMeter:
         self._before_bytes += distinct_bytes(late)
         self._others_bytes = max(0, self._others_bytes - bytes_on(self.device, late))
         self._there.update(t.untyped_storage()._cdata for t in late)
+
+    def _count_what_was_read(self, counter: MemoryLimit) -> None:
+        """Add what code between two passes has read and what was there before the step: it has been all along."""
+        if not self._noting:
+            return
+        self._noting = False
+        known = self._there.union(held.key for held in self._passing)
+        found = counter.stale_among(reads.stop(), known)
+        given_bytes = sum(found.values())
+        self._there.update(found)
+        if self.device.type == "cuda":
+            given_bytes = min(given_bytes, self._others_bytes)
+            self._others_bytes -= given_bytes
+        else:
+            self._before_bytes += given_bytes
+        self._given_bytes += given_bytes
+        self._peaks = {part: peak_bytes + given_bytes for part, peak_bytes in self._peaks.items()}
+        self.intervals = [Interval(i.peak_bytes + given_bytes, i.end_bytes + given_bytes) for i in self.intervals]
+        if self._before_backward_bytes:
+            self._before_backward_bytes += given_bytes
 
     def _record(self) -> None:
         allocations.start()

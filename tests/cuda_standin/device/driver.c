@@ -5,6 +5,7 @@
 
 #include <stdint.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/mman.h>
 
 #define GRANULARITY ((size_t)2 << 20)
@@ -13,10 +14,11 @@
 EXPORT int cuInit(unsigned flags) { return 0; }
 EXPORT int cuDriverGetVersion(int *out) { return *out = 13000, 0; }
 EXPORT int cuDeviceGet(int *out, int ordinal) { return *out = ordinal, 0; }
-EXPORT int cuDeviceGetCount(int *out) { return *out = 1, 0; }
-EXPORT int cuCtxGetCurrent(void **out) { return *out = (void *)0x1234, 0; }
-EXPORT int cuCtxSetCurrent(void *context) { return 0; }
-EXPORT int cuDevicePrimaryCtxRetain(void **out, int device) { return cuCtxGetCurrent(out); }
+EXPORT int cuDeviceGetCount(int *out) { return *out = standin_setting("STANDIN_DEVICES", 2), 0; }
+int standin_current(void); int standin_check(const char *name, void *on); int cudaSetDevice(int);
+EXPORT int cuCtxGetCurrent(void **out) { return *out = (void *)(0x1234L + standin_current()), 0; }
+EXPORT int cuCtxSetCurrent(void *context) { return cudaSetDevice((long)context - 0x1234L), 0; }
+EXPORT int cuDevicePrimaryCtxRetain(void **out, int device) { return *out = (void *)(0x1234L + device), 0; }
 EXPORT int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) { return *flags = 0, *active = 1, 0; }
 EXPORT int cuGetErrorString(int error, const char **out) { return *out = "an error of the stand-in", 0; }
 
@@ -46,7 +48,7 @@ EXPORT int cuModuleLoadDataEx(void **out, const void *image, unsigned n, void *o
   return *out = calloc(1, 64), 0;
 }
 EXPORT int cuModuleUnload(void *module) { return 0; }
-EXPORT int cuModuleGetFunction(void **out, void *module, const char *name) { return *out = calloc(1, 64), 0; }
+EXPORT int cuModuleGetFunction(void **out, void *module, const char *name) { { char **made = calloc(1, 64); made[0] = strdup(name); return *out = made, 0; } }
 EXPORT int cuFuncGetAttribute(int *out, int which, void *function) { return *out = which == 0 ? 1024 : 32, 0; }
 EXPORT int cuFuncSetAttribute(void *function, int which, int value) { return 0; }
 EXPORT int cuFuncSetCacheConfig(void *function, int config) { return 0; }
@@ -56,10 +58,12 @@ EXPORT int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *out, void *function,
 }
 EXPORT int cuLaunchKernelEx(const struct { unsigned sizes[7]; void *on; } *config, void *function, void **args,
                             void **extra) {
+  if (standin_check(*(char **)function, config->on)) return 400;
   return standin_count_launch_on(config->on), 0;
 }
 EXPORT int cuLaunchKernel(void *function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
                           unsigned shared, void *on, void **args, void **extra) {
+  if (standin_check(*(char **)function, on)) return 400;
   return standin_count_launch_on(on), 0;
 }
 EXPORT int cuLaunchCooperativeKernel(void) { return standin_count_launch(), 0; }
@@ -89,6 +93,7 @@ EXPORT int cuMemAddressReserve(uint64_t *out, size_t nbytes, size_t alignment, u
 EXPORT int cuMemAddressFree(uint64_t start, size_t nbytes) { return 0; }
 
 EXPORT int cuMemCreate(unsigned long long *out, size_t nbytes, void *properties, unsigned long long flags) {
+  if (standin_setting("STANDIN_NO_VMM", 0)) return 801;
   if (!standin_take(nbytes)) return OUT_OF_MEMORY;
   size_t *made = malloc(sizeof *made);
   *made = nbytes;

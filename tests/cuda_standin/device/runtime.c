@@ -32,6 +32,7 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct region *regions;
 static struct standin_counts counts;
 static __thread int current_device;
+EXPORT int standin_check(const char *name, void *on);
 
 EXPORT void standin_read(struct standin_counts *out) {
   pthread_mutex_lock(&lock);
@@ -67,6 +68,7 @@ struct CUstream_st {
   double until_ms;
   struct CUgraph_st *capturing;
   unsigned long long capture_id;
+  int device;
 };
 
 static __thread cudaStream_t captured_here;  // the stream that this thread captures
@@ -227,7 +229,8 @@ EXPORT cudaError_t cudaMemsetAsync(void *start, int value, size_t nbytes, cudaSt
 
 // The device
 
-EXPORT cudaError_t cudaGetDeviceCount(int *out) { return *out = 1, cudaSuccess; }
+EXPORT cudaError_t cudaGetDeviceCount(int *out) { return *out = standin_setting("STANDIN_DEVICES", 2), cudaSuccess; }
+EXPORT int standin_current(void) { return current_device; }
 EXPORT cudaError_t cudaGetDevice(int *out) { return *out = current_device, cudaSuccess; }
 EXPORT cudaError_t cudaSetDevice(int device) { return current_device = device, cudaSuccess; }
 EXPORT cudaError_t cudaDriverGetVersion(int *out) { return *out = 13000, cudaSuccess; }
@@ -326,7 +329,22 @@ EXPORT void standin_each_kernel(void (*with)(const char *name, long launches)) {
     if (kernel->launches) with(kernel->name, kernel->launches);
 }
 
+static long by_device[8];
+EXPORT long standin_launches_on(int device) { return by_device[device]; }
+EXPORT int standin_check(const char *name, void *on) {
+  cudaStream_t stream = on;
+  __atomic_add_fetch(&by_device[current_device & 7], 1, __ATOMIC_RELAXED);
+  long wanted = standin_setting("STANDIN_EXPECT_DEVICE", -1);
+  if (wanted >= 0 && current_device != wanted && !getenv("STANDIN_QUIET"))
+    fprintf(stderr, "STANDIN: kernel %s launched with device %d current\n", name ? name : "?", current_device);
+  if ((uintptr_t)stream > 2 && stream->device != current_device) {
+    fprintf(stderr, "STANDIN: kernel %s on a stream of device %d while device %d is current\n", name ? name : "?", stream->device, current_device);
+    return 1;
+  }
+  return 0;
+}
 static cudaError_t launch(const void *function, cudaStream_t stream) {
+  { struct kernel *k = kernel_of(function); if (standin_check(k->function ? k->name : NULL, stream)) return cudaErrorInvalidResourceHandle; }
   standin_count_launch_on(stream);
   if (capturing(stream)) return cudaSuccess;
   struct kernel *kernel = kernel_of(function);
@@ -341,7 +359,7 @@ static cudaError_t synchronize(double ms) {
   return cudaSuccess;
 }
 
-EXPORT cudaError_t cudaStreamCreate(cudaStream_t *out) { return *out = calloc(1, 64), cudaSuccess; }
+EXPORT cudaError_t cudaStreamCreate(cudaStream_t *out) { *out = calloc(1, 128); (*out)->device = current_device; return cudaSuccess; }
 EXPORT cudaError_t cudaStreamCreateWithFlags(cudaStream_t *out, unsigned flags) { return cudaStreamCreate(out); }
 EXPORT cudaError_t cudaStreamCreateWithPriority(cudaStream_t *out, unsigned flags, int priority) {
   return cudaStreamCreate(out);
@@ -406,11 +424,13 @@ EXPORT cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
 }
 EXPORT cudaError_t cudaEventSynchronize(cudaEvent_t event) { return synchronize(*(double *)event); }
 
-EXPORT cudaError_t cudaEventCreate(cudaEvent_t *out) { return *out = calloc(1, 64), cudaSuccess; }
+EXPORT cudaError_t cudaEventCreate(cudaEvent_t *out) { *out = calloc(1, 64); ((int *)*out)[4] = current_device; return cudaSuccess; }
 EXPORT cudaError_t cudaEventCreateWithFlags(cudaEvent_t *out, unsigned flags) { return cudaEventCreate(out); }
 EXPORT cudaError_t cudaEventDestroy(cudaEvent_t event) { return free(event), cudaSuccess; }
 
 EXPORT cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  int of = (uintptr_t)stream > 2 ? stream->device : current_device;
+  if (((int *)event)[4] != of) { fprintf(stderr, "STANDIN: event of device %d recorded on a stream of device %d\n", ((int *)event)[4], of); return cudaErrorInvalidResourceHandle; }
   *(double *)event = later(now_ms(), *until(stream));
   return cudaSuccess;
 }
@@ -489,3 +509,15 @@ EXPORT cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **out
   if (result) *result = cudaDriverEntryPointSuccess;
   return cudaSuccess;
 }
+
+// cudaMallocAsync
+EXPORT cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t *out, int device) { return *out = (cudaMemPool_t)1, cudaSuccess; }
+EXPORT cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t p, enum cudaMemPoolAttr a, void *v) { return cudaSuccess; }
+EXPORT cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t p, enum cudaMemPoolAttr a, void *v) {
+  *(uint64_t *)v = 0;
+  if (a == cudaMemPoolAttrReservedMemCurrent || a == cudaMemPoolAttrUsedMemCurrent) *(uint64_t *)v = counts.used_bytes;
+  if (a == cudaMemPoolAttrReservedMemHigh || a == cudaMemPoolAttrUsedMemHigh) *(uint64_t *)v = counts.peak_bytes;
+  return cudaSuccess;
+}
+EXPORT cudaError_t cudaMallocAsync(void **out, size_t n, cudaStream_t on) { return cudaMalloc(out, n); }
+EXPORT cudaError_t cudaFreeAsync(void *p, cudaStream_t on) { return cudaFree(p); }
