@@ -36,6 +36,7 @@ from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, Guar
 from shoal.capture import layer_by_layer
 from shoal.capture.cumulative_norms import cumulative_norms
 from shoal.capture.failed_traces import line_noted
+from shoal.capture.known_graphs import KnownGraphs
 from shoal.capture.recurrences import in_words
 from shoal.capture.traced_functions import trace_more_functions
 from shoal.core.progress import Preparation, preparing
@@ -403,14 +404,18 @@ def capturing(
 
     captures = 0
     seen: set[str] = set()
+    known, dynamic = KnownGraphs(), False if _draws(model) else None
+    run: Callable[..., Any]
 
     def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         nonlocal captures
         captures += 1
         if captures == _MANY_CAPTURES:
             log.warning(
-                "the model was captured and planned %d times, each for other shapes or settings; what differed: %s",
+                "the model was captured %d times, and planned %d times, each for other shapes or settings; what "
+                "differed: %s",
                 captures,
+                captures - known.reused,
                 _last_difference(),
             )
         guard = _last_difference() if captures > 1 else ""
@@ -419,11 +424,46 @@ def capturing(
         if is_of_tensors and _tensors(example_inputs) in seen:  # it is the last capture that had others
             why = "something besides its tensors has changed (TORCH_LOGS=recompiles says what)"
         seen.add(_tensors(example_inputs))
-        with refusals(), few_collections(), preparing(name, why=why, begun_seconds=_capturing_seconds(), record=record):
-            return backend(gm, example_inputs)
 
-    dynamic = False if _draws(model) else None
-    return torch.compile(call_of(model), backend=compile_graph, fullgraph=True, dynamic=dynamic)
+        def compile_new(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+            with preparing(name, why=why, begun_seconds=_capturing_seconds(), record=record):
+                return backend(gm, example_inputs)
+
+        with refusals(), few_collections():
+            return known.compiled(gm, example_inputs, compile_new)
+
+    def captured() -> Callable[..., Any]:
+        return torch.compile(call_of(model), backend=held_weakly(compile_graph), fullgraph=True, dynamic=dynamic)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal run
+        try:
+            return run(*args, **kwargs)
+        except FailOnRecompileLimitHit:
+            if not known.reused:
+                raise
+            known.reused = 0
+            run = captured()  # Dynamo has as many captures of the call as it takes; what was compiled of them stays
+        return run(*args, **kwargs)
+
+    run = captured()
+    return call
+
+
+def held_weakly(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
+    """A backend for Dynamo, which keeps it for good: it holds neither `compile_graph` nor what that has compiled.
+
+    Whoever holds the captured call has to hold `compile_graph` too.
+    """
+    held = weakref.ref(compile_graph)
+
+    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        compile_it = held()
+        assert compile_it is not None
+        compiled: Callable[..., Any] = compile_it(gm, example_inputs)
+        return compiled
+
+    return backend
 
 
 def forget_sizes(model: nn.Module | None = None) -> None:
