@@ -15,13 +15,12 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from shoal.capture.failed_traces import place_in
 from shoal.errors import CaptureError
+from shoal.lowlevel.dynamo_state import assign_data_of, data_of
 
-_data_of: Any = torch._C._autograd._get_data_attr  # Dynamo's `tensor.data`
 _COUNTS_BACK = "_lower_version_count_by_1"  # Dynamo's: assigning `.data` counts no version, `set_` does
 
 
@@ -48,14 +47,15 @@ def copy_assigned_data(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
     for node in assigning:
         _copy(gm.graph, node)
     for tensor in tensors:
-        _as_before(tensor.meta["example_value"], given[tensor])
+        # Dynamo's trace assigned to the input's fake tensor, with which AOTAutograd traces too.
+        assign_data_of(tensor.meta["example_value"], given[tensor])
     gm.recompile()
 
 
 def _copy(graph: fx.Graph, node: fx.Node) -> None:
     tensor, value = node.args
     with graph.inserting_before(node):
-        into, source = (graph.call_function(_data_of, (one,)) for one in (tensor, value))
+        into, source = (graph.call_function(data_of, (one,)) for one in (tensor, value))
         copied = graph.call_method("copy_", (into, source))
     for new, like in ((into, tensor), (source, value), (copied, tensor)):
         new.meta = {**node.meta, "example_value": like.meta["example_value"]}  # type: ignore[union-attr]
@@ -64,13 +64,6 @@ def _copy(graph: fx.Graph, node: fx.Node) -> None:
             graph.erase_node(user)
     node.replace_all_uses_with(tensor)  # type: ignore[arg-type]
     graph.erase_node(node)
-
-
-def _as_before(fake: FakeTensor, given: torch.Tensor) -> None:
-    """Undo what Dynamo's trace assigned to the fake tensor of an input: AOTAutograd traces with the same one."""
-    with fake.fake_mode, torch.no_grad():
-        like = torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device=given.device)
-        fake.set_(like)  # type: ignore[call-overload]
 
 
 def _why_no_copy(node: fx.Node, given: dict[fx.Node, Any]) -> str:

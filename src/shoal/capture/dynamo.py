@@ -42,6 +42,7 @@ from shoal.capture.traced_functions import trace_more_functions
 from shoal.core.progress import Preparation, preparing
 from shoal.errors import CaptureError, ShoalError
 from shoal.lowlevel.capture_records import record_captures_without_settings
+from shoal.lowlevel.dynamo_state import forget_code
 from shoal.transforms.split.split import CUTS_ARGUMENT, SplitModule
 
 log = logging.getLogger("shoal")
@@ -335,7 +336,10 @@ def call_of(model: nn.Module, layers: Callable[..., Any] | None = None) -> Calla
     # Dynamo keeps and counts its graphs by code object: one of its own, so that no model uses up another's. What it has
     # seen change between calls it keeps by the code's name: else another model's numbers would be taken for changed.
     name = _name_of(model)
-    return FunctionType(own.__code__.replace(co_name=name), own.__globals__, name, None, own.__closure__)
+    code = own.__code__.replace(co_name=name)
+    function = FunctionType(code, own.__globals__, name, None, own.__closure__)
+    weakref.finalize(function, forget_code, code).atexit = False
+    return function
 
 
 def drawn_for(model: nn.Module, arguments: Sequence[Any]) -> dict[str, Any]:

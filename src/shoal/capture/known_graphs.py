@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._C._dynamo.guards import GlobalStateGuard
-from torch._guards import TracingContext
+
+from shoal.lowlevel.dynamo_state import guards_of_inputs, settings_of_pytorch
 
 Compiled = Callable[..., Any]
 
@@ -27,13 +27,13 @@ class KnownGraphs:
 
     def __init__(self) -> None:
         self.reused = 0
-        self._known: dict[object, list[tuple[GlobalStateGuard, list[Any], Compiled]]] = {}
+        self._known: dict[object, list[tuple[Any, list[Any], Compiled]]] = {}
 
     def compiled(
         self, gm: fx.GraphModule, inputs: Sequence[Any], backend: Callable[[fx.GraphModule, Sequence[Any]], Compiled]
     ) -> Compiled:
         """What `backend` makes of a graph of Dynamo's, or made of an equal one under equal settings of PyTorch."""
-        key, guards = _key(gm, inputs), _guards()
+        key, guards = _key(gm, inputs), guards_of_inputs()
         for settings, theirs, known in self._known.get(key, ()):
             if settings.check():
                 guards.extend(theirs)
@@ -41,14 +41,8 @@ class KnownGraphs:
                 return known
         made = backend(gm, inputs)
         if key is not None:
-            self._known.setdefault(key, []).append((GlobalStateGuard(), list(guards), made))
+            self._known.setdefault(key, []).append((settings_of_pytorch(), list(guards), made))
         return made
-
-
-def _guards() -> list[Any]:
-    """What AOTAutograd asks Dynamo to guard of the graph's inputs, of the capture that is under way."""
-    context = TracingContext.try_get()
-    return [] if context is None else context.guards_context.aotautograd_guards
 
 
 def _key(gm: fx.GraphModule, inputs: Sequence[Any]) -> object:
