@@ -416,10 +416,10 @@ def capturing(
         captures += 1
         if captures == _MANY_CAPTURES:
             log.warning(
-                "the model was captured %d times, and planned %d times, each for other shapes or settings; what "
-                "differed: %s",
-                captures,
+                "the model was captured and planned %d times, each for other shapes or settings, and captured %d times "
+                "with a plan that it had; what differed: %s",
                 captures - known.reused,
+                known.reused,
                 _last_difference(),
             )
         guard = _last_difference() if captures > 1 else ""
