@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 import shoal
 from shoal.capture.capture_step import capture_step
@@ -19,6 +19,9 @@ from shoal.core.step import StepGraph
 from shoal.core.variant import Pieces
 from shoal.errors import PlanError
 from shoal.kernels import direct_convolution
+from tests.joint_graphs import operands, run_joint
+
+aten = torch.ops.aten
 
 VOLUMES = (1, 2, 8, 8, 8)
 
@@ -86,6 +89,25 @@ def test_a_concatenation_that_they_read_is_not_computed(captured: Captured) -> N
     parts = [op.name for op in direct.graph.ops if "_of_" in op.name]
     assert [name.rpartition("_")[2] for name in parts] == ["0", "3"]
     assert simulate(direct.graph, {}).peak_bytes < simulate(captured.graph, {}).peak_bytes
+
+
+@pytest.mark.skipif(not direct_convolution.applies(), reason="the native library was not built")
+def test_the_gradient_of_a_weight_keeps_the_strides_of_the_trace() -> None:
+    """They follow the input's: channels_last where that is, whatever the weight's own are."""
+    net = nn.Sequential(nn.Conv3d(8, 6, 3, padding=2, dilation=2), nn.Tanh())
+    x = torch.randn(2, 6, 5, 4, 8).movedim(-1, 1)
+    whole = capture_step(net, x, name="volumes")[0]
+    direct = computed_directly(whole, [Pieces(node.name, direct=True) for node in able(whole)])
+    tensors = operands(direct.joint)
+    gradients = run_joint(direct.joint, tensors)[len(direct.forward_outputs) :]
+    for ours, node in zip(gradients, direct.backward_outputs, strict=True):
+        if ours is not None:
+            assert ours.stride() == node.meta["val"].stride()
+    assert any(gradient is not None and gradient.dim() == 5 and not gradient.is_contiguous() for gradient in gradients)
+
+
+def able(captured: Captured) -> list[fx.Node]:
+    return [node for node in captured.joint.graph.nodes if node.target is aten.convolution_backward.default]
 
 
 @pytest.mark.skipif(not direct_convolution.applies(), reason="the native library was not built")

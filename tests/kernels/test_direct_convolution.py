@@ -43,10 +43,10 @@ def cases(number: int, dtype: torch.dtype) -> Iterator[Case]:
         yield x, weight, torch.randn(channels[1]).to(dtype), options
 
 
-def assert_close(found: torch.Tensor, exact: torch.Tensor) -> None:
+def assert_close(found: torch.Tensor, exact: torch.Tensor, strides: tuple[int, ...] | None = None) -> None:
     eps = torch.finfo(found.dtype).eps
     assert found.shape == exact.shape
-    assert found.is_contiguous()
+    assert found.is_contiguous() if strides is None else found.stride() == strides
     assert (found.double() - exact).abs().max() <= 16 * eps * exact.abs().max()
 
 
@@ -61,8 +61,10 @@ def check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, options: tu
     half = x.shape[1] // 2
     for parts in [x], [x[:, :half], x[:, half:]] if half else [x]:
         assert_close(direct_convolution.forward(parts, weight, bias, *options), exact)
-        _, found, found_bias = direct_convolution.weight_gradient(grad, parts, weight, *rest)
-        assert_close(found, of_weight)
+        for laid_out in (weight.contiguous(), weight.contiguous(memory_format=torch.channels_last_3d)):
+            strides = laid_out.stride()
+            _, found, found_bias = direct_convolution.weight_gradient(grad, parts, weight, *rest, strides)
+            assert_close(found, of_weight, strides)
         assert found_bias is not None
         assert torch.allclose(found_bias.double(), of_bias, rtol=1e-2, atol=1e-2 if x.dtype != torch.float32 else 1e-3)
     assert_close(direct_convolution.input_gradient(grad, weight, x.shape, *options), of_x)
@@ -97,7 +99,7 @@ def test_float64_and_channels_last_results_are_the_references() -> None:
 @pytest.mark.skipif(not levels(), reason="the native library was not built")
 def test_it_takes_next_to_no_scratch_where_the_library_unfolds() -> None:
     x, weight = torch.randn(1, 8, 32, 32, 32), torch.randn(8, 8, 3, 3, 3)
-    grad, rest = torch.randn(1, 8, 32, 32, 32), ([8], *SAME, [False, True, True])
+    grad, rest = torch.randn(1, 8, 32, 32, 32), ([8], *SAME, [False, True, True], weight.stride())
 
     def scratch_bytes(run: Any) -> int:
         result, changes = allocations.record(run)
@@ -118,7 +120,8 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
     try:
         for threads in (1, 3):
             torch.set_num_threads(threads)
-            of_weight = direct_convolution.weight_gradient(grad, x, weight, [7], *SAME, [False, True, False])[1]
+            rest = [7], *SAME, [False, True, False], weight.stride()
+            of_weight = direct_convolution.weight_gradient(grad, x, weight, *rest)[1]
             found.append((direct_convolution.forward(x, weight, None, *SAME), of_weight))
     finally:
         torch.set_num_threads(before)

@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 
+from shoal.capture.assigned_data import copy_assigned_data
 from shoal.capture.captured import Captured
 from shoal.capture.cumulative_norms import admit_cumulative_norms
 from shoal.capture.dynamo import (
@@ -103,6 +104,7 @@ def in_dynamo(
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         with refusals():
             break_at_unknown_sizes(gm)
+            copy_assigned_data(gm, inputs)
             raise Refused(_Done(read(gm, inputs)))
 
     admit_cumulative_norms(model)

@@ -102,6 +102,8 @@ def computed_directly(captured: Captured, chosen: Collection[Pieces]) -> Capture
         arguments: tuple[Any, ...] = node.args
         if node.target is input_gradient:
             arguments = (*arguments[:3], *arguments[4:])  # without the strides
+        elif node.target is _BACKWARD:
+            arguments = (*arguments, list(node.meta["val"][1].stride()))
         node.target, node.args = DIRECT[node.target], arguments
     for node in list(joint.graph.find_nodes(op="call_function", target=_aten.cat.default)):
         _read_parts(joint.graph, node)

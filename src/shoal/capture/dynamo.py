@@ -36,11 +36,13 @@ from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, Guar
 from shoal.capture import layer_by_layer
 from shoal.capture.cumulative_norms import cumulative_norms
 from shoal.capture.failed_traces import line_noted
+from shoal.capture.known_graphs import KnownGraphs
 from shoal.capture.recurrences import in_words
 from shoal.capture.traced_functions import trace_more_functions
 from shoal.core.progress import Preparation, preparing
 from shoal.errors import CaptureError, ShoalError
 from shoal.lowlevel.capture_records import record_captures_without_settings
+from shoal.lowlevel.dynamo_state import forget_code
 from shoal.transforms.split.split import CUTS_ARGUMENT, SplitModule
 
 log = logging.getLogger("shoal")
@@ -334,7 +336,10 @@ def call_of(model: nn.Module, layers: Callable[..., Any] | None = None) -> Calla
     # Dynamo keeps and counts its graphs by code object: one of its own, so that no model uses up another's. What it has
     # seen change between calls it keeps by the code's name: else another model's numbers would be taken for changed.
     name = _name_of(model)
-    return FunctionType(own.__code__.replace(co_name=name), own.__globals__, name, None, own.__closure__)
+    code = own.__code__.replace(co_name=name)
+    function = FunctionType(code, own.__globals__, name, None, own.__closure__)
+    weakref.finalize(function, forget_code, code).atexit = False
+    return function
 
 
 def drawn_for(model: nn.Module, arguments: Sequence[Any]) -> dict[str, Any]:
@@ -403,14 +408,18 @@ def capturing(
 
     captures = 0
     seen: set[str] = set()
+    known, dynamic = KnownGraphs(), False if _draws(model) else None
+    run: Callable[..., Any]
 
     def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         nonlocal captures
         captures += 1
         if captures == _MANY_CAPTURES:
             log.warning(
-                "the model was captured and planned %d times, each for other shapes or settings; what differed: %s",
-                captures,
+                "the model was captured and planned %d times, each for other shapes or settings, and captured %d times "
+                "with a plan that it had; what differed: %s",
+                captures - known.reused,
+                known.reused,
                 _last_difference(),
             )
         guard = _last_difference() if captures > 1 else ""
@@ -419,11 +428,46 @@ def capturing(
         if is_of_tensors and _tensors(example_inputs) in seen:  # it is the last capture that had others
             why = "something besides its tensors has changed (TORCH_LOGS=recompiles says what)"
         seen.add(_tensors(example_inputs))
-        with refusals(), few_collections(), preparing(name, why=why, begun_seconds=_capturing_seconds(), record=record):
-            return backend(gm, example_inputs)
 
-    dynamic = False if _draws(model) else None
-    return torch.compile(call_of(model), backend=compile_graph, fullgraph=True, dynamic=dynamic)
+        def compile_new(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+            with preparing(name, why=why, begun_seconds=_capturing_seconds(), record=record):
+                return backend(gm, example_inputs)
+
+        with refusals(), few_collections():
+            return known.compiled(gm, example_inputs, compile_new)
+
+    def captured() -> Callable[..., Any]:
+        return torch.compile(call_of(model), backend=held_weakly(compile_graph), fullgraph=True, dynamic=dynamic)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal run
+        try:
+            return run(*args, **kwargs)
+        except FailOnRecompileLimitHit:
+            if not known.reused:
+                raise
+            known.reused = 0
+            run = captured()  # Dynamo has as many captures of the call as it takes; what was compiled of them stays
+        return run(*args, **kwargs)
+
+    run = captured()
+    return call
+
+
+def held_weakly(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
+    """A backend for Dynamo, which keeps it for good: it holds neither `compile_graph` nor what that has compiled.
+
+    Whoever holds the captured call has to hold `compile_graph` too.
+    """
+    held = weakref.ref(compile_graph)
+
+    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        compile_it = held()
+        assert compile_it is not None
+        compiled: Callable[..., Any] = compile_it(gm, example_inputs)
+        return compiled
+
+    return backend
 
 
 def forget_sizes(model: nn.Module | None = None) -> None:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from shoal.capture.dynamo import call_of, place_of, refusals
+from shoal.capture.dynamo import call_of, held_weakly, place_of, refusals
+from shoal.capture.known_graphs import KnownGraphs
 from shoal.capture.layer_by_layer import containers, entered, in_a_row
 from shoal.capture.recurrences import between_graphs, in_words
 from shoal.lowlevel.torch_state import on_this_rank
@@ -28,19 +29,21 @@ def capturing_parts(model: nn.Module, backend: Callable[..., Any]) -> Callable[.
 
     def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         with refusals():
-            return backend(gm, example_inputs)
+            return known.compiled(gm, example_inputs, backend)
 
+    known = KnownGraphs()
     # Functions between breaks are other models', too, such as those of torch.nn: their graphs are counted apart.
     apart = {"isolate_recompiles": True} if "isolate_recompiles" in signature(torch.compile).parameters else {}
     if any(on_this_rank(p) is not p for p in model.parameters()):
         apart["dynamic"] = False  # blocks of other sizes share the code of one class: they are no sizes that vary
-    run = torch.compile(call_of(model, layers), backend=compile_graph, **apart)  # type: ignore[call-overload]
+    run = torch.compile(call_of(model, layers), backend=held_weakly(compile_graph), **apart)  # type: ignore[call-overload]
 
     @wraps(run)
     def call(*args: Any, **kwargs: Any) -> Any:
         with between_graphs():
             return run(*args, **kwargs)
 
+    call.compiles = compile_graph  # type: ignore[attr-defined]  # holds it: Dynamo does not
     return call
 
 

@@ -12,6 +12,7 @@ from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from shoal.capture.assigned_data import copy_assigned_data
 from shoal.capture.capture_step import InputPlaces, joint_step
 from shoal.capture.captured import Captured
 from shoal.capture.dynamo import GraphBreak, refusals
@@ -101,6 +102,7 @@ def compile_step(session: Session, gm: fx.GraphModule, example_inputs: Sequence[
     """Plan and lower the step of one Dynamo graph."""
     _reject_graph_break(gm)
     break_at_unknown_sizes(gm)
+    copy_assigned_data(gm, example_inputs)
     session.status.captures += 1
     places = InputPlaces.of(gm)
     places = replace(places, early=session.early.fates(example_inputs, session.static.step_in_hook_bytes))

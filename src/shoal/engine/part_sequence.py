@@ -11,6 +11,7 @@ import torch
 from torch import fx
 from torch._guards import CompileContext, TracingContext, tracing
 
+from shoal.capture.assigned_data import copy_assigned_data
 from shoal.capture.capture_step import InputPlaces
 from shoal.capture.captured import Captured
 from shoal.capture.graph_breaks import break_after
@@ -210,6 +211,7 @@ class PartSequence(ABC):
     def compile_graph(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """What runs a graph of Dynamo's, wherever in the sequence that comes."""
         self.session.status.captures += 1
+        copy_assigned_data(gm, example_inputs)
         # Dynamo hands over the batch itself; the part is compiled again later, and must not keep more than numbers.
         inputs = [
             given if is_number(given) else node.meta["example_value"]

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from shoal.kernels.convolution import input_gradient as library_input_gradient
+from shoal.kernels.memory_format import in_traced_layout
 from shoal.kernels.norm.norm_rows import workspace
 from shoal.lowlevel.dispatch import Implementation, choose, level_number, register
 from shoal.lowlevel.native import has, run_native
@@ -113,11 +114,16 @@ def weight_gradient(
     output_padding: Sequence[int],
     groups: int,
     wanted: Sequence[bool],
+    strides: Sequence[int],
 ) -> tuple[None, torch.Tensor, torch.Tensor | None]:
-    """Replaces `aten.convolution_backward` of the same arguments where the input's gradient is not wanted."""
+    """Replaces `aten.convolution_backward` of the same arguments if the input's gradient is not wanted.
+
+    Args:
+        strides: of the weight's gradient: PyTorch's follow the input's memory format and not the weight's.
+    """
     options = (stride, padding, dilation, transposed, output_padding, groups)
     parts = _parts(x)
-    of_weight: torch.Tensor = choose(_OP, grad, *parts, weight).weight_gradient(grad, parts, weight, options)
+    of_weight: torch.Tensor = choose(_OP, grad, *parts, weight).weight_gradient(grad, parts, weight, options, strides)
     return None, of_weight, grad.sum((0, 2, 3, 4)) if wanted[2] else None
 
 
@@ -165,11 +171,15 @@ class _Reference:
 
     @staticmethod
     def weight_gradient(
-        grad: torch.Tensor, parts: Sequence[torch.Tensor], weight: torch.Tensor, options: _Options
+        grad: torch.Tensor,
+        parts: Sequence[torch.Tensor],
+        weight: torch.Tensor,
+        options: _Options,
+        strides: Sequence[int],
     ) -> torch.Tensor:
         mask = [False, True, False]
         found: torch.Tensor = _aten.convolution_backward(grad, _joined(parts), weight, None, *options, mask)[1]
-        return found.contiguous()
+        return in_traced_layout(found, strides)
 
 
 class _Native:
@@ -222,9 +232,13 @@ class _Native:
 
     @staticmethod
     def weight_gradient(
-        grad: torch.Tensor, parts: Sequence[torch.Tensor], weight: torch.Tensor, options: _Options
+        grad: torch.Tensor,
+        parts: Sequence[torch.Tensor],
+        weight: torch.Tensor,
+        options: _Options,
+        strides: Sequence[int],
     ) -> torch.Tensor:
-        result = weight.new_empty(weight.shape)
+        result = weight.new_empty_strided(weight.shape, tuple(strides))
         begin = 0
         for x in parts:
             part = result.narrow(0 if options[3] else 1, begin, x.shape[1])

@@ -73,7 +73,8 @@ def sliced_norm(
     >>> sliced_norm(torch.tensor([[[1.0, 5.0]]]), 3 * one, 2 * one, one, "relu")
     tensor([[[0., 5.]]])
     """
-    return sliced_norm_(x.clone(memory_format=torch.preserve_format), mean, scale, shift, activation)
+    written = torch.empty_like(x, memory_format=memory_format_of(x)).copy_(x)
+    return sliced_norm_(written, mean, scale, shift, activation)
 
 
 def sliced_norm_(

@@ -102,18 +102,20 @@ def activated(
 ) -> torch.Tensor:
     """relu((x - mean) * scale + shift) in `dtype`, without autograd; relu(x) where the vectors are None.
 
+    The result is laid out as PyTorch's batch norm lays its own out, whatever computes it; `x` itself stays as it is.
+
     >>> one = torch.ones(1)
     >>> activated(torch.tensor([[[1.0, 5.0]]]), 3 * one, 2 * one, one, True, torch.float32)
     tensor([[[0., 5.]]])
     """
     if mean is None or scale is None or shift is None:
-        return (x.relu() if relu else x).to(dtype)
+        return dense_in_format(x.relu().to(dtype), memory_format_of(x)) if relu else x.to(dtype)
     out = torch.empty_like(x, dtype=dtype, memory_format=memory_format_of(x))
     kernel = sweeps(x, out)
     if kernel is None:
         del out
         a = normalised(x, mean, scale, shift)
-        return (a.relu_() if relu else a).to(dtype)
+        return dense_in_format((a.relu_() if relu else a).to(dtype), memory_format_of(x))
     kernel.norm_act(x, mean, scale, shift, None, relu, out)
     return out
 
