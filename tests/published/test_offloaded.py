@@ -40,7 +40,7 @@ def test_a_square_matrix_and_its_transpose() -> None:
 
     def step() -> torch.Tensor:
         y = model(x)
-        return (y.exp() @ y.t().sin() + y.t() @ y + y[:16] @ y[:, :16].exp() @ y[16:]).sum()
+        return (y.exp() @ y.t().sin() + y.t() @ y).sum() + (y[:16] @ y[:, :16].exp()).sum()
 
     assert same_as_plain(model, step) > 0
 
@@ -82,12 +82,12 @@ def test_the_host_holds_no_more_after_many_steps() -> None:
     """pytorch/pytorch#86097: `save_on_cpu(pin_memory=True)` takes more of the host's memory step by step."""
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 1)), torch.randn(64, 64)
-    offloading = shoal.offload_activations(min_bytes=64, host_budget="256KiB")  # one step's, not two
+    offloading = shoal.offload_activations(min_bytes=64, host_budget="128KiB")  # one step's, not two
     for _ in range(8):
         with offloading:
             loss = model(x).sum()
         loss.backward()
-        assert 128 * 1024 < offloading.offloaded_bytes <= 256 * 1024
+        assert 64 * 1024 < offloading.offloaded_bytes <= 128 * 1024
     offloading.close()
 
 
