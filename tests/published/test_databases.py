@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from zlib import crc32
 
 import pytest
+import torch
 
 from tests.published.training import outcome
 
@@ -21,9 +22,7 @@ if TYPE_CHECKING:
 if importlib.util.find_spec("expecttest") is None:
     pytest.skip("torch.testing._internal needs expecttest", allow_module_level=True)
 
-_SLICE = 20
-# Not one graph that a plan could hold is in them, under `torch.compile` neither.
-REFUSED = {"nn.CTCLoss", "nn.GRU", "nn.LSTM", "nn.RNN", "nn.GaussianNLLLoss"}
+_SLICE = 12
 
 
 @cache
@@ -34,9 +33,22 @@ def cases() -> list[Case]:
     return sorted([*module_cases(), *op_cases()], key=lambda case: crc32(case.name.encode()))
 
 
+@pytest.mark.filterwarnings("ignore:cannot time")  # ops whose operands have to be of one another, as of lu_unpack
 @pytest.mark.parametrize("place", range(len(cases()) if "SHOAL_TEST_ALL" in os.environ else _SLICE))
 def test_an_entry_trains_as_in_plain_pytorch(place: int) -> None:
     case = cases()[place]
     found = outcome(case.build)
-    refused = found.startswith("refused: CaptureError") and case.name.split("_")[0] in REFUSED
-    assert refused or found in ("right", "not trained"), f"{case.name}: {found}"
+    if found.startswith("refused: CaptureError: no graph of "):
+        assert is_broken(case), f"{case.name}: {found}"
+    else:
+        assert found in ("right", "not trained"), f"{case.name}: {found}"
+
+
+def is_broken(case: Case) -> bool:
+    """Whether it is not one graph for PyTorch either."""
+    network = case.build()
+    try:
+        torch.compile(network.module, backend="aot_eager", fullgraph=True)(*network.args, **network.kwargs)
+    except Exception:  # of Dynamo, or of fake tensors
+        return True
+    return False

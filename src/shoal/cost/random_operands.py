@@ -26,7 +26,7 @@ _KNOWN = ("aten", "prims", "shoal")  # namespaces of ops
 _WRITING = (_aten.index_put, _aten.index_put_, _aten._unsafe_index_put)
 _INDEXING = (_aten.index, _aten._unsafe_index, *_WRITING)
 _ASSERTIONS = (_aten._assert_async, _aten._functional_assert_async)
-# What they read is a probability, a rate or a deviation, of which 0 is one: PyTorch's ops, and ours that stand for them.
+# Ops that read a probability, a rate or a deviation, of which 0 is one: PyTorch's, and ours that stand for them.
 _OF_PROBABILITIES = ("binary_cross_entropy", "bernoulli", "binomial", "poisson", "normal")
 _POOL_BACKWARDS = {
     _aten.max_pool2d_with_indices_backward.default: 2,
