@@ -7,10 +7,11 @@
 A network is drawn as data and written as source text (`bench.fuzz_networks`). It trains for four steps in plain
 PyTorch, in Shoal and, where these differ, under `torch.compile(backend="aot_eager")`; outputs, losses, gradients,
 buffers and the generator are compared bit for bit. What differs from plain PyTorch but not from `aot_eager` is
-PyTorch's; what differs from both is ours. Where `aot_eager` fails or draws other noise, a difference that is no further
-from float64 than plain PyTorch is said to be unclear. The peak is counted from the profiler's events and held against
-budget and prediction, and what `BudgetError.least_feasible_bytes` names is typed back. Each finding comes with a script
-that shows it by itself, shrunk for the first ones of its kind. Exit code 1 where a finding is ours.
+PyTorch's; what differs from both is ours if it is further from float64 than plain PyTorch. With `--allow bitwise` other
+bits are ours, too; where `aot_eager` fails or draws other noise there, a difference that is no further from float64 is
+said to be unclear. The peak is counted from the profiler's events and held against budget and prediction, and what
+`BudgetError.least_feasible_bytes` names is typed back, and must train. Each finding comes with a script that shows it
+by itself, shrunk for the first ones of its kind. Exit code 1 where a finding is ours.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +52,13 @@ class Found:
     shrunk: Counter[str] = field(default_factory=Counter)
 
 
-def rotating(number: int, count: int) -> list[Setting]:
+def rotating(number: int, count: int, allow: str = "exact") -> list[Setting]:
     """Settings of that network: over many networks each comes up equally often.
 
     >>> len({setting for number in range(10) for setting in rotating(number, 6)})
     60
     """
-    every = settings()
+    every = settings(allow)
     return [every[(number * count + place) * _STRIDE % len(every)] for place in range(count)]
 
 
@@ -85,8 +86,8 @@ def _examine(
     asked: argparse.Namespace, number: int, shrunk: dict[str, int], workers: _Workers
 ) -> tuple[int, dict[str, Any], int]:
     """The first draw of that number that plain PyTorch can train; what came of it, and how many were no network."""
-    chosen = settings() if asked.all else rotating(number, asked.settings)
-    line = {"seed": asked.seed, "number": number, "settings": [(s.planner, s.budget, s.residence) for s in chosen]}
+    chosen = settings(asked.allow) if asked.all else rotating(number, asked.settings, asked.allow)
+    line = {"seed": asked.seed, "number": number, "settings": [astuple(one) for one in chosen]}
     limits = {"most_checks": asked.checks, "most_shrunk": asked.shrink, "shrunk": shrunk}
     for attempt in range(_MAX_ATTEMPTS):
         answer = workers.ask(line | limits | {"attempt": attempt}, asked.seconds)
@@ -175,7 +176,7 @@ def _died(stage: str, code: int) -> dict[str, Any]:
         return {"not_a_network": f"plain PyTorch ended the process with {code}"}
     kind = EAGER_ONLY if stage == "aot_eager" else CRASH
     what = f"the process ended with {code}" if code != -9 else "it does not end"
-    where = {"planner": stage, "budget": "", "residence": ""}
+    where = {"planner": stage, "budget": "", "residence": "", "allow": ""}
     one = {"kind": kind, "what": what, "details": f"in {stage}", "setting": where, "count": 1, "ours": kind in OURS}
     return {"findings": [one | {"script": ""}], "runs": []}
 
@@ -198,6 +199,7 @@ main = Bench(
     _run,
     option("--networks", type=int, default=200),
     option("--only", type=int, minimum=0, help="the number of one network, to run it alone"),
+    option("--allow", default="exact", help="what Shoal may do; 'bitwise' for bits that must be plain PyTorch's"),
     option("--settings", type=int, default=6, help="planners, budgets and residences a network"),
     switch("--all", "every planner, budget and residence for each network"),
     option("--shrink", type=int, default=3, minimum=0, help="findings of a kind whose networks are shrunk; 0: none"),

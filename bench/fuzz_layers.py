@@ -71,10 +71,8 @@ def _conv(w: Writer, variant: str, amount: int) -> None:
         rest = f"{rest}, groups=2"
     elif variant == "depthwise":
         out, rest = w.channels, f"{rest}, groups={w.channels}"
-    elif variant == "circular" and smallest > 1:
-        rest = f"{rest}, padding_mode='circular'"
-    elif variant == "reflect" and smallest > 1:
-        rest = f"{rest}, padding_mode='reflect'"
+    elif variant in ("circular", "reflect", "replicate") and smallest > 1:
+        rest = f"{rest}, padding_mode='{variant}'"
     elif variant == "unpadded" and smallest >= _MIN_FOR_WINDOWS:
         rest, sizes = "bias=False", tuple(size - 2 for size in sizes)
     elif variant.startswith("transposed"):
@@ -82,10 +80,19 @@ def _conv(w: Writer, variant: str, amount: int) -> None:
         if variant == "transposed_strided" and w.elements << w.dims <= _MAX_ELEMENTS:
             kernel, rest, sizes = 2, "stride=2", tuple(2 * size for size in sizes)
     layer = w.module(f"{kind}({w.channels}, {out}, {kernel}{', ' if rest else ''}{rest})")
-    if variant == "frozen":
+    if variant.endswith("frozen"):
         w.made.append(f"{layer}.requires_grad_(False)")
     w.line(f"x = {layer}(x)")
     w.channels, w.sizes = out, sizes
+
+
+_BATCH_NORMS = {
+    "batch_untracked": ", track_running_stats=False",
+    "batch_plain": ", affine=False",
+    "batch_momentum": ", momentum=0.5, eps=1e-3",
+    "batch_cumulative": ", momentum=None",
+    "batch_eval_plain": ", affine=False",
+}
 
 
 def _norm(w: Writer, variant: str, amount: int) -> None:
@@ -94,10 +101,7 @@ def _norm(w: Writer, variant: str, amount: int) -> None:
         return
     groups = next(g for g in ((4, 2, 1), (2, 1), (1,))[amount % 3] if c % g == 0)
     match variant:
-        case "batch" | "batch_untracked" | "batch_plain" | "batch_momentum":
-            how = {"batch": "", "batch_untracked": ", track_running_stats=False", "batch_plain": ", affine=False"}
-            layer = w.module(f"nn.BatchNorm{w.dims}d({c}{how.get(variant, ', momentum=0.5, eps=1e-3')})")
-        case "batch_frozen":
+        case "batch_functional":
             mean, var = w.buffer(f"torch.zeros({c})"), w.buffer(f"torch.ones({c})")
             weight = w.module(f"nn.Parameter(torch.ones({c}))")
             w.line(f"x = F.batch_norm(x, {mean}, {var}, {weight}, None, False)")
@@ -105,6 +109,13 @@ def _norm(w: Writer, variant: str, amount: int) -> None:
         case "instance" | "instance_affine" | "instance_tracked":
             how = {"instance_affine": ", affine=True", "instance_tracked": ", track_running_stats=True"}
             layer = w.module(f"nn.InstanceNorm{w.dims}d({c}{how.get(variant, '')})")
+        case _ if variant.startswith("batch"):
+            layer = w.module(f"nn.BatchNorm{w.dims}d({c}{_BATCH_NORMS.get(variant, '')})")
+            if "eval" in variant:  # statistics as of a network that was trained
+                w.made.append(f"nn.init.normal_({layer}.running_mean, std=0.3)")
+                w.made.append(f"nn.init.uniform_({layer}.eval().running_var, 0.5, 2)")
+            if "frozen" in variant:
+                w.made.append(f"{layer}.requires_grad_(False)")
         case "group" | "group_plain":
             layer = w.module(f"nn.GroupNorm({groups}, {c}{', affine=False' if variant == 'group_plain' else ''})")
         case "layer":
@@ -227,7 +238,9 @@ def _view(w: Writer, variant: str, amount: int) -> None:
             w.line(f"x = x[:, 1:]{'.contiguous()' if amount % 2 else ''}")
             w.channels = c - 1
         case "pad" if w.elements * 2 <= _MAX_ELEMENTS:
-            w.line("x = F.pad(x, (1, 2))")
+            mode = ("constant", "reflect", "replicate", "circular")[amount % 4 if sizes[-1] > 2 else 0]
+            most = 2 if mode == "constant" else 2 * w.dims  # the other modes pad all dimensions behind the channels
+            w.line(f"x = F.pad(x, ({', '.join(['1', '2', *['0'] * (most - 2)])}), mode='{mode}')")
             w.sizes = (*sizes[:-1], sizes[-1] + 3)
         case "upsample" if w.elements << w.dims <= _MAX_ELEMENTS:
             w.line(f"x = F.interpolate(x, scale_factor=2, mode={'nearest' if amount % 2 else 'area'!r})")
@@ -296,8 +309,36 @@ def _dropout(w: Writer, variant: str, amount: int) -> None:
             w.line("x = x + 0.1 * torch.randn_like(x)")
         case "uniform":
             w.line("x = x * (torch.rand_like(x) < 0.8)")
+        case "eval":
+            layer = w.module(f"nn.Dropout({p})")
+            w.made.append(f"{layer}.eval()")
+            w.line(f"x = {layer}(x)")
         case "unused" if amount < 4:  # torch.compile drops it: a known difference, and so a rare one
             w.line("torch.rand(3)")
+
+
+def _complex(w: Writer, variant: str, amount: int) -> None:
+    """Real in, real out: complex parameters are pairs of real ones, which every dtype of a network knows."""
+    c, a, z = w.channels, w.name(), w.name()
+    w.line(f"{a} = x.float() if x.dtype == torch.bfloat16 else x")  # there is no complex bfloat16
+    w.line(f"{z} = torch.complex({a}, {a}.sin())")
+    match variant:
+        case "spectral":
+            scale = w.module(f"nn.Parameter(torch.randn({c}, {w.ones()}, 2) * 0.3 + 1)")
+            w.line(f"{z} = torch.fft.rfft({a}, dim=-1) * torch.view_as_complex({scale})")
+            w.line(f"x = torch.fft.irfft({z}, n={w.sizes[-1]}, dim=-1).to(x.dtype)")
+        case "conjugate":
+            w.line(f"x = ({z} * {z}.conj().exp()).real.to(x.dtype) * 0.5")
+        case "adjoint":
+            w.line(f"{z} = {z}.flatten(2)")
+            w.line(f"{z} = ({z} @ {z}.mH / {z}.shape[-1]) @ {z}")
+            w.line(f"x = torch.view_as_real({z}).mean(-1).view(x.shape).to(x.dtype)")
+        case "mixed":
+            mix = w.module(f"nn.Parameter(torch.randn({c}, {c}, 2) * {c**-0.5:.4f})")
+            w.line(f'{z} = torch.einsum("nc...,cd->nd...", {z}, torch.view_as_complex({mix}))')
+            w.line(f"x = ({z}.real if {amount % 2} else {z}.imag).to(x.dtype)")
+        case "magnitude":
+            w.line(f"x = torch.view_as_complex(torch.stack(({a} + 0.1, {a}.cos()), -1)).abs().to(x.dtype)")
 
 
 def _math(w: Writer, variant: str, amount: int) -> None:
@@ -347,9 +388,10 @@ def _math(w: Writer, variant: str, amount: int) -> None:
 VARIANTS: dict[str, tuple[str, ...]] = {
     kind: tuple(variants.split())
     for kind, variants in {
-        "conv": "plain plain pointwise strided dilated grouped depthwise circular reflect unpadded transposed "
-        "transposed_strided frozen",
-        "norm": "batch batch batch_untracked batch_plain batch_momentum batch_frozen instance instance_affine "
+        "conv": "plain plain pointwise strided dilated grouped depthwise circular reflect replicate unpadded "
+        "transposed transposed_strided frozen",
+        "norm": "batch batch batch_untracked batch_plain batch_momentum batch_cumulative batch_frozen batch_eval "
+        "batch_eval_frozen batch_eval_plain batch_functional instance instance_affine "
         "instance_tracked group group_plain layer layer_last rms_last",
         "act": "relu relu_ leaky_relu leaky_relu_ relu6 relu6_ gelu silu silu_ hardswish hardswish_ elu elu_ tanh "
         "sigmoid mish softplus hardtanh_ celu_ prelu",
@@ -359,7 +401,8 @@ VARIANTS: dict[str, tuple[str, ...]] = {
         "view": "pixel_unshuffle pixel_shuffle chunk_swap split_gate channel_shuffle transpose slice pad narrow "
         "upsample flip roll stack expand contiguous flatten_view unbind",
         "inplace": "add_ half_mul_ half_relu_ add_flipped add_of_transposed copy_ assigned clamp_ directly",
-        "dropout": "plain in_place channel alpha noise uniform unused",
+        "dropout": "plain in_place channel alpha noise uniform eval unused",
+        "complex": "spectral conjugate adjoint mixed magnitude",
         "math": "softmax centre squeeze_excite scale running_mean counter cumsum einsum where detached double "
         "standardise normalize pairwise_max used_twice logsumexp",
         "branch": "residual in_place concat gate alpha aside_in_place",
@@ -370,5 +413,5 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 
 WRITERS: dict[str, Callable[[Writer, str, int], None]] = {
     write.__name__[1:]: write
-    for write in (_conv, _norm, _act, _pool, _pixels, _attention, _view, _inplace, _dropout, _math)
+    for write in (_conv, _norm, _act, _pool, _pixels, _attention, _view, _inplace, _dropout, _complex, _math)
 }

@@ -15,7 +15,19 @@ from random import Random
 from bench import fuzz_layers as layers
 
 HEADS = (*("mean",) * 6, *("flatten", "dense", "two") * 2, "outside")
-_KINDS = {"conv": 8, "norm": 8, "act": 7, "pool": 3, "pixels": 3, "attention": 2, "view": 6, "math": 5, "inplace": 3}
+_KINDS = {
+    "conv": 8,
+    "norm": 8,
+    "act": 7,
+    "pool": 3,
+    "pixels": 3,
+    "attention": 2,
+    "view": 6,
+    "math": 5,
+    "inplace": 3,
+    "complex": 2,
+}
+_KINDS |= {"complex": 2}
 _RARER = {"dropout": 2, "branch": 5, "repeat": 2}
 _SIZES = {1: (64, 96, 33, 128), 2: (16, 12, 9, 20), 3: (6, 8, 5)}
 _MAX_DEPTH = 2

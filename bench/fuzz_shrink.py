@@ -97,7 +97,7 @@ def simpler(case: Case) -> Iterator[Case]:
         yield replace(case, setting=replace(setting, residence="host" if setting.residence == "file" else "device"))
     if setting.planner not in ("joint", "keep_all"):
         yield replace(case, setting=replace(setting, planner="joint"))
-    if setting.budget == "midway":
+    if setting.budget == "between":
         yield replace(case, setting=replace(setting, budget="least"))
     for layers in _plainer(network.layers):
         yield replace(case, network=replace(network, layers=layers))
@@ -131,16 +131,18 @@ def _plainer(layers: tuple[Layer, ...]) -> Iterator[tuple[Layer, ...]]:
 def script(case: Case, finding: Finding) -> str:
     """A program that shows the finding with nothing but torch and shoal: the text of the network and of the step are
     the very ones that ran."""
-    setting = case.setting
+    network, setting = case.network, case.setting
     title = f"{finding.kind}: {finding.what or finding.details}".replace('"""', "'''").replace("\\", "/")
     details = finding.details.replace('"""', "'''").replace("\\", "/")
     step = inspect.getsource(fuzz_step).split('"""', 2)[2].lstrip()
     step = "\n".join(line for line in step.splitlines() if not line.startswith("import torch"))
     residence = {"device": None, "host": "host", "file": "/tmp"}[setting.residence]
     return (
-        f'"""{title}\n\nFound by bench.fuzz: {details}\n\nnetwork = {case.network}\nsetting = {setting}\n"""\n\n'
-        f"{render(case.network)}\n\n{step}\n\n\n"
-        f"PLANNER, BUDGET, OFFLOAD_TO = {setting.planner!r}, {setting.budget!r}, {residence!r}\n{_MAIN}"
+        f'"""{title}\n\nFound by bench.fuzz: {details}\n\nnetwork = {network}\nsetting = {setting}\n"""\n\n'
+        f"{render(network)}\n\n{step}\n\n\n"
+        f"PLANNER, BUDGET, OFFLOAD_TO = {setting.planner!r}, {setting.budget!r}, {residence!r}\n"
+        f"ALLOW, SHARE = {setting.allow!r}, {setting.share(network.seed)}  # of what is above the minimum\n"
+        f"{_MAIN}"
     )
 
 
@@ -153,7 +155,7 @@ def planned(budget):
         model = build()
         optimizer = optimizer_of(model)
         try:
-            shoal.compile(model, budget, planner=PLANNER, optimizer=optimizer, offload_to=OFFLOAD_TO, allow="bitwise")
+            shoal.compile(model, budget, planner=PLANNER, optimizer=optimizer, offload_to=OFFLOAD_TO, allow=ALLOW)
             reported = lambda: model.shoal.predicted_peak_bytes
             found, _, peaks = train(model, optimizer, globals(), course, reported, metered=True)
             print(f"budget {budget}: (measured, predicted) {peaks}, {model.shoal.repairs} repairs")
@@ -182,8 +184,8 @@ if __name__ == "__main__":
         aot = {}
         print("aot_eager:", type(error).__name__, str(error).splitlines()[:1])
     budget, found = planned(peak if BUDGET == "plain" else 1)
-    if BUDGET == "midway":
-        budget, found = planned((peak + budget) // 2)
+    if BUDGET == "between":
+        budget, found = planned(budget + int(SHARE * (peak - budget)))
     wrong = differences(found, eager)
     print("Shoal differs from eager in", wrong[:5])
     print("Shoal differs from both in", [name for name in wrong if not same(found.get(name), aot.get(name))][:5])

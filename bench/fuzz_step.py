@@ -112,11 +112,14 @@ def same(one, other):
     return torch.equal(one, other)
 
 
-def error(found, exact):
-    """The largest error of any element, as a share of the largest magnitude."""
+def error(found, exact, least=1e-30):
+    """The largest error of any element, as a share of the largest magnitude, which counts as `least` at least."""
     found, exact = found.double(), exact.double()
     if found.shape != exact.shape or not found.isfinite().equal(exact.isfinite()):
         return float("inf")
-    return float(
-        (found - exact).nan_to_num(0, 0, 0).abs().max() / exact.nan_to_num(0, 0, 0).abs().max().clamp(min=1e-30)
-    )
+    return float((found - exact).nan_to_num(0, 0, 0).abs().max()) / max(largest(exact), least, 1e-30)
+
+
+def largest(tensor):
+    """The largest finite magnitude."""
+    return float(tensor.double().nan_to_num(0, 0, 0).abs().max())

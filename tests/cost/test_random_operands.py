@@ -65,6 +65,11 @@ def test_operands_hold_what_ops_can_take():
     assert set(classes.tolist()) == {0, 1, 2, 3}
 
 
+@pytest.mark.parametrize("draw", [aten.bernoulli, aten.poisson, lambda x: aten.normal(x, x)])
+def test_random_ops_are_given_what_they_can_draw_from(draw):
+    draw(*arguments_of(draw, torch.zeros(8, 8))[:1])
+
+
 @pytest.mark.parametrize(
     ("shape", "pool"),
     [

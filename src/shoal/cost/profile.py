@@ -118,8 +118,9 @@ def profile(
     times of ops that depend on values (sorting, sparse indexing) are only indicative.
     """
     place = measurement_cache.device_of(device)
-    known = _readable(measurement_cache.recall("costs", place)) if cache else {}
-    found = {key: known[key] for key in nodes if key in known}
+    # Only what this step asks for is read: the cache holds every op that was ever measured here.
+    known = measurement_cache.recall("costs", place) if cache else {}
+    found = _readable({key: known[key] for key in nodes if key in known})
     missing = {key: node for key, node in nodes.items() if key not in found}
     measured: dict[str, _Cost] = {}
 

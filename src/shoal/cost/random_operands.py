@@ -27,7 +27,8 @@ _KNOWN = ("aten", "prims", "shoal")  # namespaces of ops
 _WRITING = (_aten.index_put, _aten.index_put_, _aten._unsafe_index_put)
 _INDEXING = (_aten.index, _aten._unsafe_index, *_WRITING)
 _ASSERTIONS = (_aten._assert_async, _aten._functional_assert_async)
-_OF_PROBABILITIES = "binary_cross_entropy"  # PyTorch's op, and ours that stands for it
+# Ops that read a probability, a rate or a deviation, of which 0 is one: PyTorch's, and ours that stand for them.
+_OF_PROBABILITIES = ("binary_cross_entropy", "bernoulli", "binomial", "poisson", "normal")
 _POOL_BACKWARDS = {
     _aten.max_pool2d_with_indices_backward.default: 2,
     _aten.max_pool3d_with_indices_backward.default: 3,
@@ -54,7 +55,7 @@ class OperandFactory:
     def arguments(self, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional and keyword arguments to call `node.target` with; the same node gives the same tensor."""
         made: dict[fx.Node, Any] = {}
-        zeros = _is_of_others(node) or getattr(node.target, "__name__", "").partition(".")[0] == _OF_PROBABILITIES
+        zeros = _is_of_others(node) or getattr(node.target, "__name__", "").partition(".")[0] in _OF_PROBABILITIES
 
         def materialise(operand: fx.Node) -> Any:
             if operand not in made:
