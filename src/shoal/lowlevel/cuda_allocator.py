@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -108,7 +109,8 @@ def _entries(device: torch.device) -> list[dict[str, Any]]:
     return entries
 
 
-class Refusals(NamedTuple):
+@dataclass(frozen=True)
+class Refusals:
     """Allocations that have raised `torch.OutOfMemoryError`.
 
     Attributes:
