@@ -25,11 +25,13 @@ class LostRankError(TransferError):
 
     Attributes:
         peers: the ranks that were waited for in vain, the one of the message first.
+        timed_out: whether this rank's own time was up; otherwise it was notified, or a connection was closed.
     """
 
-    def __init__(self, message: str, peers: tuple[int, ...]) -> None:
+    def __init__(self, message: str, peers: tuple[int, ...], *, timed_out: bool = False) -> None:
         super().__init__(message)
         self.peers = peers
+        self.timed_out = timed_out
 
 
 @dataclass(eq=False)
@@ -225,9 +227,11 @@ class CheckedAllToAll:
     def _lost(self, peer: int | None, error: RuntimeError) -> LostRankError:
         who = "a rank" if peer is None else f"rank {peer}"
         lost = list(self.peers) if peer is None else [peer]
-        if any(words in str(error) for words in _GONE):
+        closed = any(words in str(error) for words in _GONE)
+        timed_out = not closed and ("imed out" in str(error) or "timeout" in str(error))
+        if closed:
             reason = f"got a closed connection from {who}, expected its message {self.sequence}: it ended or was killed"
-        elif "imed out" in str(error) or "timeout" in str(error):
+        elif timed_out:
             lost += [r for r in self.peers if r != peer and not self._arrived(r)] if self._tagged else []
             reason = (
                 f"got nothing from {who} for {self.timeout_seconds:g} seconds, expected its message {self.sequence}: "
@@ -235,6 +239,5 @@ class CheckedAllToAll:
             )
         else:
             reason = f"got an error of the link to {who}: {str(error).splitlines()[0]}"
-        return LostRankError(
-            f"{self.what}: {reason}; see its log, then start all ranks from the last checkpoint", tuple(lost)
-        )
+        message = f"{self.what}: {reason}; see its log, then start all ranks from the last checkpoint"
+        return LostRankError(message, tuple(lost), timed_out=timed_out)

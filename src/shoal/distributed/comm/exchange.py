@@ -194,7 +194,7 @@ class Exchange:
                 "see the log there, then start all ranks from the last checkpoint",
                 silent_ranks=found.silent,
             )
-        if not found.silent:
+        if not found.silent and not lost.timed_out:
             return TransferError(f"{what}: rank {lost.peers[0]} gave up: {found.signs[lost.peers[0]].reason}")
         return TransferError(str(lost), silent_ranks=found.silent)
 

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shoal.errors import InputError
 from shoal.lowlevel.process_groups import sharded_modules
 
-_INSTEAD = "give it the network itself, and average the gradients of weights.parameters() between the ranks"
+_INSTEAD = "give it the network itself and all-reduce the gradients of weights.parameters()"
 _COMPILED = "HostWeights got a compiled model, whose graphs would not wait for the weights; train it without compiling"
 
 
@@ -27,7 +27,7 @@ def reject_wrapped(model: nn.Module) -> None:
             "FullyShardedDataParallel",
         }
         if wrappers:
-            raise InputError(f"HostWeights got a {wrappers.pop()}, which does not see the weights; {_INSTEAD}")
+            raise InputError(f"HostWeights got a model in {wrappers.pop()}; {_INSTEAD}")
         if isinstance(module, OptimizedModule) or module._compiled_call_impl is not None:
             raise InputError(_COMPILED)
     if any(sharded_modules(model)):
@@ -43,7 +43,7 @@ def reject_wrapped_since(model: nn.Module, parameters: Collection[torch.Tensor])
     """
     ddp = DistributedDataParallel._get_active_ddp_module()
     if ddp is not None and any(module is model for module in ddp.modules()):
-        raise InputError(f"a model with HostWeights is called in DistributedDataParallel; {_INSTEAD}")
+        raise InputError(f"HostWeights' model is called in DistributedDataParallel; {_INSTEAD}")
     if not set(model.parameters()).issuperset(parameters):
         raise InputError("parameters were replaced after HostWeights, as by fully_shard; give it what trains")
 
