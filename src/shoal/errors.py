@@ -79,4 +79,12 @@ class CodecError(ShoalError):
 
 
 class TransferError(ShoalError):
-    """A transfer between device and host, or between ranks, failed."""
+    """A transfer between device and host, or between ranks, failed.
+
+    Attributes:
+        silent_ranks: of the group, those that gave no sign of life when it failed; empty if none is known to be silent.
+    """
+
+    def __init__(self, message: str = "", *, silent_ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.silent_ranks = silent_ranks

@@ -20,7 +20,26 @@ def add_in_store(key: str, amount: int) -> int:
     Raises:
         RuntimeError: the process that keeps the store has ended.
     """
-    return int(torch.distributed.distributed_c10d._get_default_store().add(key, amount))
+    return int(_store().add(key, amount))
+
+
+def store_write(key: str, text: str) -> None:
+    """Keep a text for all ranks, in the store of the default process group; errors as of `add_in_store`."""
+    _store().set(key, text)
+
+
+def store_has(key: str) -> bool:
+    """Whether a rank has written `key`; returns at once."""
+    return bool(_store().check([key]))
+
+
+def store_read(key: str) -> str:
+    """What a rank wrote; waits until one did."""
+    return bytes(_store().get(key)).decode()
+
+
+def _store() -> Any:
+    return torch.distributed.distributed_c10d._get_default_store()
 
 
 def sharded_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -173,6 +173,13 @@ def compiled_call(module: nn.Module) -> Any:
     return module._compiled_call_impl
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `torch.compile` made the module, or `module.compile()` compiles its call."""
+    from torch._dynamo.eval_frame import OptimizedModule  # importing Dynamo takes a second
+
+    return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
+
+
 def autocast_state(values: Iterable[object]) -> dict[str, torch.dtype]:
     """Where autocast is on, of the devices of these tensors and the CPU: device type → dtype."""
     devices = {value.device.type for value in values if isinstance(value, torch.Tensor)} | {"cpu"}

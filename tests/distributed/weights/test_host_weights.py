@@ -364,8 +364,8 @@ def refusals() -> list[str]:
         model = nn.Sequential(nn.Linear(4, 2))
         try:
             begin(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        except InputError:
-            found.append("refused")
+        except InputError as error:
+            found.append("refused" if len(str(error).splitlines()[0]) <= 160 else str(error))
 
     def sharded(model: nn.Module) -> nn.Module:
         return fully_shard(model)

@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from shoal.distributed import Exchange
 from shoal.distributed.comm.agreement import agree
-from shoal.errors import InputError, TransferError
+from shoal.distributed.comm.silent_ranks import lost_in
+from shoal.errors import InputError
 from shoal.lowlevel import cuda_calls
 from shoal.lowlevel.process_groups import add_in_store
 
@@ -114,9 +115,11 @@ def lost_ranks_reported(ranks: Ranks) -> Iterator[None]:
         text = " ".join(str(error).split())
         if ranks.count == 1 or not (isinstance(error, dist.DistError) or "gloo" in text or "Timed out" in text):
             raise
-        raise TransferError(
+        raise lost_in(
+            None,
             f"lost another of the {ranks.count} ranks, or it did not answer within {ranks.timeout_seconds:g} s "
-            f"({text[:160]}); see what the others report, then continue with --resume"
+            f"({text[:160]})",
+            "see what the others report, then continue with --resume",
         ) from error
 
 

@@ -1,4 +1,4 @@
 """How encoded bytes are sent between ranks: messages, all-to-all, agreement on settings, traffic counts.
 
-Imports `codecs` and `core`.
+Imports `codecs`, `lowlevel` and `core`.
 """

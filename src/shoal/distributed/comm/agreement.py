@@ -16,6 +16,7 @@ from shoal.codecs.codec import Codec
 from shoal.core.version import __version__
 from shoal.distributed.comm.exchange import Exchange
 from shoal.distributed.comm.message import HEADER_BYTES
+from shoal.distributed.comm.silent_ranks import ranks_named
 from shoal.errors import TransferError
 
 _HASH_BYTES = 32
@@ -90,20 +91,11 @@ def _difference(settings: Sequence[dict[str, str]]) -> str:
         for rank, one in enumerate(settings):
             by_value.setdefault(one.get(name, "not there"), []).append(rank)
         if len(by_value) > 1:
-            differing.append(f"{name} " + ", ".join(f"{value} on {_ranks(who)}" for value, who in by_value.items()))
+            differing.append(
+                f"{name} " + ", ".join(f"{value} on {ranks_named(who)}" for value, who in by_value.items())
+            )
     more = len(differing) - _MAX_LISTED
     return "ranks differ: got " + "; ".join([*differing[:_MAX_LISTED], *([f"and {more} more"] if more > 0 else [])])
-
-
-def _ranks(who: Sequence[int]) -> str:
-    """
-    >>> _ranks([1]), _ranks([0, 2, 3, 4, 5])
-    ('rank 1', 'ranks 0, 2, 3 and 2 more')
-    """
-    if len(who) == 1:
-        return f"rank {who[0]}"
-    first, more = ", ".join(map(str, who[:3])), len(who) - 3
-    return f"ranks {first}" + (f" and {more} more" if more > 0 else "")
 
 
 def _hash(text: bytes) -> bytes:

@@ -20,6 +20,20 @@ _GONE = ("closed by peer", "reset by peer", "Broken pipe", "Connection refused",
 _Message = tuple[int, torch.Tensor, int]  # peer, bytes, tag
 
 
+class LostRankError(TransferError):
+    """A message did not come. The rank that should have sent it need not be the cause: `Exchange` asks who is silent.
+
+    Attributes:
+        peers: the ranks that were waited for in vain, the one of the message first.
+        timed_out: whether this rank's own time was up; otherwise it was notified, or a connection was closed.
+    """
+
+    def __init__(self, message: str, peers: tuple[int, ...], *, timed_out: bool = False) -> None:
+        super().__init__(message)
+        self.peers = peers
+        self.timed_out = timed_out
+
+
 @dataclass(eq=False)
 class CheckedAllToAll:
     """
@@ -51,6 +65,7 @@ class CheckedAllToAll:
     _headers: dict[int, Any] = field(default_factory=dict)  # what to wait for, by rank
     _bodies: dict[int, Any] = field(default_factory=dict)
     _sending: list[tuple[int, Any]] = field(default_factory=list)
+    _waited: set[int] = field(default_factory=set)  # ids of works that have ended
     _deadline: float = 0.0
 
     def __post_init__(self) -> None:
@@ -167,7 +182,7 @@ class CheckedAllToAll:
                 "run the same version of Shoal on every rank"
             )
         if header.gave_up:
-            raise TransferError(f"{self.what}: {header.text}")
+            raise LostRankError(f"{self.what}: {header.text}", (peer,))
         expected_bytes = self.received[peer].numel()
         expected = (self.sequence, expected_bytes, fitting(self.what))
         if (header.sequence, header.length_bytes, header.text) != expected:
@@ -196,16 +211,33 @@ class CheckedAllToAll:
             work.wait(timedelta(seconds=left_seconds))
         except RuntimeError as error:
             raise self._lost(peer, error) from error
+        self._waited.add(id(work))
 
-    def _lost(self, peer: int | None, error: RuntimeError) -> TransferError:
+    def _arrived(self, peer: int) -> bool:
+        """Whether all that `peer` sends to this rank has come; asked after a timeout, which ends what is under way."""
+        for work in (self._headers.get(peer), self._bodies.get(peer)):
+            if work is None or id(work) in self._waited:  # gloo waits for each message only once
+                continue
+            try:
+                work.wait(timedelta(seconds=0.001))
+            except RuntimeError:
+                return False
+        return True
+
+    def _lost(self, peer: int | None, error: RuntimeError) -> LostRankError:
         who = "a rank" if peer is None else f"rank {peer}"
-        if any(words in str(error) for words in _GONE):
+        lost = list(self.peers) if peer is None else [peer]
+        closed = any(words in str(error) for words in _GONE)
+        timed_out = not closed and ("imed out" in str(error) or "timeout" in str(error))
+        if closed:
             reason = f"got a closed connection from {who}, expected its message {self.sequence}: it ended or was killed"
-        elif "imed out" in str(error) or "timeout" in str(error):
+        elif timed_out:
+            lost += [r for r in self.peers if r != peer and not self._arrived(r)] if self._tagged else []
             reason = (
                 f"got nothing from {who} for {self.timeout_seconds:g} seconds, expected its message {self.sequence}: "
                 "it or the link hangs"
             )
         else:
             reason = f"got an error of the link to {who}: {str(error).splitlines()[0]}"
-        return TransferError(f"{self.what}: {reason}; see its log, then start all ranks from the last checkpoint")
+        message = f"{self.what}: {reason}; see its log, then start all ranks from the last checkpoint"
+        return LostRankError(message, tuple(lost), timed_out=timed_out)

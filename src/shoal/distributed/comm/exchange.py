@@ -16,7 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shoal.distributed.comm.checked_all_to_all import HEADER_TAG, CheckedAllToAll
+from shoal.distributed.comm import silent_ranks
+from shoal.distributed.comm.checked_all_to_all import HEADER_TAG, CheckedAllToAll, LostRankError
 from shoal.distributed.comm.message import Header
 from shoal.errors import InputError, TransferError
 
@@ -65,6 +66,7 @@ class Exchange:
                 f"got no exchange with all of the ranks {self._members} within {timeout_seconds:g} seconds "
                 f"({str(error).splitlines()[0][:160]}); make it on every rank, and see the others' logs"
             ) from error
+        silent_ranks.count_exchange(self._members)
         self.host_sends = "cpu:" in backends
         self._device_sends = "cuda:nccl" in backends
         self.rank: int = dist.get_rank(group)
@@ -72,7 +74,7 @@ class Exchange:
         self.timeout_seconds = timeout_seconds
         self.sent_bytes = 0
         self._sequence = 0
-        self._failure: str | None = None
+        self._failure: TransferError | None = None
         self._open: dict[int, CheckedAllToAll] = {}  # by sequence
         self._lock = Lock()
 
@@ -162,32 +164,57 @@ class Exchange:
             )
             self._sequence += 1
             self._open[messages.sequence] = messages
-        self._run(messages.expect)
+        self._run(messages, messages.expect)
         return Expected(self, messages, sizes_bytes, place if staged else None, out)
 
-    def _run(self, stage: Callable[[], None]) -> None:
+    def _run(self, messages: CheckedAllToAll, stage: Callable[[], None]) -> None:
         if self.ranks == 1:
             return
         if self._failure is not None:
-            raise TransferError(self._failure)
+            raise TransferError(str(self._failure), silent_ranks=self._failure.silent_ranks)
         try:
             stage()
+        except LostRankError as lost:
+            error = self._cause(lost, messages.what)
+            self._give_up(error)
+            raise error from lost.__cause__
         except TransferError as error:
-            self.give_up(str(error))
+            self._give_up(error)
             raise
 
+    def _cause(self, lost: LostRankError, what: str) -> TransferError:
+        """The error that names who is silent, which need not be the rank whose connection was closed."""
+        silent_ranks.sign(self._members, self.rank, lost.peers, str(lost))
+        found = silent_ranks.follow(self._members, self.rank, lost.peers)
+        if found is None:  # the store does not answer
+            return TransferError(str(lost))
+        if found.silent and lost.peers[0] in found.signs:
+            return TransferError(
+                f"{what}: got no sign of life from {silent_ranks.ranks_named(found.silent)}; "
+                "see the log there, then start all ranks from the last checkpoint",
+                silent_ranks=found.silent,
+            )
+        if not found.silent and not lost.timed_out:
+            return TransferError(f"{what}: rank {lost.peers[0]} gave up: {found.signs[lost.peers[0]].reason}")
+        return TransferError(str(lost), silent_ranks=found.silent)
+
     def _finish(self, messages: CheckedAllToAll) -> None:
-        self._run(messages.finish)
+        self._run(messages, messages.finish)
         self.sent_bytes += messages.sent_bytes
         with self._lock:
             del self._open[messages.sequence]
 
     def give_up(self, reason: str) -> None:
         """Raise TransferError(reason) from now on, here and at the others' next exchange; any thread may call it."""
+        self._give_up(TransferError(reason))
+
+    def _give_up(self, error: TransferError) -> None:
+        reason = str(error)
+        silent_ranks.sign(self._members, self.rank, (), reason)  # for those that no connection leads to any more
         with self._lock:
             if self._failure is not None:
                 return
-            self._failure = reason
+            self._failure = error
             _in_flight.extend(self._open.values())
             if not self.host_sends:
                 return
@@ -260,7 +287,7 @@ class Expected:
         exchange._check_parts(parts, self._sizes_bytes, messages.what)
         self._own = parts[exchange.rank]
         host = [part.cpu() for part in parts] if self._staged_for is not None else list(parts)
-        exchange._run(lambda: messages.send(host))
+        exchange._run(messages, lambda: messages.send(host))
 
     def receive(self) -> list[torch.Tensor]:
         """Wait for what each rank sent to this one, and for what this one sent to be on its way.

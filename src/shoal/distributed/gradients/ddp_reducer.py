@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from threading import Lock
 
 import torch
@@ -13,6 +14,7 @@ from shoal.codecs.codec import Codec
 from shoal.codecs.float_codec import FloatCodec
 from shoal.distributed.comm.agreement import agree, described, short_hash
 from shoal.distributed.comm.exchange import Exchange
+from shoal.distributed.comm.silent_ranks import lost_in
 from shoal.distributed.comm.traffic import Traffic, ring_all_reduce_bytes
 from shoal.distributed.gradients.bucket_segments import ParameterGrad, Segment, cut, in_chunks
 from shoal.distributed.gradients.bucket_sum import Buffers, CodedBucket, LocalExactMean, ShardedMean
@@ -119,7 +121,7 @@ class DdpReducer:
     def raise_failure(self) -> None:
         """Raise what went wrong in an earlier bucket, if anything did."""
         if isinstance(self._failure, ShoalError):
-            raise type(self._failure)(str(self._failure)) from self._failure
+            raise copy(self._failure) from self._failure
         if self._failure is not None:
             raise self._failure
 
@@ -188,7 +190,7 @@ class DdpReducer:
             try:
                 future.value()
             except RuntimeError as error:
-                self._fail(_lost(number, error))
+                self._fail(self._lost(number, error))
             return buffer
 
         buffer.div_(self._ranks)
@@ -197,8 +199,13 @@ class DdpReducer:
             assert work is not None
             return work.get_future().then(done)
         except RuntimeError as error:
-            self._fail(_lost(number, error))
+            self._fail(self._lost(number, error))
             return _done(buffer)
+
+    def _lost(self, number: int, error: RuntimeError) -> TransferError:
+        reason = str(error).splitlines()[0]
+        message = f"gradients of bucket {number}, uncompressed: got an error of torch.distributed: {reason}"
+        return lost_in(self._group, message, "see the other ranks' logs, then start all from the last checkpoint")
 
     def _watch_backward(self) -> bool:
         """Whether this is within a backward pass; if so, `_end` is called after DDP's own end of it."""
@@ -245,11 +252,3 @@ def _failed(error: BaseException) -> torch.futures.Future[torch.Tensor]:
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_exception(error)  # type: ignore[arg-type]
     return future
-
-
-def _lost(number: int, error: RuntimeError) -> TransferError:
-    reason = str(error).splitlines()[0]
-    return TransferError(
-        f"gradients of bucket {number}, as they are: got an error of torch.distributed: {reason}; "
-        "see the other ranks' logs, then start all from the last checkpoint"
-    )

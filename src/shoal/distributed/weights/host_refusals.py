@@ -6,19 +6,17 @@ from collections.abc import Collection
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from shoal.errors import InputError
 from shoal.lowlevel.process_groups import sharded_modules
+from shoal.lowlevel.torch_state import active_ddp_module, is_compiled
 
-_INSTEAD = "give it the network itself, and average the gradients of weights.parameters() between the ranks"
+_INSTEAD = "give it the network itself and all-reduce the gradients of weights.parameters()"
 _COMPILED = "HostWeights got a compiled model, whose graphs would not wait for the weights; train it without compiling"
 
 
 def reject_wrapped(model: nn.Module) -> None:
     """Raise InputError if the model or a part of it is distributed over devices or ranks, or compiled."""
-    from torch._dynamo.eval_frame import OptimizedModule  # the optimizer, which was made before, has imported Dynamo
-
     for module in model.modules():
         # FSDP1 is told by its name, because importing it takes a second that other models need not wait for.
         wrappers = {kind.__name__ for kind in type(module).__mro__} & {
@@ -27,8 +25,8 @@ def reject_wrapped(model: nn.Module) -> None:
             "FullyShardedDataParallel",
         }
         if wrappers:
-            raise InputError(f"HostWeights got a {wrappers.pop()}, which does not see the weights; {_INSTEAD}")
-        if isinstance(module, OptimizedModule) or module._compiled_call_impl is not None:
+            raise InputError(f"HostWeights got a model in {wrappers.pop()}; {_INSTEAD}")
+        if is_compiled(module):
             raise InputError(_COMPILED)
     if any(sharded_modules(model)):
         raise InputError("HostWeights got a sharded model; use shoal.distributed.ShardedWeights after fully_shard")
@@ -41,9 +39,9 @@ def reject_wrapped_since(model: nn.Module, parameters: Collection[torch.Tensor])
         model: as it is called.
         parameters: that it had then.
     """
-    ddp = DistributedDataParallel._get_active_ddp_module()
+    ddp = active_ddp_module()
     if ddp is not None and any(module is model for module in ddp.modules()):
-        raise InputError(f"a model with HostWeights is called in DistributedDataParallel; {_INSTEAD}")
+        raise InputError(f"HostWeights' model is called in DistributedDataParallel; {_INSTEAD}")
     if not set(model.parameters()).issuperset(parameters):
         raise InputError("parameters were replaced after HostWeights, as by fully_shard; give it what trains")
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from shoal.codecs.codec import Codec, Encoded
+from shoal.distributed.comm.silent_ranks import lost_in
 from shoal.distributed.comm.traffic import Traffic
 from shoal.distributed.weights.weight_codecs import RAW_BYTES
-from shoal.errors import TransferError
 from shoal.lowlevel.process_groups import forget_gathered, padded_shard, unsharded_elems
 from shoal.lowlevel.torch_state import no_torch_function
 
@@ -126,9 +126,11 @@ class CheckedAllGather:
             return self.comm(output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op)
         except RuntimeError as error:
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise TransferError(
+            raise lost_in(
+                group,
                 f"rank {group.rank()} of {group.size()}: the all-gather of {input_tensor.nbytes} bytes of weights a "
-                f"rank failed ({reason}); a rank died, stalled or has other weights: resume from the last checkpoint"
+                f"rank failed ({reason})",
+                "a rank died, stalled or has other weights: resume from the last checkpoint",
             ) from error
 
 
