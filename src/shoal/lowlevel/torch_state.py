@@ -5,9 +5,9 @@ PyTorch does not guarantee these names; 2.11 to 2.13 have them, and `tests/lowle
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -223,19 +223,25 @@ def storage_of(reference: StorageWeakRef) -> torch.UntypedStorage | None:
     return storage
 
 
-def has_other_owners(storage: torch.UntypedStorage) -> bool:
-    """Whether anything but the one reference of the caller owns a storage: a tensor, an op that runs, another name.
+def has_other_owners(tensor: torch.Tensor) -> bool:
+    """Whether another tensor, or an op that runs, owns the storage of `tensor`. Storages held by Python do not count.
 
     >>> x = torch.ones(2)
-    >>> storage = x.untyped_storage()
-    >>> has_other_owners(storage)
+    >>> y = x.view(1, 2)
+    >>> has_other_owners(x)
     True
-    >>> del x
-    >>> has_other_owners(storage)
+    >>> del y
+    >>> has_other_owners(x)
     False
     """
-    # One C++ owner is the Python object itself; its references are the caller's, this argument and getrefcount's own.
-    return torch._C._storage_Use_Count(storage._cdata) > 1 or sys.getrefcount(storage) > 3
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > _owners_of_one_tensor()
+
+
+@cache
+def _owners_of_one_tensor() -> int:
+    """The tensor, and the Python object of its storage, which lives as long as the storage does."""
+    tensor = torch.empty(1)
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 def allocated_bytes(nbytes: int, device: torch.device) -> int:

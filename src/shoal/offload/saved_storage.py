@@ -78,7 +78,8 @@ class SavedStorage:
         self.order = order
         self.nbytes = storage.nbytes()
         self.device = tensor.device
-        self._source: torch.UntypedStorage | None = storage
+        # A tensor, so that the storage is owned as by any other.
+        self._source: torch.Tensor | None = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
         self._elsewhere = StorageWeakRef(storage)
         self._tensors: weakref.WeakSet[SavedTensor] = weakref.WeakSet()
         self._not_asked: weakref.WeakSet[SavedTensor] = weakref.WeakSet()
@@ -118,7 +119,7 @@ class SavedStorage:
         self._link = link
         self._lease = link.pool.lease(size_class_bytes(self.nbytes))
         link.begin_step()
-        self._offload = link.offload(self._source, self._lease.slab, 0)
+        self._offload = link.offload(self._source.untyped_storage(), self._lease.slab, 0)
         self._source = None
 
     @property
@@ -186,7 +187,9 @@ class SavedStorage:
 
     def _present(self) -> torch.UntypedStorage | None:
         """The bytes on the device: fetched, or alive because something else holds the storage (an input, autograd)."""
-        if self._fetched is not None or self._source is not None:
-            return self._fetched or self._source
+        if self._fetched is not None:
+            return self._fetched
+        if self._source is not None:
+            return self._source.untyped_storage()
         storage = storage_of(self._elsewhere)
         return storage if storage is not None and storage.nbytes() == self.nbytes else None
