@@ -130,8 +130,22 @@ class Plan:
 
     @property
     def plain_peak_bytes(self) -> int:
-        """The predicted peak of plain PyTorch: everything is kept, in the form in which the author wrote the step."""
+        """The predicted peak of plain PyTorch: everything is kept, in the form in which the author wrote the step.
+
+        That is before the lossless rewrites, which are in every other figure: see `rewritten_peak_bytes`.
+        """
+        return self.rewritten_peak_bytes + (self._as_written or self.exact_step).rewrites_save_bytes
+
+    @property
+    def rewritten_peak_bytes(self) -> int:
+        """The same after the lossless rewrites, which save bytes whatever the plan."""
         return self._as_written.plain_peak_bytes if self._as_written else self.plain_timeline.peak_bytes
+
+    @property
+    def plain_peak(self) -> str:
+        """Plain PyTorch's peak in words: as written, and rewritten where that is another."""
+        written, rewritten = format_bytes(self.plain_peak_bytes), format_bytes(self.rewritten_peak_bytes)
+        return written if written == rewritten else f"{written} as written, {rewritten} with lossless rewrites"
 
     @property
     def plain_seconds(self) -> float:
@@ -234,7 +248,7 @@ class Plan:
         try:
             without = simulate(self.captured_graph, self.residences)
         except PlanError:  # it recomputes or fetches for ops that would come too late
-            what, before_bytes = "keeping everything", self.plain_peak_bytes
+            what, before_bytes = "keeping everything", self.plain_timeline.peak_bytes
             now_bytes = simulate(self.graph, {}).peak_bytes
         else:
             what, before_bytes, now_bytes = "this plan", without.peak_bytes, self.predicted_peak_bytes
