@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -407,7 +408,9 @@ def _plan_of(value: Any) -> Plan:
 
 
 def _error(storage: str, value: Any) -> float:
-    """What an encoding lost; NaN where the step itself had one."""
+    """What an encoding lost; NaN where the step itself had one, which JSON writes as null."""
+    if value is None:
+        return math.nan
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InputError(f"errors.{brief(storage)} is {brief(value)}, expected a number")
     return value if isinstance(value, float) else read_value(float, value, "errors")
