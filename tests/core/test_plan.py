@@ -46,6 +46,10 @@ def test_plain_is_the_step_as_its_author_wrote_it_where_another_form_was_chosen(
     assert plan.least_added_seconds == pytest.approx(kept_seconds + 0.25 - 1.0)
     text = plan.explain()
     assert "of plain PyTorch's 1000.0 ms" in text and f"keeping everything takes {1e3 * kept_seconds:.1f} ms" in text
+    assert (plan.rewritten_peak_bytes, plan.plain_peak) == (20_000, "19.53 KiB")
+    saves = replace(plan, candidates=(replace(written, rewrites_save_bytes=5_000),))
+    assert (saves.rewritten_peak_bytes, saves.plain_peak_bytes) == (20_000, 25_000)
+    assert saves.plain_peak in saves.explain() and "24.41 KiB" in saves.plain_peak
     alone = replace(plan, candidates=())  # of a planner that was called by itself
     assert (alone.plain_seconds, alone.least_added_seconds) == (kept_seconds, pytest.approx(0.25))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -120,6 +121,13 @@ def _saved(plan: Plan, path: Path) -> Any:
 
 def test_what_was_saved_is_read(plan: Plan, tmp_path: Path) -> None:
     assert _load(tmp_path / "p.json", plan.save(tmp_path / "p.json").read_bytes())
+
+
+def test_the_error_of_a_storage_with_nan_is_read_as_nan(tmp_path: Path) -> None:
+    plan = _encoding()
+    name = plan.encoded[0].name
+    loaded = Plan.load(replace(plan, errors={name: math.nan}).save(tmp_path / "p.json"))
+    assert math.isnan(loaded.errors[name])
 
 
 def test_a_file_cut_at_any_hundredth_is_refused(plan: Plan, tmp_path: Path) -> None:

@@ -163,6 +163,7 @@ def joint_step(
     name: str,
     runs_here: bool = True,
     rewrites: bool = True,
+    keeps_as_written: bool = True,
 ) -> Captured:
     """The step of a graph of Dynamo's: traced by AOTAutograd as far as the joint graph, and read.
 
@@ -170,7 +171,7 @@ def joint_step(
         gm, inputs: as Dynamo hands them to a backend.
         places: what the inputs are.
         name: the model's.
-        runs_here, rewrites: as for `capture`.
+        runs_here, rewrites, keeps_as_written: as for `capture`.
 
     Raises:
         CaptureError: no output needs a gradient, or PyTorch lost one on the meta device.
@@ -194,6 +195,7 @@ def joint_step(
             layers=places.layers,
             cpu_kernels=runs_here,
             rewrites=rewrites,
+            keeps_as_written=keeps_as_written,
             early=places.early,
         )
         raise _Done(captured)

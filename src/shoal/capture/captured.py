@@ -14,6 +14,7 @@ from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from shoal.capture.early_gradients import Fate
 from shoal.capture.op_counts import signature
 from shoal.capture.rerun import second_node
+from shoal.core.simulate import rewritten
 from shoal.core.step import StepGraph
 
 
@@ -23,6 +24,7 @@ class ReadOptions:
 
     Attributes:
         compiled: what of it is compiled, in words; empty where nothing was to be.
+        as_written: the step before the lossless rewrites; None if they changed nothing, or nobody asks for it.
     """
 
     n_forward_outputs: int
@@ -33,6 +35,7 @@ class ReadOptions:
     static_bytes: int = 0
     early: Mapping[int, Fate] = field(default_factory=dict)
     compiled: tuple[str, ...] = ()
+    as_written: Captured | None = None
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,13 @@ class Captured:
         launch_seconds: Mapping[str, float] | None = None,
     ) -> StepGraph:
         """The step with times and workspaces by op signature: times at the usual sizes, workspaces at the largest."""
+        graph = self._with_costs(seconds, workspace_bytes, launch_seconds or {})
+        written = self.read_with.as_written
+        return graph if written is None else rewritten(graph, written._with_costs({}, workspace_bytes, {}))
+
+    def _with_costs(
+        self, seconds: Mapping[str, float], workspace_bytes: Mapping[str, int], launch_seconds: Mapping[str, float]
+    ) -> StepGraph:
         graph = self.graph.with_costs(seconds, workspace_bytes, launch_seconds)
         if not self.largest_nodes:
             return graph

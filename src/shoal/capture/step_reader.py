@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.capture import inplace
 from shoal.capture.accumulation import copied_bytes, with_accumulation
+from shoal.capture.as_written import as_written, run_in_backward
 from shoal.capture.captured import Captured, ReadOptions
 from shoal.capture.early_gradients import Fate, gradient_order, with_early_gradients
 from shoal.capture.fx_nodes import is_view, layer_path
@@ -27,6 +28,7 @@ from shoal.capture.op_counts import flops, moved_bytes, signature, target_name
 from shoal.capture.rerun import can_run_again, is_random, moves_statistics, second_call, second_node, takes_statistics
 from shoal.capture.sizes_of_values import break_at_unknown_gradients
 from shoal.capture.symbolic_sizes import largest_numbers, usual_numbers, with_numbers, write_constants_out
+from shoal.core.simulate import rewritten
 from shoal.core.step import RESIDENT, Again, Op, StepGraph, Storage, StorageKind, at_largest
 from shoal.errors import CaptureError
 from shoal.lowlevel.torch_state import allocated_bytes
@@ -43,6 +45,7 @@ def capture(
     static_bytes: int = 0,
     cpu_kernels: bool = True,
     rewrites: bool = True,
+    keeps_as_written: bool = True,
     early: Mapping[int, Fate] | None = None,
 ) -> Captured:
     """Read a joint graph.
@@ -57,6 +60,7 @@ def capture(
         static_bytes: see `StepGraph`.
         cpu_kernels: False where the step will run on another device than it is captured on.
         rewrites: False leaves out the lossless rewrites, for a look at what PyTorch itself saves.
+        keeps_as_written: read the step before these rewrites too, for the peak of plain PyTorch.
         early: place of an input → the fate of its gradient, where that may leave before the backward pass ends.
 
     Raises:
@@ -70,10 +74,18 @@ def capture(
     outputs: Any = joint.graph.output_node().args[0]
     forward = needed_by(outputs[:n_forward_outputs])
     backward = {node for node in joint.graph.nodes if node.op == "call_function" and node not in forward}
-    if rewrites:
-        save_fewer_bytes(joint, backward, cpu_kernels=cpu_kernels)
     options = ReadOptions(n_forward_outputs, static_inputs, model, parameters, layers, static_bytes, early or {})
-    return read_joint(joint, {node.name for node in backward}, options)
+    if not rewrites:
+        return read_joint(joint, {node.name for node in backward}, options)
+    written = (
+        read_joint(as_written(joint), run_in_backward(joint.graph, backward), options) if keeps_as_written else None
+    )
+    save_fewer_bytes(joint, backward, cpu_kernels=cpu_kernels)
+    captured = read_joint(joint, {node.name for node in backward}, options)
+    if written is None or written.graph.fingerprint == captured.graph.fingerprint:
+        return captured
+    graph = rewritten(captured.graph, written.graph)
+    return replace(captured, graph=graph, read_with=replace(options, as_written=written))
 
 
 def _reject_sparse(graph: fx.Graph, n_forward_outputs: int, layers: Mapping[int, str]) -> None:

@@ -80,7 +80,8 @@ class FrontierData:
         model, hardware: what the step is of, and what its times are for.
         means: what was allowed, of `shoal.core.means`.
         points: by increasing budget; the first is the minimum feasible budget, the last has room for everything.
-        plain_seconds, plain_peak_bytes: of the step as plain PyTorch computes it, everything kept.
+        plain_seconds, plain_peak_bytes: of the step as plain PyTorch computes it, everything kept and nothing
+            rewritten; lossless rewrites alone may save bytes, so that the last point has fewer.
         budget_bytes: where the user stands; None where no budget was given.
         left_out: forms of the step that were not considered, each with the reason.
         planning_seconds: how long it took.

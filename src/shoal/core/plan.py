@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -130,8 +131,22 @@ class Plan:
 
     @property
     def plain_peak_bytes(self) -> int:
-        """The predicted peak of plain PyTorch: everything is kept, in the form in which the author wrote the step."""
+        """The predicted peak of plain PyTorch: everything is kept, in the form in which the author wrote the step.
+
+        That is before the lossless rewrites, which are in every other figure: see `rewritten_peak_bytes`.
+        """
+        return self.rewritten_peak_bytes + (self._as_written or self.exact_step).rewrites_save_bytes
+
+    @property
+    def rewritten_peak_bytes(self) -> int:
+        """The same after the lossless rewrites, which save bytes whatever the plan."""
         return self._as_written.plain_peak_bytes if self._as_written else self.plain_timeline.peak_bytes
+
+    @property
+    def plain_peak(self) -> str:
+        """Plain PyTorch's peak in words: as written, and rewritten where that is another."""
+        written, rewritten = format_bytes(self.plain_peak_bytes), format_bytes(self.rewritten_peak_bytes)
+        return written if written == rewritten else f"{written} as written, {rewritten} with lossless rewrites"
 
     @property
     def plain_seconds(self) -> float:
@@ -234,7 +249,7 @@ class Plan:
         try:
             without = simulate(self.captured_graph, self.residences)
         except PlanError:  # it recomputes or fetches for ops that would come too late
-            what, before_bytes = "keeping everything", self.plain_peak_bytes
+            what, before_bytes = "keeping everything", self.plain_timeline.peak_bytes
             now_bytes = simulate(self.graph, {}).peak_bytes
         else:
             what, before_bytes, now_bytes = "this plan", without.peak_bytes, self.predicted_peak_bytes
@@ -393,7 +408,9 @@ def _plan_of(value: Any) -> Plan:
 
 
 def _error(storage: str, value: Any) -> float:
-    """What an encoding lost; NaN where the step itself had one."""
+    """What an encoding lost; NaN where the step itself had one, which JSON writes as null."""
+    if value is None:
+        return math.nan
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InputError(f"errors.{brief(storage)} is {brief(value)}, expected a number")
     return value if isinstance(value, float) else read_value(float, value, "errors")

@@ -7,6 +7,7 @@ copies have ended and the op before it has. Where launches take no time, as on t
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from shoal.core.hardware import Link
 from shoal.core.residence import Residence
@@ -254,3 +255,9 @@ class LinkQueue:
     def stall_at_once(self, storage: int, now: float) -> float:
         """How long the device waits at `now` for a copy that has just begun: for links that do not overlap."""
         return 0.0 if self._link.overlaps else self.stall(storage, now)
+
+
+def rewritten(graph: StepGraph, as_written: StepGraph) -> StepGraph:
+    """A step that lossless rewrites made of another one, with what they save of its peak with everything kept."""
+    saved_bytes = simulate(as_written, {}).peak_bytes - simulate(graph, {}).peak_bytes
+    return replace(graph, as_written=as_written, rewrites_save_bytes=saved_bytes)

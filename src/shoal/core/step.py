@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -151,6 +151,8 @@ class StepGraph:
         static_bytes: device bytes that stay in use all step and belong to no storage: optimizer state, gradients
             accumulated by earlier steps.
         link: the way to the host, by which storages may be offloaded; None where nothing may leave the device.
+        as_written: the step before the lossless rewrites; None if they changed nothing, and in a plan that was loaded.
+        rewrites_save_bytes: with everything kept, its peak is higher by this than that of the step itself.
     """
 
     model: str
@@ -158,6 +160,8 @@ class StepGraph:
     storages: tuple[Storage, ...]
     static_bytes: int = 0
     link: Link | None = None
+    as_written: StepGraph | None = field(default=None, compare=False, repr=False)
+    rewrites_save_bytes: int = field(default=0, compare=False, repr=False)
 
     @cached_property
     def n_forward(self) -> int:
@@ -287,7 +291,7 @@ class StepGraph:
 
     def to_json(self) -> dict[str, Any]:
         """Plain lists and dicts, for `json.dump`."""
-        return asdict(self)
+        return {key: each for key, each in asdict(replace(self, as_written=None)).items() if key != "as_written"}
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> StepGraph:

@@ -139,6 +139,7 @@ class Candidate:
             where nothing fits by it, or the form was not priced.
         seconds, peak_bytes: of its plan; None where none was made, or none fits.
         outcome: why it was taken, or not.
+        rewrites_save_bytes: as of `StepGraph`; the step as written takes `plain_peak_bytes` and these.
     """
 
     variant: Variant
@@ -149,6 +150,7 @@ class Candidate:
     seconds: float | None
     peak_bytes: int | None
     outcome: str
+    rewrites_save_bytes: int = 0
 
     def cells(self) -> tuple[str, ...]:
         """A row of the table of candidates, for people; `COLUMNS` heads it."""

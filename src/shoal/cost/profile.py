@@ -80,6 +80,7 @@ def profile(
     progress: bool | None = None,
     cache: bool = True,
     budget_seconds: float | None = None,
+    subject: str = "costs",
 ) -> Costs:
     """Time each op in isolation, on random operands of its shapes, strides and dtypes.
 
@@ -105,8 +106,9 @@ def profile(
             callable may be its target.
         device: "cpu" or "cuda"; the fake tensors may be of another.
         progress: show a bar on stderr; None: only on a terminal, and not beside the line of `shoal.core.progress`.
-        cache: read and write the times cached for this machine (folder `costs` of `shoal.core.files.cache_dir()`).
+        cache: read and write the times cached for this machine (folder `subject` of `shoal.core.files.cache_dir()`).
         budget_seconds: after that time, each remaining op is timed once.
+        subject: under which the times are cached.
 
     Returns:
         Costs of every op that ran. One that cannot run in isolation is left out, with a warning.
@@ -119,7 +121,7 @@ def profile(
     """
     place = measurement_cache.device_of(device)
     # Only what this step asks for is read: the cache holds every op that was ever measured here.
-    known = measurement_cache.recall("costs", place) if cache else {}
+    known = measurement_cache.recall(subject, place) if cache else {}
     found = _readable({key: known[key] for key in nodes if key in known})
     missing = {key: node for key, node in nodes.items() if key not in found}
     measured: dict[str, _Cost] = {}
@@ -140,7 +142,7 @@ def profile(
         if missing and place.type == "cpu":
             release_unused()  # operands and results are of no step
         if cache and measured:
-            measurement_cache.remember("costs", place, {key: list(value) for key, value in measured.items()})
+            measurement_cache.remember(subject, place, {key: list(value) for key, value in measured.items()})
     return _as_costs(found | measured)
 
 
@@ -190,8 +192,24 @@ def _measure_each(
 
 def profile_step(captured: Captured, device: torch.device) -> StepGraph:
     """The captured step with the measured times and workspaces of its ops; see `profile`."""
-    costs = profile(captured.distinct_nodes(), device=device)
-    return captured.with_costs(costs.seconds, costs.workspace_bytes, costs.launch_seconds)
+    nodes = captured.distinct_nodes()
+    costs = profile(nodes, device=device)
+    written = captured.read_with.as_written
+    others = {} if written is None else {k: node for k, node in written.distinct_nodes().items() if k not in nodes}
+    workspace_bytes = {**_workspace_bytes(others, device), **costs.workspace_bytes}
+    return captured.with_costs(costs.seconds, workspace_bytes, costs.launch_seconds)
+
+
+def _workspace_bytes(nodes: Mapping[str, fx.Node], device: torch.device) -> Mapping[str, int]:
+    """The workspaces of ops that no planned step runs, so that their times may be rough, and are cached apart."""
+    known = recalled(nodes, device=device).workspace_bytes if nodes else {}
+    missing = {key: node for key, node in nodes.items() if key not in known}
+    if not missing:
+        return known
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # one that cannot run by itself counts without a workspace
+        found = profile(missing, device=device, budget_seconds=0, subject="workspaces")
+    return {**known, **found.workspace_bytes}
 
 
 def _begin(node: fx.Node, operands: OperandFactory, hurry: bool) -> Timing:

@@ -108,7 +108,7 @@ def compile_step(session: Session, gm: fx.GraphModule, example_inputs: Sequence[
     places = replace(places, early=session.early.fates(example_inputs, session.static.step_in_hook_bytes))
 
     def captured(graph: fx.GraphModule) -> Captured:
-        return joint_step(graph, example_inputs, places, name=session.name)
+        return joint_step(graph, example_inputs, places, name=session.name, keeps_as_written=graph is gm)
 
     def compiled(graph: fx.GraphModule, form: Form | Choose) -> Callable[..., Any]:
         return PlannedStep(session, places, form).compile(graph, example_inputs)
@@ -187,6 +187,11 @@ class PlannedStep:
     def _note_handed(self, stayed: bool) -> None:
         self.handed_stayed = stayed or bool(self.handed_stayed)
 
+    @property
+    def keeps_as_written(self) -> bool:
+        """Whether its plan says what plain PyTorch takes; of another form the candidates say so."""
+        return self.form.variant == WHOLE_FORM.variant
+
     def partition(
         self,
         joint: fx.GraphModule,
@@ -205,6 +210,7 @@ class PlannedStep:
                 model=self.session.name,
                 parameters=self.places.parameters,
                 layers=self.places.layers,
+                keeps_as_written=self.keeps_as_written,
                 early=self.places.early,
             )
         if self._choose is not None:

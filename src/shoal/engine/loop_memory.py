@@ -10,6 +10,7 @@ from shoal.capture.accumulation import ACCUMULATE
 from shoal.capture.early_gradients import HAND_OVER, HAND_OVER_TO_HOOK
 from shoal.core.order import in_order_of, op_names
 from shoal.core.plan import Plan
+from shoal.core.simulate import rewritten
 from shoal.core.step import Op, StepGraph, Storage, StorageKind
 
 HELD_RESULTS = "results_of_the_step_before"
@@ -219,7 +220,11 @@ def in_loop(graph: StepGraph, loop: LoopMemory, outputs: Mapping[int, str]) -> S
         ops, storages = _with_held(ops, storages, GRADIENTS_TO_COME, tangent_bytes, last)
     given_bytes = math.ceil(loop.given_share * tangent_bytes)
     static_bytes = graph.static_bytes + loop.small_bytes + outside_bytes + given_bytes
-    return replace(graph, ops=tuple(ops), storages=tuple(storages), static_bytes=static_bytes)
+    found = replace(graph, ops=tuple(ops), storages=tuple(storages), static_bytes=static_bytes)
+    if graph.as_written is None:
+        return found
+    as_written = replace(graph.as_written, static_bytes=graph.static_bytes)
+    return rewritten(found, in_loop(as_written, loop, outputs))
 
 
 def by_itself(graph: StepGraph) -> StepGraph:

@@ -117,6 +117,11 @@ class PartStep(PlannedStep):
         form = Form(Variant(shrunk=smaller is not None))
         return form, in_form(self.session, smaller or captured, WHOLE)
 
+    @property
+    def keeps_as_written(self) -> bool:
+        """Joined steps do not carry it."""
+        return False
+
     def make_plan(self, captured: Captured) -> Captured:
         """Take the part's share of the plan, or for a first run what leaves most room."""
         in_use_bytes = self.in_use_bytes = self.steps.in_use_bytes()

@@ -123,7 +123,8 @@ class Pricing:
         places = InputPlaces.of(gm)
 
         def price(graph: fx.GraphModule) -> Priced[None]:
-            captured = joint_step(graph, inputs, places, name=self.name, runs_here=self.target is None)
+            runs_here, is_own = self.target is None, graph is gm
+            captured = joint_step(graph, inputs, places, name=self.name, runs_here=runs_here, keeps_as_written=is_own)
             return replace(priced(captured), shrunk=lambda: smaller(captured))
 
         def smaller(captured: Captured) -> Priced[None] | None:

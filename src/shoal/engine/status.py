@@ -89,14 +89,14 @@ class Status:
         plan = self.plan
         if plan is None:
             return f"{_size(self.budget_bytes, 'no budget')}; no training step has been planned yet"
-        predicted, plain = self.predicted_peak_bytes or 0, plan.plain_peak_bytes
+        predicted = self.predicted_peak_bytes or 0
         share = f", {predicted / self.budget_bytes:.1%} of the budget".replace("%", " %") if self.budget_bytes else ""
         slower = f"{plan.added_seconds / plan.plain_seconds:+.1%}".replace("%", " %") if plan.plain_seconds else "+0 %"
         by_stage = {stage: self.stage_seconds(stage) for stage in STAGES}
         lines = [
             plan.graph.model or "model",
             f"budget          {_size(self.budget_bytes, 'none')}",
-            f"predicted peak  {format_bytes(predicted)}{share}; plain PyTorch {format_bytes(plain)}",
+            f"predicted peak  {format_bytes(predicted)}{share}; plain PyTorch {plan.plain_peak}",
             f"measured peak   {_size(self.measured_peak_bytes, 'no step was measured yet')}",
             *([f"reserved peak   {self._reserved()}"] if self.reserved_peak_bytes is not None else []),
             *([f"CUDA graphs     two, which keep {format_bytes(self.graph_bytes)}"] if self.graph_bytes else []),

@@ -50,12 +50,12 @@ def explained(plan: Plan) -> str:
 
 def _costs(plan: Plan) -> Iterator[str]:
     kept = plan.plain_timeline
-    peak, plain_peak = format_bytes(plan.predicted_peak_bytes), format_bytes(plan.plain_peak_bytes)
+    peak = format_bytes(plan.predicted_peak_bytes)
     share = _percent(plan.predicted_peak_bytes, plan.plain_peak_bytes)
     step, bound_ms = f"{1e3 * plan.predicted_seconds:.1f} ms", 1e3 * plan.lower_bound_seconds
     alike = "no plan in this order of ops" + (" that encodes these" if plan.encoded else "")
-    if (plan.plain_peak_bytes, plan.plain_seconds) == (kept.peak_bytes, kept.seconds):
-        yield f"predicted peak  {peak} ({share} of keeping everything, {plain_peak})"
+    if (plan.rewritten_peak_bytes, plan.plain_seconds) == (kept.peak_bytes, kept.seconds):
+        yield f"predicted peak  {peak} ({share} of plain PyTorch's {plan.plain_peak})"
         yield (
             f"predicted step  {step}, of which {1e3 * plan.added_seconds:.1f} ms added "
             f"(+{_percent(plan.added_seconds, plan.plain_seconds)}); {alike} can add less than {bound_ms:.1f} ms"
@@ -63,7 +63,7 @@ def _costs(plan: Plan) -> Iterator[str]:
         return
     added, sign = _percent(abs(plan.added_seconds), plan.plain_seconds), "+" if plan.added_seconds >= 0 else "-"
     yield (
-        f"predicted peak  {peak} ({share} of plain PyTorch's {plain_peak}; in this form keeping everything takes "
+        f"predicted peak  {peak} ({share} of plain PyTorch's {plan.plain_peak}; in this form keeping everything takes "
         f"{format_bytes(kept.peak_bytes)})"
     )
     yield (

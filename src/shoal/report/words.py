@@ -349,6 +349,8 @@ def scales(report: Report) -> list[Scale]:
     rows = []
     if report.plan is not None:
         rows.append(("Plain PyTorch, predicted", report.plan.plain_peak_bytes, "plain"))
+        if report.plan.rewritten_peak_bytes != report.plan.plain_peak_bytes:
+            rows.append(("With lossless rewrites", report.plan.rewritten_peak_bytes, "plain"))
     if report.timeline.budget_bytes:
         rows.append(("Budget", report.timeline.budget_bytes, "budget"))
     rows.append(("This run, predicted", report.timeline.peak_bytes, "ours"))

@@ -148,5 +148,5 @@ def _point(batch: int, plan: Plan, budget_bytes: int) -> BatchPoint:
         min(bounds, default=math.nan),
         batch=batch,
         plain_seconds=whole.plain_seconds,
-        plain_peak_bytes=whole.plain_peak_bytes,
+        plain_peak_bytes=whole.plain_peak_bytes + whole.rewrites_save_bytes,
     )

@@ -142,7 +142,8 @@ def frontier_points(
         bounds[within_bytes] = _plan_inside(within_bytes, forms, plans)
     fastest = {within: _fastest(plans, within) for within in sorted(budgets)}
     points = (FrontierPoint.of(plan, within, bounds[within]) for within, plan in fastest.items() if plan is not None)
-    return Found(tuple(points), plain.seconds, plain.peak_bytes, tuple(left_out))
+    plain_peak_bytes = plain.peak_bytes + forms[0].priced.graph.rewrites_save_bytes
+    return Found(tuple(points), plain.seconds, plain_peak_bytes, tuple(left_out))
 
 
 def _plan_inside(budget_bytes: int, forms: list[_Form], plans: list[Plan]) -> float:

@@ -49,7 +49,8 @@ def scaled_step(one: StepGraph, one_batch: int, other: StepGraph, other_batch: i
         storages = tuple(_storage(s, same, count) for s, same in zip(one.storages, other.storages, strict=True))
     except ValueError:
         return None
-    return replace(one, ops=ops, storages=storages)
+    saved_bytes = round(one.rewrites_save_bytes + share * (other.rewrites_save_bytes - one.rewrites_save_bytes))
+    return replace(one, ops=ops, storages=storages, as_written=None, rewrites_save_bytes=saved_bytes)
 
 
 def _form(graph: StepGraph) -> StepGraph:

@@ -109,7 +109,17 @@ def _row(form: Form[Graph, Made], bound_seconds: float | None) -> Candidate:
     graph = form.priced.graph
     kept = simulate(graph, {})
     outcome = "does not fit, by its bound"
-    return Candidate(form.variant, len(graph.ops), kept.seconds, kept.peak_bytes, bound_seconds, None, None, outcome)
+    return Candidate(
+        form.variant,
+        len(graph.ops),
+        kept.seconds,
+        kept.peak_bytes,
+        bound_seconds,
+        None,
+        None,
+        outcome,
+        graph.rewrites_save_bytes,
+    )
 
 
 def _why_not(state: SearchState[Graph, Made], row: Candidate, bound_seconds: float) -> str:
