@@ -177,11 +177,11 @@ def test_outputs_count_as_long_as_the_loop_holds_them_and_no_longer(holds: bool)
     loop = dense_loop(holds, batch, labels, 2)
     plain = copy.deepcopy(net)
     loop(plain), plain.zero_grad()
-    budget = int(0.7 * true_peak(plain, lambda: loop(plain), [batch]))
+    budget = int(0.7 * true_peak(plain, lambda: loop(plain), [batch, labels]))
     planned = shoal.compile(copy.deepcopy(net), budget=budget)
     loop(planned), loop(planned)
     planned.zero_grad()
-    peak = true_peak(planned, lambda: loop(planned), [batch])
+    peak = true_peak(planned, lambda: loop(planned), [batch, labels])
     assert planned.shoal.measured_peak_bytes == peak <= budget
     assert planned.shoal.predicted_peak_bytes == pytest.approx(peak, rel=0.002)
 
@@ -325,13 +325,13 @@ def test_results_of_a_call_that_waits_for_its_backward_pass_count_once() -> None
     assert planned.shoal.predicted_peak_bytes == pytest.approx(peak, rel=0.02)
 
 
-def predicted_and_true_peak(net: nn.Module, loop: Loop, batch: torch.Tensor) -> tuple[int, int]:
+def predicted_and_true_peak(net: nn.Module, loop: Loop, *given: torch.Tensor) -> tuple[int, int]:
     """Bytes of a loop's step, once a step has shown what the loop holds."""
     planned = shoal.compile(net, budget="1GiB")
     for _ in range(2):
         loop(planned)
     planned.zero_grad()
-    return planned.shoal.predicted_peak_bytes, true_peak(planned, lambda: loop(planned), [batch])
+    return planned.shoal.predicted_peak_bytes, true_peak(planned, lambda: loop(planned), given)
 
 
 def test_a_loss_whose_mean_lies_in_the_storage_of_all_squares_counts_while_it_is_sent_back() -> None:
@@ -343,7 +343,7 @@ def test_a_loss_whose_mean_lies_in_the_storage_of_all_squares_counts_while_it_is
         loss = F.mse_loss(model(batch), target)
         loss.backward()
 
-    predicted, peak = predicted_and_true_peak(net, loop, batch)
+    predicted, peak = predicted_and_true_peak(net, loop, batch, target)
     assert predicted == pytest.approx(peak, rel=0.005)
 
 

@@ -82,6 +82,6 @@ def test_a_result_that_is_held_is_seen_in_the_first_step(last: nn.Module) -> Non
         return y.sum()
 
     unknown = refused(Views(1, last), TOO_LITTLE, loss_of)
-    held = refused(Views(1, last), unknown // 2, loss_of)
+    held = refused(Views(1, last), 45 * unknown // 100, loss_of)  # half would do for this loss
     assert held <= unknown
     assert train(Views(1, last), held, loss_of).shoal.measured_peak_bytes <= held

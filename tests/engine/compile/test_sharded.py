@@ -93,7 +93,7 @@ def train(budget: str | None) -> dict[str, Any]:
             gc.collect()  # of a first step, which leaves its batch in a circle
             meter.reset_peak()
             nn.functional.cross_entropy(model(x), y).backward()
-            peaks.append(meter.peak_bytes - before_bytes - y.nbytes)  # which the model is not given
+            peaks.append(meter.peak_bytes - before_bytes)
             optimizer.step()
             optimizer.zero_grad()
         status = getattr(model, "shoal", None)
