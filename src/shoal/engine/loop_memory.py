@@ -204,7 +204,8 @@ def in_loop(graph: StepGraph, loop: LoopMemory, outputs: Mapping[int, str]) -> S
         storages.append(kept)
     gradient_bytes = loop.held_gradient_bytes
     if gradient_bytes is None:
-        gradient_bytes = sum(s.nbytes for s in graph.storages if s.kind == "gradient")
+        freed = to_hooks if loop.hooks_free else set()
+        gradient_bytes = sum(s.nbytes for s in graph.storages if s.kind == "gradient" and s.id not in freed)
     if ops and gradient_bytes:
         last = next((op for op in reversed(ops) if op.phase != "backward"), ops[0])
         ops, storages = _with_held(ops, storages, HELD_GRADIENTS, gradient_bytes, last)

@@ -469,7 +469,7 @@ class Session:
         seen = observe_loop(
             window, measured, self.loop, gradients_pass=self.static.gradients_pass, awaited_bytes=awaited_bytes
         )
-        seen = replace(seen, held_result_bytes=held_bytes)
+        seen = replace(seen, held_result_bytes=held_bytes, hooks_free=True)  # no hook has run yet
         for step in window.steps:
             planning, basis = self._plannings.get(step), step.basis_in_call()
             if planning is None or step.plan is None or basis is None:
