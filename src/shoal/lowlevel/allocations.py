@@ -8,6 +8,7 @@ from contextvars import copy_context
 from itertools import accumulate
 from typing import Any, TypeVar
 
+from torch import get_num_threads, set_num_threads
 from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy, _profiler_enabled
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 
@@ -25,7 +26,8 @@ def unprofiled(call: Callable[[], Result]) -> Result:
     """Call something where no profiler sees it and `record` can run, also while one runs on this thread.
 
     A profiler of PyTorch's is one of a thread: while one runs here, the call is made on another, and this thread waits.
-    What PyTorch keeps for each thread (grad mode, autocast, modes of dispatch) is as on a new thread there.
+    What PyTorch keeps for each thread (grad mode, autocast, modes of dispatch) is as on a new thread there, but for the
+    number of threads that kernels take: the bits of sums depend on it.
 
     Returns:
         What `call` returns; what it raises is raised here.
@@ -37,7 +39,8 @@ def unprofiled(call: Callable[[], Result]) -> Result:
     """
     if not is_busy():
         return call()
-    with ThreadPoolExecutor(1, thread_name_prefix="shoal-unprofiled") as thread:
+    threads = get_num_threads()
+    with ThreadPoolExecutor(1, "shoal-unprofiled", initializer=set_num_threads, initargs=(threads,)) as thread:
         return thread.submit(copy_context().run, call).result()
 
 
