@@ -74,7 +74,7 @@ def batches(n: int, *shape: int) -> list[torch.Tensor]:
 
 @cache
 def plain_peak_bytes(network: Callable[[], nn.Module]) -> int:
-    return shoal.plan(network(), torch.empty(IMAGES)).plain_peak_bytes
+    return shoal.plan(network(), torch.empty(IMAGES)).rewritten_peak_bytes
 
 
 def share_of_plain(network: Callable[[], nn.Module], share: float) -> int:
