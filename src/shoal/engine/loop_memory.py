@@ -42,10 +42,10 @@ class LoopMemory:
             loss's own memory, never takes what is free in the pool, so that it counts all step.
         kept_share: what the loss keeps for the whole backward pass, as a multiple of the outputs' gradients. 1 is
             `F.mse_loss`, whose mean lies in the storage of all squares.
-        loss_share: its workspace besides, as such a multiple. 3, with 1 kept, is `((y - t) ** 2).mean()`, as most
+        loss_share: its workspace in addition, as such a multiple. 3, with 1 kept, is `((y - t) ** 2).mean()`, as most
             losses that are written out; few of PyTorch's own take more (`F.multilabel_soft_margin_loss`: 7).
-        given_share: what the loss is given besides the outputs, such as targets and class weights, as such a multiple:
-            it is there all step. 1 is a target of regression; a label map of two classes is as large.
+        given_share: what the loss reads in addition to the outputs, such as targets and class weights, as such a
+            multiple; alive during the whole step. 1 is a target of regression; a label map of two classes is as large.
     """
 
     learnt: bool = False

@@ -1,4 +1,4 @@
-"""Which storages eager code reads: what a loss is given besides the model's outputs, such as targets."""
+"""Which storages eager code reads: the inputs of a loss other than the model's outputs, such as targets."""
 
 from __future__ import annotations
 
