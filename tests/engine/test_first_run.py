@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
+from torch._functorch import config as functorch_config
 
 import shoal
 from shoal.core.plan import Plan
@@ -321,5 +322,6 @@ def test_pytorchs_warning_about_what_a_custom_op_returns_is_kept() -> None:
                 return self.linear(x).sum() + same(x.detach()).sum()
 
         compiled = shoal.compile(Calls(), budget="64MiB")
-        with pytest.warns(UserWarning, match="alias"):
+        # Where the environment has CI set, PyTorch raises what it warns of elsewhere.
+        with functorch_config.patch(error_on_custom_op_aliasing=False), pytest.warns(UserWarning, match="alias"):
             compiled(torch.randn(2, 4))
