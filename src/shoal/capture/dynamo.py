@@ -42,7 +42,7 @@ from shoal.capture.traced_functions import trace_more_functions
 from shoal.core.progress import Preparation, preparing
 from shoal.errors import CaptureError, ShoalError
 from shoal.lowlevel.capture_records import record_captures_without_settings
-from shoal.lowlevel.dynamo_state import forget_code
+from shoal.lowlevel.dynamo_state import forget_backend, forget_code
 from shoal.transforms.split.split import CUTS_ARGUMENT, SplitModule
 
 log = logging.getLogger("shoal")
@@ -467,6 +467,7 @@ def held_weakly(compile_graph: Callable[..., Any]) -> Callable[..., Any]:
         compiled: Callable[..., Any] = compile_it(gm, example_inputs)
         return compiled
 
+    weakref.finalize(compile_graph, forget_backend, backend).atexit = False
     return backend
 
 

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from torch._C._dynamo.guards import GlobalStateGuard
-from torch._dynamo import eval_frame
+from torch._dynamo import convert_frame, eval_frame
+from torch._dynamo.guards import DeletedGuardManagerWrapper
+from torch._dynamo.utils import CleanupManager
 from torch._guards import TracingContext
 
 _eval_frame: Any = eval_frame
@@ -30,6 +32,22 @@ def guards_of_inputs() -> list[Any]:
 def forget_code(code: CodeType) -> None:
     """Let Dynamo drop all that it compiled of a function: a map of its own keeps that and the code alive together."""
     _eval_frame.reset_code(code)
+
+
+def forget_backend(backend: object) -> None:
+    """Let Dynamo drop all that a backend compiled, of whichever function: where a graph breaks, of code of the model's
+    class too, for as long as that code lives."""
+    for seen in list(convert_frame.input_codes.seen):
+        code = seen()
+        for entry in () if code is None else _eval_frame._debug_get_cache_entry_list(code):
+            guards = entry.guard_manager
+            if getattr(entry.backend, "compiler_fn", None) is backend and guards.extra_state is not None:
+                hooks = CleanupManager.instance.get(entry.code, [])
+                guards.extra_state.invalidate(entry, DeletedGuardManagerWrapper("the model was deleted"))
+                # An invalid entry keeps its code; what that calls are globals of the module in which it was defined.
+                for hook in [hook for hook in hooks if hook.name.startswith("__compiled_fn")]:
+                    hooks.remove(hook)
+                    hook.scope.pop(hook.name, None)
 
 
 def assign_data_of(fake: Any, given: torch.Tensor) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import Counter
+from collections.abc import Callable
 
+import pytest
 import torch
 from torch import fx, nn
 
@@ -17,9 +19,26 @@ from shoal.engine.session import Session
 KINDS = (Session, PlannedStep, Plan, fx.GraphModule, fx.Node)
 
 
-def train() -> weakref.ref[nn.Module]:
-    model = shoal.compile(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), budget="1MiB")
-    for _ in range(2):
+class Broken(nn.Module):
+    """Two graphs, which Dynamo keeps with the code of this class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(x))
+        torch._dynamo.graph_break()
+        return self.second(x)
+
+
+def one_graph() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+
+def train(network: Callable[[], nn.Module]) -> weakref.ref[nn.Module]:
+    model = shoal.compile(network(), budget="1MiB")
+    for _ in range(3):
         model(torch.randn(2, 4)).sum().backward()
     return weakref.ref(model)
 
@@ -30,9 +49,23 @@ def alive() -> Counter[type]:
     return Counter(kind for one in gc.get_objects() for kind in KINDS if type(one) is kind)
 
 
-def test_a_model_that_is_deleted_leaves_nothing() -> None:
-    train()
-    before, model = alive(), train()
+@pytest.mark.parametrize("network", [one_graph, Broken])
+def test_a_model_that_is_deleted_leaves_nothing(network: Callable[[], nn.Module]) -> None:
+    train(network)
+    before, model = alive(), train(network)
     after = alive()
     assert model() is None
     assert after - before == Counter()
+
+
+def test_a_model_of_the_same_class_trains_on_as_planned() -> None:
+    kept = shoal.compile(Broken(), budget="1MiB")
+    for _ in range(3):
+        kept(torch.randn(2, 4)).sum().backward()
+    plans, first_bytes = kept.shoal.plans, kept.shoal.measured_peak_bytes
+    deleted = train(Broken)
+    alive()
+    assert deleted() is None
+    kept(torch.randn(2, 4)).sum().backward()
+    assert kept.shoal.plans == plans
+    assert kept.shoal.measured_peak_bytes == first_bytes
