@@ -53,3 +53,13 @@ def test_what_is_no_file_is_not_read(
     path.unlink()
     make(path)
     assert use() == first == use()
+
+
+def test_what_was_measured_on_another_processor_of_the_same_name_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHOAL_CACHE", str(tmp_path))
+    measurement_cache.remember("workspaces", CPU, {"convolution": 4096})
+    assert measurement_cache.recall("workspaces", CPU) == {"convolution": 4096}
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")
+    assert measurement_cache.recall("workspaces", CPU) == {}

@@ -60,6 +60,18 @@ def device_name(device: torch.device) -> str:
     return platform.processor() or platform.machine() or "CPU"
 
 
+def _instructions() -> list[str]:
+    """The instruction sets that kernels choose by, as PyTorch, oneDNN and the system name them. Virtual machines on
+    different processors may have one name, and both libraries can be told to use fewer; scratch differs as times do."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    flags = next((line.split() for line in lines if line.startswith(("flags", "Features"))), [])
+    vectors = sorted(flag for flag in flags if flag.startswith(("avx", "amx", "fma", "sve", "asimd")))
+    return [torch.backends.cpu.get_cpu_capability(), os.environ.get("ONEDNN_MAX_CPU_ISA", ""), *vectors]
+
+
 def describe(device: torch.device) -> dict[str, Any]:
     """Everything that decides how fast an op runs, as plain values."""
     return {
@@ -67,6 +79,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         "kernels": [fingerprint(), *dispatch.allowed().words()],
         "device": device_name(device),
+        "instructions": _instructions() if device.type == "cpu" else [],
         "threads": torch.get_num_threads() if device.type == "cpu" else 0,
         "cores": os.cpu_count() or 1,
         "float32_precision": _float32_precision(),  # what the earlier names say raises where the new ones were set

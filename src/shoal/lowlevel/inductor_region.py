@@ -79,6 +79,7 @@ def compile_each(graphs: Sequence[tuple[fx.GraphModule, Sequence[torch.Tensor]]]
     """
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
     from torch.compiler import config as cache_config
 
     begun: list[tuple[AsyncCompile, dict[str, Any]]] = []
@@ -94,7 +95,10 @@ def compile_each(graphs: Sequence[tuple[fx.GraphModule, Sequence[torch.Tensor]]]
             try:
                 _keep_layouts(module)
                 mode: Any = inputs[0].fake_mode  # type: ignore[attr-defined]
-                tag = f"shoal {[value.stride() for value in _results(module)]}"  # the graph's own text has no layouts
+                # The graph's own text has no layouts. Its C++ has loops of as many elements as the processor's vectors
+                # have: compiled where vectors are shorter (another node of a cluster), it skips elements.
+                vectors = pick_vec_isa() if inputs[0].device.type == "cpu" else ""
+                tag = f"shoal {[value.stride() for value in _results(module)]} {vectors}"
                 with (
                     cache_config.patch(cache_key_tag=tag),  # type: ignore[attr-defined]
                     tracing(TracingContext(mode)),
