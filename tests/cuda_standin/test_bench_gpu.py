@@ -15,7 +15,9 @@ SCRIPT = Path(__file__).parents[2] / "bench" / "gpu.sh"
 
 
 def run(out: Path, **settings: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHON": sys.executable, "SHOAL_CACHE": str(out / "cache"), "QUICK": "1", **settings}
+    given = {"PYTHON": sys.executable, "SHOAL_CACHE": str(out / "cache"), "QUICK": "1"}
+    given["PERCENT"] = "400"  # a busy host leaves rows out for lack of time, which is none of what is asked here
+    environment = {**os.environ, **given, **settings}
     return subprocess.run([SCRIPT, out], env=environment, capture_output=True, text=True, check=False)
 
 

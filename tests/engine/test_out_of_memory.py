@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 import shoal
 from shoal.engine.repair import run_again_where_repaired
+from shoal.errors import BudgetError
 from shoal.memory.limit import memory_limit
 
 pytestmark = pytest.mark.skipif(
@@ -111,3 +113,70 @@ def test_what_runs_out_after_the_backward_pass_is_told_and_nothing_is_planned_ag
         model(batch).mean().backward()
     assert model.shoal.repairs == 0
     assert any("after a step's backward pass" in record.getMessage() for record in caplog.records)
+
+
+def steps_of(losses: list[Callable[[], torch.Tensor]], models: Sequence[nn.Module]) -> list[str]:
+    """What became of each step: "trained", "out of memory", or "refused"."""
+    found = []
+    for loss in losses:
+        try:
+            loss().backward()
+        except torch.OutOfMemoryError:
+            found.append("out of memory")
+        except BudgetError:
+            found.append("refused")
+        else:
+            found.append("trained")
+        for model in models:
+            model.zero_grad()
+    return found
+
+
+def test_a_loss_that_grows_has_room_in_the_next_step_of_several_graphs() -> None:
+    budget = int(0.8 * plain_peak_bytes())
+    with memory_limit(budget) as limit:
+        model, batch = Broken(True), torch.randn(IMAGE)
+        model = shoal.compile(model, budget=budget, allow="recompute")
+        losses = [lambda: model(batch).mean()] + 4 * [lambda: large_loss(model(batch))]
+        assert steps_of(losses, [model]) == ["trained", "out of memory", "trained", "trained", "trained"]
+        assert model.shoal.repairs == 1
+        assert limit.peak_bytes <= budget
+
+
+def test_several_graphs_that_keep_as_little_as_can_be_are_refused_when_the_loss_runs_out() -> None:
+    budget = int(0.7 * plain_peak_bytes())
+    with memory_limit(budget):
+        model, batch = Broken(True), torch.randn(IMAGE)
+        model = shoal.compile(model, budget=budget, allow="recompute")
+        found = steps_of(4 * [lambda: large_loss(model(batch))], [model])
+    assert found == ["out of memory", "out of memory", "refused", "refused"]
+
+
+def test_a_loss_that_grows_has_room_in_the_next_step_under_a_shared_budget() -> None:
+    with memory_limit(None) as limit:
+        models, batch = [Broken(False), Broken(False)], torch.randn(IMAGE)
+        large_loss(models[0](batch) + models[1](batch)).backward()
+        budget = int(0.8 * limit.peak_bytes)
+    with memory_limit(budget) as limit:
+        shared = shoal.Budget(budget)
+        models = [shoal.compile(Broken(False), budget=shared, allow="recompute") for _ in range(2)]
+
+        def outputs() -> torch.Tensor:
+            return models[0](batch) + models[1](batch)
+
+        losses = 2 * [lambda: outputs().mean()] + 4 * [lambda: large_loss(outputs())]
+        found = steps_of(losses, models)
+        assert found == ["trained", "trained", "out of memory", "trained", "trained", "trained"]
+        assert shared.status is not None and shared.status.repairs == 1
+        assert limit.peak_bytes <= budget
+
+
+def test_a_graph_that_runs_out_under_a_shared_budget_is_planned_again() -> None:
+    peak_bytes = plain_peak_bytes()
+    with memory_limit(None) as limit:
+        shared = shoal.Budget(2 * peak_bytes)
+        model, batch = shoal.compile(Broken(False), budget=shared, allow="recompute"), torch.randn(IMAGE)
+        limit.limit_bytes = int(0.5 * peak_bytes)
+        found = steps_of(8 * [lambda: model(batch).mean()], [model])
+    assert "out of memory" in found, "the test shows nothing"
+    assert found[-2:] == ["trained", "trained"]

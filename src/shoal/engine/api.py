@@ -393,7 +393,7 @@ class _Caller(ModelCall):
                 outputs = parts.call(self.model, self._planned, kind, args, kwargs)
         except BudgetError as refused:
             error = refused.with_traceback(None)
-        except ShoalError:
+        except (ShoalError, torch.OutOfMemoryError):  # the next call keeps less
             self._say_that_it_breaks(why)
             raise
         except Exception:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from shoal.core.sizes import format_bytes
 from shoal.engine.options import CompileOptions
-from shoal.engine.part_planning import least_bytes
+from shoal.engine.part_planning import least_bytes, moment_before
 from shoal.engine.part_sequence import Node, described
 from shoal.engine.search.without_effect import A_TURN, in_several_graphs
 from shoal.engine.turn_planning import MeasuredTurn, PlannedTurn, Share, plan_turn
@@ -67,6 +67,23 @@ class KnownTurn:
     def has_to_be_planned(self, budget_bytes: int) -> bool:
         """Whether it cannot run as its parts are."""
         return (self.planned is None and not self.as_it_ran) or self.predicted_bytes > budget_bytes
+
+    def eager_takes_more(self, place: int, used_bytes: int) -> int:
+        """Memory ran out before a pass of the turn, by its place: how much more the eager code there takes than was
+        measured, which is noted. 0 where it does not, or is within a step inside of another.
+
+        Args:
+            place: among the passes.
+            used_bytes: what it would have taken to go on.
+        """
+        measured, planned = self.measured, self.planned
+        if measured is None or planned is None or len(planned.plans) != 1 or place >= len(measured.passes):
+            return 0
+        plan = planned.plans[0]
+        planned_bytes = moment_before(plan.graph, plan.residences, measured.passes, place).total_bytes
+        more_bytes = max(0, used_bytes + self.learnt_bytes - planned_bytes)
+        self.measured = measured.with_more_before(place, more_bytes)
+        return more_bytes
 
     def plan(
         self, options: CompileOptions, to_come_bytes: int, decided: Mapping[Node, Share], *, fixed: bool

@@ -27,14 +27,14 @@ def optimizer_step_is_over(name: str, static: StaticMemory, budget_bytes: int | 
         )
 
 
-def ran_out_in_loss(name: str, loss_share: float, budget_bytes: int) -> None:
-    """Where memory runs out between a forward and a backward pass, and what that takes is not known yet."""
+def ran_out_in_loss(name: str, room: str, budget_bytes: int) -> None:
+    """Where memory runs out between two passes, and what that takes is not known yet; `room` is planned for it now."""
     log.warning(
         "%s: out of memory between the forward and the backward pass, as in the loss, in a step planned for %s; "
-        "planning again with room there for %.3g times the outputs' gradients",
+        "planning again with %s",
         name,
         format_bytes(budget_bytes),
-        loss_share,
+        room,
     )
 
 

@@ -283,10 +283,10 @@ class Metering:
             return
         if window is not self._window or self._meter is None:
             return
-        part, used_bytes = self._meter.open_part()
+        part, used_bytes = self._meter.refused(now)
         self._give_up()
         if self._ran_out is not None and window.steps:
-            self._ran_out(window, used_bytes + now.last_bytes, part == "loss")
+            self._ran_out(window, used_bytes, part == "loss")
 
     def _give_up(self) -> None:
         if self._window is not None and self._meter is not None:

@@ -11,6 +11,7 @@ import torch
 
 from shoal.core.hardware import Hardware
 from shoal.core.joined_step import (
+    STRETCH,
     Interval,
     Part,
     Pass,
@@ -28,6 +29,7 @@ from shoal.core.residence import Residence
 from shoal.core.simulate import simulate
 from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
+from shoal.core.timeline import WAITS, Moment
 from shoal.core.validate_plan import check_own_plan
 from shoal.cost.measure import measure
 from shoal.engine.generator_states import counting_states, repeated
@@ -250,12 +252,30 @@ class MeasuredParts:
         measured = with_measured(as_measured, self.residences, self.intervals_without_states())
         return replace(grown(measured, largest) if varies else measured, static_bytes=0)
 
+    def with_more_before(self, place: int, more_bytes: int) -> MeasuredParts:
+        """The same with so many bytes more in use, at its peak, in the eager interval before a pass."""
+        return replace(self, intervals=with_more_before(self.intervals, place, more_bytes))
+
     def _parts_as_metered(self) -> list[Part]:
         def sized(part: Part, sizes: Mapping[str, int]) -> Part:
             storages = tuple(replace(s, nbytes=sizes.get(s.name, s.nbytes)) for s in part.graph.storages)
             return replace(part, graph=replace(part.graph, storages=storages))
 
         return [sized(part, sizes) for part, sizes in zip(self.parts, self.sizes, strict=True)]
+
+
+def with_more_before(intervals: Sequence[Interval], place: int, more_bytes: int) -> tuple[Interval, ...]:
+    """Intervals as of `with_measured`, with a higher peak of the one before a pass."""
+    changed = list(intervals)
+    changed[2 * place] = replace(changed[2 * place], peak_bytes=changed[2 * place].peak_bytes + more_bytes)
+    return tuple(changed)
+
+
+def moment_before(graph: StepGraph, residences: Mapping[str, Residence], passes: Sequence[Pass], place: int) -> Moment:
+    """The moment of a step of several parts at which the eager interval before a pass runs."""
+    first_backward = next((i for i, (_, phase) in enumerate(passes) if phase == "backward"), None)
+    name = "loss" if place == first_backward else f"{STRETCH}{place}"
+    return next(m for m in simulate(graph, residences).moments if m.op == name and m.phase not in WAITS)
 
 
 @dataclass(frozen=True)
@@ -269,6 +289,10 @@ class PartedStep:
 
     plan: Plan
     shares: _Shares
+
+    def bytes_before(self, passes: Sequence[Pass], place: int) -> int:
+        """What the plan has in use, at its peak, in the eager interval before a pass."""
+        return moment_before(self.plan.graph, self.plan.residences, passes, place).total_bytes
 
 
 def plan_parts(

@@ -26,11 +26,13 @@ from shoal.core.progress import doing, preparing
 from shoal.core.residence import Residence
 from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
+from shoal.engine import memory_warnings
 from shoal.engine.backend import STEPS_TO_METER
 from shoal.engine.metering import Window
 from shoal.engine.part_metering import PartMetering
 from shoal.engine.part_planning import KnownStep, MeasuredParts, PartedStep, first_share, no_graph
 from shoal.engine.part_sequence import Node, PartSequence, PartStep, described
+from shoal.engine.refusal_hints import with_aside
 from shoal.engine.repair import aside_when_out
 from shoal.engine.search.without_effect import A_MODEL, in_several_graphs
 from shoal.engine.session import Session
@@ -220,18 +222,26 @@ class PartedSteps(PartSequence):
         return not steps or any(step is None or step.steps_to_meter for step in steps)
 
     def ran_out(self, window: Window, used_bytes: int, between: bool) -> None:
-        """Memory ran out in a metered step: plan it again with some of the budget set aside; before there is a plan,
-        keep as little of each graph as can be."""
+        """Memory ran out in a metered step: plan it again, with room for the eager code where that took more than was
+        measured, else with some of the budget set aside; before there is a plan, keep as little of each graph as can
+        be."""
         session, budget_bytes = self.session, self.session.status.budget_bytes
         if budget_bytes is None:
             return
-        predicted = [step.plan.predicted_peak_bytes for step in self._planned.values()]
-        if predicted or self._keeps_little:
-            predicted_bytes = max(predicted, default=used_bytes + self._learnt_bytes)
-            more_bytes = aside_when_out(
-                session.name or "model", predicted_bytes, self._learnt_bytes, used_bytes, budget_bytes
+        name, predicted = session.name or "model", [step.plan.predicted_peak_bytes for step in self._planned.values()]
+        if between and not predicted and self._keeps_little and used_bytes > budget_bytes:
+            self._refused = BudgetError(
+                f"no plan of {name} fits in {format_bytes(budget_bytes)}: what runs between its graphs, as the loss, "
+                f"needs at least {format_bytes(used_bytes)} ({used_bytes} bytes) with as little kept as can be; give "
+                "more bytes",
+                budget_bytes=budget_bytes,
             )
-            if not more_bytes:
+            return
+        learnt = between and self._eager_takes_more(used_bytes, budget_bytes)
+        if (predicted or self._keeps_little) and (not learnt or used_bytes <= budget_bytes):
+            predicted_bytes = max(predicted, default=used_bytes + self._learnt_bytes)
+            more_bytes = aside_when_out(name, predicted_bytes, self._learnt_bytes, used_bytes, budget_bytes)
+            if not more_bytes and not learnt:
                 return  # as much was set aside before: no plan takes less, and the step is not run again
             self._learnt_bytes += more_bytes
         session.status.repairs += 1
@@ -241,6 +251,26 @@ class PartedSteps(PartSequence):
         else:
             self._keeps_little = True
             self.forget()
+
+    def _eager_takes_more(self, used_bytes: int, budget_bytes: int) -> bool:
+        """Memory ran out between two passes: whether that takes more than was measured, which is noted."""
+        record = self.metering.record
+        last = record.of_last_call()
+        nodes = [step.node for step in (record.runs[number].step for number in last) if isinstance(step, PartStep)]
+        place = sum(number in last for number, _ in record.passes)
+        most_bytes = 0
+        for path, planned in self._planned.items():
+            known = self._measured[path]
+            if list(path[: len(nodes)]) != nodes or place >= len(known.parts.passes):
+                continue
+            more_bytes = used_bytes + self._learnt_bytes - planned.bytes_before(known.parts.passes, place)
+            if more_bytes > 0:
+                self._measured[path] = replace(known, parts=known.parts.with_more_before(place, more_bytes))
+                most_bytes = max(most_bytes, more_bytes)
+        if most_bytes:
+            room = f"{format_bytes(most_bytes)} more there"
+            memory_warnings.ran_out_in_loss(self.session.name or "model", room, budget_bytes)
+        return bool(most_bytes)
 
     def learn(self, window: Window) -> None:
         """Plan the step that was metered, or hold it against its plan."""
@@ -349,7 +379,7 @@ class PartedSteps(PartSequence):
                     log.info("%s: %s; planning for sizes nearer to those seen", session.name, error)
                     self.forget()
                 else:
-                    self._refused = error
+                    self._refused = with_aside(error, self._learnt_bytes)
                 break
             for node, share in zip(nodes, planned.shares, strict=True):
                 node.share = share

@@ -45,3 +45,16 @@ def with_hope(refused: BudgetError, in_hope: BudgetError) -> BudgetError:
         f"{format_bytes(least_bytes)} are enough where nothing holds the model's outputs once the loss is known, as in "
         "criterion(model(x), y).backward()"
     )
+
+
+def with_aside(error: BudgetError, aside_bytes: int) -> BudgetError:
+    """The error with what is set aside of the budget, which counts in what a plan needs.
+
+    >>> str(with_aside(BudgetError("no"), 2048))[:19], str(with_aside(BudgetError("no"), 0))
+    ('no; 2.000 KiB of it', 'no')
+    """
+    if not aside_bytes:
+        return error
+    return error.with_hint(
+        f"{format_bytes(aside_bytes)} of it are set aside: a step took more than was planned, or ran out of memory"
+    )

@@ -58,18 +58,20 @@ def aside_when_out(name: str, predicted_bytes: int, aside_bytes: int, used_bytes
     """How many bytes more to set aside when a step ran out of memory, and say so.
 
     The next peak is a sixteenth lower, and lower by what was in use beyond the prediction: how much is missing cannot
-    be told.
+    be told. It is no higher than what the device could not give.
 
     Args:
         name: the model's.
         predicted_bytes: of its plan, with what is set aside.
         aside_bytes: what is set aside already.
-        used_bytes: what it would have taken to go on.
+        used_bytes: what it would have taken to go on; 0 if that is not known.
         budget_bytes: the budget.
     """
     peak_bytes = predicted_bytes - aside_bytes
-    next_bytes = int((1 - _LESS) * peak_bytes) - max(0, used_bytes - peak_bytes)
+    next_bytes = min(int((1 - _LESS) * peak_bytes), used_bytes or peak_bytes) - max(0, used_bytes - peak_bytes)
     more_bytes = max(0, budget_bytes - aside_bytes - next_bytes)
+    if not more_bytes:
+        return 0  # as much was set aside before
     log.warning(
         "%s: out of memory in a step with a predicted peak of %s: the device has not all of the budget of %s to "
         "give; planning again with %s of it set aside",

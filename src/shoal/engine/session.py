@@ -34,7 +34,7 @@ from shoal.engine.options import CompileOptions
 from shoal.engine.placement import Placement, spare_bytes
 from shoal.engine.plan_kernels import kernels_of
 from shoal.engine.plans_in_force import PlansInForce
-from shoal.engine.refusal_hints import with_hint, with_hope
+from shoal.engine.refusal_hints import with_aside, with_hint, with_hope
 from shoal.engine.repair import SetAside, exceeded, highest_predicted
 from shoal.engine.reserved_budget import limit_for, look_beside, within_reserved
 from shoal.engine.search.encoding import IF_FASTER, Encoding
@@ -290,7 +290,7 @@ class Session:
         try:
             return planning.plan(self.loop, self.status.plans, encoding), self.loop
         except BudgetError as refused:
-            error = with_hint(refused, self.static, self.state_bytes)
+            error = self._hinted(refused, planning)
         if not self._may_hope:
             raise error
         least = error
@@ -381,6 +381,10 @@ class Session:
     def go_back_to(self, plans: tuple[Plan, ...]) -> None:
         """Have these plans in force, of all that are: a step that was planned since will not run."""
         self._in_force.go_back_to(plans)
+
+    def _hinted(self, refused: BudgetError, planning: StepPlanning) -> BudgetError:
+        error = with_hint(refused, self.static, self.state_bytes)
+        return with_aside(error, self._aside.of(planning.fingerprint))
 
     def _bytes_beside(self, graph: StepGraph) -> int:
         return self.static.bytes_beside(graph) + self._aside.of(graph.fingerprint)
@@ -479,7 +483,7 @@ class Session:
                     planning.plan(seen, ())
                 except BudgetError as refused:
                     self._plan_anew()
-                    raise with_hint(refused, self.static, self.state_bytes) from None
+                    raise self._hinted(refused, planning) from None
 
     def learn(self, window: Window) -> None:
         """Compare metered calls with the plans; over the budget, warn and plan again with what was learnt."""
@@ -543,12 +547,14 @@ class Session:
         if budget_bytes is None or self.on_repair is None or self.ready_plan is not None:
             return
         loop = loss_takes_more(self.loop, window.steps, used_bytes) if between and not self.loop.learnt else self.loop
-        if loop != self.loop:
-            self.loop = loop
-            memory_warnings.ran_out_in_loss(self._said_name, self.loop.loss_share, budget_bytes)
-        elif any(step.device.type != "cuda" for step in window.steps):
+        learnt, on_cuda = loop != self.loop, all(step.device.type == "cuda" for step in window.steps)
+        if not learnt and not on_cuda:
             return  # what is known to fit met a limit on the CPU, which may be for this call only
-        else:
+        if learnt:
+            self.loop = loop
+            room = f"room there for {loop.loss_share:.3g} times the outputs' gradients"
+            memory_warnings.ran_out_in_loss(self._said_name, room, budget_bytes)
+        if not learnt or (on_cuda and used_bytes <= budget_bytes):  # the device has less
             self._aside.out_of_memory(self._said_name, window.steps, used_bytes, budget_bytes)
         self.status.repairs += 1
         gc.collect()  # the frames that failed hold tensors

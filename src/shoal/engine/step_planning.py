@@ -99,6 +99,9 @@ class StepPlanning:
         offloading: where saved storages may wait; None: on the device alone.
         bytes_beside: bytes in use all step that are no storage of the profiled step.
         spare_bytes: of the budget, which a plan leaves free where there is one that can.
+
+    Attributes:
+        fingerprint: of the step as it was captured.
     """
 
     def __init__(
@@ -123,7 +126,7 @@ class StepPlanning:
             profiled = profile_step(captured, device)
             self._hardware = measure(device)
             self._link = link_to(offloading, device) if offloading is not None else None
-        self._fingerprint = profiled.fingerprint
+        self.fingerprint = profiled.fingerprint
         self._beside_bytes = bytes_beside(profiled)
         self._costed = [(captured, self._complete(profiled))]
 
@@ -154,7 +157,7 @@ class StepPlanning:
         graph = self._costs_of(made[aside_bytes])
         exact = self._costs_of(self._captured) if plan.exact_graph is not None else None
         others_bytes = plan.graph.static_bytes - in_loop(graph, loop, self.outputs).static_bytes
-        basis = Basis(graph, exact, self.outputs, others_bytes, self._fingerprint)
+        basis = Basis(graph, exact, self.outputs, others_bytes, self.fingerprint)
         return Planned(made[aside_bytes], plan, basis, self)
 
     def by(self, planner: planners.Planner) -> StepPlanning:

@@ -15,7 +15,9 @@ from torch import nn
 from shoal.core.joined_step import Interval
 from shoal.engine.metering import Metering, Run, Window
 from shoal.engine.part_record import MeteredPart, Record
+from shoal.lowlevel.cuda_allocator import Refusals
 from shoal.memory import reads
+from shoal.memory.limit import refusals
 from shoal.memory.running_meter import RunningMeter
 from shoal.memory.static_memory import StaticMemory
 from shoal.memory.step_meter import WeakStorage
@@ -45,6 +47,7 @@ class Turn:
         failed: whether an exception ended it.
         state_bytes: of the optimizers, when it began. came: what was added to it before which interval ended.
         closely: whether it is metered; if not, on CUDA the allocator's peak is left to the user.
+        refused: allocations of the device that had been refused when it began.
     """
 
     begin_bytes: int
@@ -64,6 +67,7 @@ class Turn:
     state_bytes: int = 0
     came: list[tuple[int, int]] = field(default_factory=list)
     closely: bool = True
+    refused: Refusals = field(default_factory=lambda: Refusals(0))
 
     def state_is_now(self, state_bytes: int) -> None:
         """An optimizer has stepped; its state will be there all turn from now on."""
@@ -89,18 +93,25 @@ class TurnMetering(Metering):
         static: the models' static memory.
         device: where they run.
         note_back: called with a step that has gone back, and the peak of the turn so far.
+        ran_out: called with a turn in which memory ran out, in a graph or between its passes (the loss), or after it;
+            with the bytes that it would have taken to go on, and whether it was not in a graph.
 
     Attributes:
         turn: the one that goes on; None between two.
     """
 
     def __init__(
-        self, static: StaticMemory, device: torch.device, note_back: Callable[[MeteredPart, int], None]
+        self,
+        static: StaticMemory,
+        device: torch.device,
+        note_back: Callable[[MeteredPart, int], None],
+        ran_out: Callable[[Turn, int, bool], None],
     ) -> None:
         super().__init__(static, lambda window: None)
         self.turn: Turn | None = None
         self._running = RunningMeter(device)
         self._note_back = note_back
+        self._turn_ran_out = ran_out
 
     def open(self) -> None:
         """Count what is allocated from here on, where no other model's calls are being metered.
@@ -145,6 +156,7 @@ class TurnMetering(Metering):
             gradients,
             [WeakStorage(argument) for argument in arguments],
             state_bytes=self._static.state_there_bytes(),
+            refused=refusals(meter.device),
         )
         return between
 
@@ -212,11 +224,27 @@ class TurnMetering(Metering):
         """Meter nothing any more."""
         self._give_up()
 
+    def learn_refusals(self, *, between: bool = True) -> None:
+        """Learn whether memory ran out since a metered turn began; whoever has caught it tells nobody.
+
+        Args:
+            between: whether no graph of the turn runs.
+        """
+        turn = self.turn
+        if turn is None or not turn.closely or not self._running.is_running:
+            return
+        now = refusals(self._running.device)
+        if now.count > turn.refused.count:
+            turn.refused = now
+            self._turn_ran_out(turn, self._running.refused(now), between)
+
     def _ran(self, turn: Turn, run: Run, arguments: list[Any]) -> Any:
         try:
             return run(arguments)
-        except BaseException:
+        except BaseException as error:
             turn.failed = True
+            if isinstance(error, torch.OutOfMemoryError):
+                self.learn_refusals(between=False)
             raise
 
     def _mark_before(self, turn: Turn) -> None:

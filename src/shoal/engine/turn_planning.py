@@ -12,21 +12,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from shoal.core.joined_step import (
-    STRETCH,
-    Interval,
-    Part,
-    Pass,
-    Place,
-    joined_step,
-)
+from shoal.core.joined_step import Interval, Part, Pass, Place, joined_step
 from shoal.core.plan import Plan
 from shoal.core.residence import Residence
-from shoal.core.simulate import simulate
 from shoal.core.step import StepGraph
-from shoal.core.timeline import WAITS
 from shoal.engine.options import CompileOptions
-from shoal.engine.part_planning import MeasuredParts, plan_parts
+from shoal.engine.part_planning import MeasuredParts, moment_before, plan_parts, with_more_before
 from shoal.errors import BudgetError
 
 Share = Mapping[str, Residence]
@@ -102,6 +93,10 @@ class MeasuredTurn:
     intervals: tuple[Interval, ...]
     begin_bytes: int
     device: torch.device
+
+    def with_more_before(self, place: int, more_bytes: int) -> MeasuredTurn:
+        """As of `MeasuredParts`."""
+        return replace(self, intervals=with_more_before(self.intervals, place, more_bytes))
 
     def runs_of(self, step: InOrder) -> tuple[int, ...]:
         """The parts of a step, by number, in the order of their forward passes."""
@@ -186,9 +181,7 @@ def _made_in_it(step: MeasuredParts) -> MeasuredParts:
 
 def _in_use_before(graph: StepGraph, residences: Share, passes: Sequence[Pass], place: int) -> int:
     """Bytes in use when the stretch of eager code before a pass ends."""
-    first_backward = next((i for i, (_, phase) in enumerate(passes) if phase == "backward"), None)
-    name = "loss" if place == first_backward else f"{STRETCH}{place}"
-    moment = next(m for m in simulate(graph, residences).moments if m.op == name and m.phase not in WAITS)
+    moment = moment_before(graph, residences, passes, place)
     return moment.total_bytes - moment.workspace_bytes
 
 

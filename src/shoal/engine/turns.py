@@ -22,12 +22,14 @@ from shoal.core.progress import doing, preparing
 from shoal.core.residence import Residence
 from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
+from shoal.engine import memory_warnings
 from shoal.engine.backend import STEPS_TO_METER
 from shoal.engine.known_turn import KnownTurn
 from shoal.engine.optimizer_steps import watch
 from shoal.engine.part_planning import first_share
 from shoal.engine.part_record import MeteredPart
 from shoal.engine.part_sequence import Node, PartSequence, PartStep
+from shoal.engine.repair import aside_when_out
 from shoal.engine.session import Session
 from shoal.engine.turn_metering import Turn, TurnMetering
 from shoal.engine.turn_planning import MeasuredTurn
@@ -54,7 +56,7 @@ class TurnSteps(PartSequence):
         super().__init__(session)
         self.models = models
         self.known: dict[tuple[Node, ...], KnownTurn] = {}
-        self.metering = TurnMetering(session.static, device, self._note_back)
+        self.metering = TurnMetering(session.static, device, self._note_back, self._ran_out)
         self._begin = self.node
         self._whose: dict[Node, str] = {}
         self._calling = ""
@@ -180,6 +182,7 @@ class TurnSteps(PartSequence):
     def _enter(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Turn:
         """A call begins, and with it a turn where none goes on."""
         metering = self.metering
+        metering.learn_refusals()
         tensors = dense_tensors((args, dict(kwargs)))
         if metering.turn is not None:
             if not metering.is_over():
@@ -344,6 +347,34 @@ class TurnSteps(PartSequence):
         known.planned = None
         known.to_meter = max(1, known.to_meter)
         status.repairs += 1
+
+    def _ran_out(self, turn: Turn, used_bytes: int, between: bool) -> None:
+        """Memory ran out in a metered turn, or after it: plan it again, with room for the eager code where that took
+        more than was measured, else with some of the budget set aside. In its first run as little is kept as can be."""
+        session, budget_bytes = self.session, self._budget_bytes
+        path, place = tuple(self.node.path()), len(turn.intervals) // 2
+        begun = [k for nodes, k in self.known.items() if nodes[: len(path)] == path and k.planned is not None]
+        goes_on = any(k.measured is not None and place < len(k.measured.passes) for k in begun)
+        if between and turn.went_back and not turn.failed and not goes_on:
+            memory_warnings.ran_out_after(session.name, session.static)
+            return
+        turn.failed = True
+        repaired = False
+        for known in begun:
+            learnt_bytes = known.eager_takes_more(place, used_bytes) if between else 0
+            if learnt_bytes:
+                room = f"{format_bytes(learnt_bytes)} more there"
+                memory_warnings.ran_out_in_loss(known.name, room, budget_bytes)
+            more_bytes = 0
+            if not learnt_bytes or used_bytes <= budget_bytes:
+                more_bytes = aside_when_out(
+                    known.name, known.predicted_bytes, known.learnt_bytes, used_bytes, budget_bytes
+                )
+            if learnt_bytes or more_bytes:
+                known.learnt_bytes += more_bytes
+                known.planned, known.refused, repaired = None, None, True
+                known.to_meter = max(1, known.to_meter)
+        session.status.repairs += repaired
 
     def _state_to_come_bytes(self) -> int:
         static = self.session.static

@@ -115,11 +115,14 @@ class Refusals:
 
     Attributes:
         count: how many.
-        last_bytes: what the last of them asked for.
+        last_bytes: what the last of them asked for, at least.
+        in_use_bytes: what was in use then: on CUDA by the whole process, on the CPU of what was allocated since
+            `MemoryLimit.start_fresh`.
     """
 
     count: int
-    last_bytes: int
+    last_bytes: int = 0
+    in_use_bytes: int = 0
 
 
 _refused: dict[int, Refusals] = {}
@@ -127,8 +130,11 @@ _refused: dict[int, Refusals] = {}
 
 @cache
 def _watch_refusals() -> None:
-    def refused(device: int, asked_bytes: int, total_bytes: int, free_bytes: int) -> None:
-        _refused[device] = Refusals(refusals_on(torch.device("cuda", device)).count + 1, asked_bytes)
+    def refused(device: int, segment_bytes: int, total_bytes: int, free_bytes: int) -> None:
+        count = refusals_on(torch.device("cuda", device)).count + 1
+        # The caller may reset the allocator's peak before this is read, so that what is in use is noted here.
+        in_use_bytes = torch.accelerator.memory_allocated(device)
+        _refused[device] = Refusals(count, least_request(segment_bytes), in_use_bytes)
 
     _private._cuda_attach_out_of_memory_observer(refused)  # cannot be taken away again
 
@@ -137,4 +143,19 @@ def refusals_on(device: torch.device) -> Refusals:
     """Those on a CUDA device, since this was first asked."""
     _watch_refusals()
     index = torch.accelerator.current_device_index() if device.index is None else device.index
-    return _refused.get(index, Refusals(0, 0))
+    return _refused.get(index, Refusals(0))
+
+
+def least_request(segment_bytes: int) -> int:
+    """The smallest request for which the caching allocator makes a segment of this size.
+
+    Its observers are not told what was asked for.
+
+    >>> least_request(40 << 20) >> 20, least_request(20 << 20) >> 20, least_request(2 << 20)
+    (38, 1, 512)
+    """
+    if segment_bytes == 2 << 20:  # for requests of up to 1 MiB
+        return 512
+    if segment_bytes == 20 << 20:  # for those of up to 10 MiB, and for 18 to 20 MiB
+        return (1 << 20) + 512
+    return max(0, segment_bytes - (2 << 20) + 512)

@@ -38,9 +38,10 @@ struct Counters {
   std::atomic<std::int64_t> live{0};
   std::atomic<std::int64_t> peak{0};
   std::atomic<std::int64_t> limit{kNoLimit};
-  // Since the process began: how many requests were refused, and the size of the last of them.
+  // Since the process began: how many requests were refused, the size of the last of them, and what was in use then.
   std::atomic<std::int64_t> refusals{0};
   std::atomic<std::int64_t> refused{0};
+  std::atomic<std::int64_t> fresh_at_refusal{0};
   // Of the blocks of the present generation: those allocated since limit_start_fresh.
   std::atomic<std::int64_t> generation{0};
   std::atomic<std::int64_t> fresh{0};
@@ -77,6 +78,7 @@ void reserve(std::int64_t nbytes) {
     const std::int64_t limit = c.limit.load();
     if (after > limit) {
       c.refused.store(nbytes);
+      c.fresh_at_refusal.store(c.fresh.load());
       c.refusals.fetch_add(1);
     }
     TORCH_CHECK_WITH(
@@ -198,5 +200,6 @@ LIMIT_API int limit_is_fresh(void* data) {
 }
 LIMIT_API std::int64_t limit_refusals() { return counters().refusals.load(); }
 LIMIT_API std::int64_t limit_refused() { return counters().refused.load(); }
+LIMIT_API std::int64_t limit_fresh_at_refusal() { return counters().fresh_at_refusal.load(); }
 LIMIT_API std::int64_t limit_live() { return counters().live.load(); }
 LIMIT_API std::int64_t limit_peak() { return counters().peak.load(); }

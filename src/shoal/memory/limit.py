@@ -249,7 +249,7 @@ def refusals(device: torch.device) -> Refusals:
     try:
         return _memory_of(device).refusals()
     except InputError:
-        return Refusals(0, 0)
+        return Refusals(0)
 
 
 def _enforce(memory: _Memory) -> None:
@@ -342,8 +342,8 @@ class _CpuMemory:
     def __init__(self) -> None:
         library = loaded(_SOURCE, "a memory limit on the CPU")
         library.limit_is_fresh.argtypes = [ctypes.c_void_p]
-        for name in ("limit_live", "limit_peak", "limit_fresh_peak", "limit_refusals", "limit_refused"):
-            getattr(library, name).restype = ctypes.c_int64
+        for name in ("live", "peak", "fresh_peak", "refusals", "refused", "fresh_at_refusal"):
+            getattr(library, f"limit_{name}").restype = ctypes.c_int64
         for name in ("limit_set_bytes", "limit_set_peak", "limit_set_fresh_peak"):
             getattr(library, name).argtypes = [ctypes.c_int64]
             getattr(library, name).restype = None
@@ -387,4 +387,7 @@ class _CpuMemory:
         return 0
 
     def refusals(self) -> Refusals:
-        return Refusals(int(self._library.limit_refusals()), int(self._library.limit_refused()))
+        library = self._library
+        return Refusals(
+            int(library.limit_refusals()), int(library.limit_refused()), int(library.limit_fresh_at_refusal())
+        )

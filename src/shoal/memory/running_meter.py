@@ -8,6 +8,7 @@ from contextlib import ExitStack
 import torch
 
 from shoal.core.joined_step import Interval
+from shoal.lowlevel.cuda_allocator import Refusals
 from shoal.memory import reads
 from shoal.memory.limit import MemoryLimit, memory_limit
 from shoal.memory.storage_bytes import bytes_on, distinct_bytes
@@ -108,6 +109,13 @@ class RunningMeter:
         self._peak_bytes = max(self._peak_bytes, self._before_bytes + counter.fresh_peak_bytes)
         counter.reset_fresh_peak()
         return self._before_bytes + counter.fresh_peak_bytes
+
+    def refused(self, refusals: Refusals) -> int:
+        """The bytes that it would have taken to go on, when an allocation was refused; 0 where it does not run."""
+        if self._counter is None:
+            return 0
+        own_bytes = -self._others_bytes if self.device.type == "cuda" else self._before_bytes
+        return own_bytes + refusals.in_use_bytes + refusals.last_bytes
 
     def mark(self) -> Interval:
         """What was in use since the last mark, and what is now."""

@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from shoal.core.joined_step import Interval
 from shoal.errors import InputError
 from shoal.lowlevel import allocations
+from shoal.lowlevel.cuda_allocator import Refusals
 from shoal.lowlevel.torch_state import allocated_bytes
 from shoal.memory import reads
 from shoal.memory.limit import MemoryLimit, memory_limit
@@ -171,12 +172,16 @@ class StepMeter:
     def _passing_now_bytes(self) -> int:
         return sum(allocated_bytes(held.nbytes, self.device) for held in self._passing if held.is_alive)
 
-    def open_part(self) -> tuple[Part, int]:
-        """The part that goes on, and the most bytes in use so far in a part of its kind; 0 if they are not measured."""
+    def refused(self, refusals: Refusals) -> tuple[Part, int]:
+        """The part in which an allocation was refused, and the bytes it would have taken to go on; 0 if these are not
+        measured."""
         if not self._running or self._counter is None:
             return self._part, 0
-        self._close_part()
-        return self._part, self._peaks[self._part]
+        if self.device.type == "cuda":
+            in_use_bytes = refusals.in_use_bytes - self._others_bytes
+        else:
+            in_use_bytes = self._before_bytes + self._passing_now_bytes() + refusals.in_use_bytes
+        return self._part, in_use_bytes + refusals.last_bytes
 
     def pause(self) -> None:
         """End a forward or backward pass."""
