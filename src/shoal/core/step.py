@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -60,6 +61,11 @@ class Storage:
     shape: tuple[int, ...]
     dtype: str
     tensors: tuple[str, ...] = ()
+
+    @property
+    def is_floating_point(self) -> bool:
+        """Whether it may have a gradient: floating point numbers, real or complex."""
+        return self.dtype.startswith(("float", "bfloat", "complex"))
 
     @property
     def host_bytes(self) -> int:
@@ -216,6 +222,35 @@ class StepGraph:
             if s.kind in ("activation", "crossing", "output")
             and any(self.ops[reader].phase == "backward" for reader in self.readers[s.id])
         )
+
+    def loss_gradient_bytes(self, results: Collection[str]) -> int:
+        """Bytes of the gradients that the loss computes.
+
+        A model that computes its loss itself returns it with the tensors that it is computed from, as those of
+        transformers do when they are given labels. Only the gradient of such a scalar counts: those of the other
+        results are zeros, unless a second loss reads them.
+
+        Args:
+            results: names of the storages that the caller gets.
+        """
+        tangents = [s for s in self.storages if s.kind == "tangent"]
+        scalar_bytes = sum(s.nbytes for s in tangents if math.prod(s.shape) == 1)
+        returned = {s.id for s in self.storages if s.name in results and s.is_floating_point}
+        scalars = {s for s in returned if math.prod(self.storages[s].shape) == 1}
+        if scalar_bytes and scalars and returned <= self._computed_from(scalars):
+            return scalar_bytes
+        return sum(s.nbytes for s in tangents)
+
+    def _computed_from(self, storages: Collection[int]) -> set[int]:
+        """Ids of these storages and of all that they depend on, integers and booleans excluded."""
+        found, left = set(storages), list(storages)
+        while left:
+            producer = self.producer.get(left.pop())
+            read = self.ops[producer].reads if producer is not None else ()
+            new = {s for s in read if self.storages[s].is_floating_point} - found
+            found |= new
+            left += new
+        return found
 
     @cached_property
     def has_launches(self) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from shoal.capture.traced_strides import Departure
 from shoal.core.plan import Plan
@@ -126,6 +127,11 @@ class Metering:
         if self._window is not None and self._meter is not None:
             self._meter.pause()
         return outputs
+
+    def returned(self, results: Any) -> None:
+        """The caller gets these results of a forward pass."""
+        if self._window is not None:
+            self.calls.returned(tree_leaves(results))
 
     def backward(self, step: Metered, run: Run, arguments: list[Any]) -> Any:
         """Run the backward graph of a step."""
