@@ -35,6 +35,7 @@ def observe_loop(
         released=loop.released & released if loop.learnt else released,
         let_go=loop.let_go & let_go if loop.learnt else let_go,
         tangents_pass=not window.tangents_stayed and (loop.tangents_pass or not loop.learnt),
+        gradients_given=window.gradients_given or (loop.learnt and loop.gradients_given),
         hooks_free=freed and (loop.hooks_free or not loop.learnt),
         drops_late=loop.drops_late and not (window.gradients_stayed and gradients_pass),
     )

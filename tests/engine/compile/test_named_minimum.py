@@ -122,6 +122,7 @@ class WithLoss(nn.Module):
 
 
 WORDS = torch.arange(512).view(16, 32) % 128
+LOGITS_BYTES = WORDS.numel() * 128 * 4
 
 
 def train_on_words(net: nn.Module, steps: int = 3, with_logits: bool = False) -> None:
@@ -161,3 +162,27 @@ def test_what_is_named_for_a_model_that_computes_its_loss_is_at_most_what_plain_
     shoal.compile(net, budget=named)
     train_on_words(net, with_logits=with_logits)
     assert net.shoal.measured_peak_bytes <= named
+
+
+def test_with_room_a_model_that_computes_its_loss_holds_no_gradient_of_the_logits() -> None:
+    """Autograd's zeros for the gradient of the logits are not there while the loss is differentiated."""
+    plain, net = WithLoss(), shoal.compile(WithLoss(), budget="1GiB", allow="recompute")
+    there_bytes = distinct_bytes([*plain.parameters(), WORDS])
+    _, changes = allocations.record(lambda: train_on_words(plain))
+    train_on_words(net)
+    assert net.shoal.measured_peak_bytes < there_bytes + allocations.peak_bytes(changes) + LOGITS_BYTES // 2
+    assert net.shoal.predicted_peak_bytes == pytest.approx(net.shoal.measured_peak_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize("loss_of", [lambda loss, logits: loss, lambda loss, logits: loss + logits.square().mean()])
+def test_gradients_are_those_of_plain_pytorch_whatever_the_loop_makes_of_the_logits(
+    loss_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> None:
+    torch._dynamo.reset()
+    plain = WithLoss()
+    net = shoal.compile(copy.deepcopy(plain), budget="1GiB", allow="recompute")
+    for model in (plain, net, net):
+        model.zero_grad()
+        loss_of(*model(WORDS)).backward()
+    gradients = [parameter.grad for parameter in net.parameters()]
+    assert all(map(torch.equal, gradients, (parameter.grad for parameter in plain.parameters())))
