@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
+import pytest
+import torch
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
+from torch import nn
 
+import shoal
 from shoal import planners
 from shoal.core.residence import Recompute
 from shoal.core.schedule import schedule
@@ -46,6 +51,7 @@ habits = st.builds(
     kept_share=st.sampled_from([0.0, 1.0]),
     given_share=st.sampled_from([0.0, 0.5, 1.0]),
     replays=st.booleans(),
+    gradients_given=st.booleans(),
 )
 
 
@@ -129,6 +135,44 @@ def test_what_the_loss_is_given_is_there_all_step() -> None:
     )
     more = {b.total_bytes - a.total_bytes for a, b in zip(without.moments, given.moments, strict=True)}
     assert more == {math.ceil(0.5 * tangent_bytes)}
+
+
+class Returns(nn.Module):
+    """Returns what is made of a hidden tensor and a weight."""
+
+    def __init__(self, results: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.results = results
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self.results(self.layer(x), self.layer.weight)
+
+
+@pytest.mark.parametrize(
+    ("results", "has_loss"),
+    [
+        (lambda h, w: (h.square().mean(), h), True),
+        (lambda h, w: (h.square().mean(), h.tanh(), h), False),  # nothing but a second loss reads the second result
+        (lambda h, w: (w.square().sum(), h), False),  # a penalty; the loss reads the other result
+        (lambda h, w: ((h > 0).float().mean(), h), False),  # an accuracy
+        (lambda h, w: (h.square().mean(), w.square().sum(), h, h.argmax(1)), True),
+        (lambda h, w: (h,), False),
+    ],
+)
+def test_a_scalar_that_is_computed_from_the_other_results_is_the_loss(
+    results: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]], has_loss: bool
+) -> None:
+    graph = shoal.plan(Returns(results), torch.zeros(4, 8)).graph
+    tangents = [s for s in graph.storages if s.kind == "tangent"]
+    outputs = outputs_of(graph)
+    expected = sum(s.nbytes for s in tangents if s.is_scalar or not has_loss)
+    assert graph.loss_gradient_bytes(outputs.values()) == expected
+    late = graph.undefined_gradients(outputs.values())
+    assert late == {s.name for s in tangents if not s.is_scalar and has_loss}
+    in_use = [simulate(in_loop(graph, replace(WORST, gradients_given=given), outputs), {}) for given in (True, False)]
+    at_loss = [next(m for m in timeline.moments if m.phase == "loss").total_bytes for timeline in in_use]
+    assert at_loss[0] - at_loss[1] == sum(s.nbytes for s in tangents if s.name in late)
 
 
 def test_in_the_best_loop_outputs_and_their_gradients_die_with_their_last_readers() -> None:

@@ -62,25 +62,34 @@ def volumes() -> DataLoader:
     return DataLoader(rows, batch_size=2)
 
 
+def run_page(budget: int | None, block: int) -> nn.Module:
+    """The network as the lines of the page train it."""
+    volume = torch.randn(1, 1, 20, 24, 18, generator=torch.Generator().manual_seed(2))
+    net = small()
+    optimizer = torch.optim.SGD(net.parameters(), 0.01, momentum=0.9)
+    names = {"net": net, "optimizer": optimizer, "loss_function": DiceCELoss(to_onehot_y=True, softmax=True)}
+    page.run(page.block("monai.md", block), budget, batches=volumes(), volume=volume, torch=torch, **names)
+    return net
+
+
+@pytest.fixture(scope="module")
+def plain_peak_bytes() -> int:
+    """It depends on the scratch that this processor's convolutions take."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        net = run_page(2**34, 0)
+    return int(net.shoal.plan.plain_peak_bytes)
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("block", [0, 1, 2], ids=["loop", "trainer", "trainer by name"])
-def test_it_trains_inside_the_budget(block: int) -> None:
-    batches = volumes()
-    volume = torch.randn(1, 1, 20, 24, 18, generator=torch.Generator().manual_seed(2))
-
-    def train(budget: int | None, block: int) -> nn.Module:
-        net = small()
-        optimizer = torch.optim.SGD(net.parameters(), 0.01, momentum=0.9)
-        names = {"net": net, "optimizer": optimizer, "loss_function": DiceCELoss(to_onehot_y=True, softmax=True)}
-        page.run(page.block("monai.md", block), budget, batches=batches, volume=volume, torch=torch, **names)
-        return net
-
+def test_it_trains_inside_the_budget(block: int, plain_peak_bytes: int) -> None:
     # The trainer's block stands for both: without a backend's name, `compile=True` is Inductor and not plain PyTorch.
-    plain, budget = train(None, min(block, 1)), 2_000_000
+    plain, budget = run_page(None, min(block, 1)), 9 * plain_peak_bytes // 10
     there = {id(status) for status in laws._statuses()}
-    planned = train(budget, block)
+    planned = run_page(budget, block)
     (status,) = (status for status in laws._statuses() if id(status) not in there)
-    assert status.measured_peak_bytes <= budget < status.plan.plain_peak_bytes
+    assert status.measured_peak_bytes <= budget
     assert all(torch.equal(value, planned.state_dict()[key]) for key, value in plain.state_dict().items())
 
 

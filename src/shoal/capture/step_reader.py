@@ -142,7 +142,7 @@ def read_joint(joint: fx.GraphModule, backward_names: Collection[str], options: 
     outputs: Any = joint.graph.output_node().args[0]
     node_of = {op: node[one.name] for op, one in reader.node_of.items()}
     storage_of = {node[one.name]: storage for one, storage in reader.storage_of.items()}
-    return Captured(
+    captured = Captured(
         _same_in_all(at_largest(step, [graph for graph, _ in others]), node_of, storage_of) if numbers else step,
         joint,
         node_of,
@@ -156,6 +156,14 @@ def read_joint(joint: fx.GraphModule, backward_names: Collection[str], options: 
         else {},
         options,
     )
+    return replace(captured, graph=_with_loss(captured.graph, captured.output_storages().values()))
+
+
+def _with_loss(step: StepGraph, results: Collection[str]) -> StepGraph:
+    """With log-softmax and its gradient for each output: what a cross-entropy needs until it has been measured."""
+    nbytes = 2 * step.loss_gradient_bytes(results)
+    ops = tuple(replace(op, workspace_bytes=nbytes) if op.phase == "loss" else op for op in step.ops)
+    return replace(step, ops=ops)
 
 
 def _same_in_all(step: StepGraph, node_of: Mapping[str, fx.Node], storage_of: Mapping[fx.Node, int]) -> StepGraph:
@@ -382,8 +390,6 @@ class _Reader:
             "reads": outputs,
             "writes": tangents,
             "overwrites": [],
-            # log-softmax and its gradient beside each output: what a cross-entropy needs until it has been measured
-            "workspace_bytes": 2 * sum(self._storages[s]["nbytes"] for s in tangents),
         }
         ops = []
         for place, op in enumerate([*self._forward, loss, *self._backward]):

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -60,6 +61,16 @@ class Storage:
     shape: tuple[int, ...]
     dtype: str
     tensors: tuple[str, ...] = ()
+
+    @property
+    def is_floating_point(self) -> bool:
+        """Whether it may have a gradient: floating point numbers, real or complex."""
+        return self.dtype.startswith(("float", "bfloat", "complex"))
+
+    @property
+    def is_scalar(self) -> bool:
+        """Whether it is a single number, as a loss is."""
+        return math.prod(self.shape) == 1
 
     @property
     def host_bytes(self) -> int:
@@ -216,6 +227,49 @@ class StepGraph:
             if s.kind in ("activation", "crossing", "output")
             and any(self.ops[reader].phase == "backward" for reader in self.readers[s.id])
         )
+
+    def loss_gradient_bytes(self, results: Collection[str]) -> int:
+        """Bytes of the gradients that the loss computes.
+
+        A model that computes its loss itself returns it with the tensors that it is computed from, as those of
+        transformers do when they are given labels. Only the gradient of such a scalar counts.
+
+        Args:
+            results: names of the storages that the caller gets.
+        """
+        only_scalars = self._returns_its_loss(results)
+        tangents = (s for s in self.storages if s.kind == "tangent")
+        return sum(s.nbytes for s in tangents if not only_scalars or s.is_scalar)
+
+    def undefined_gradients(self, results: Collection[str]) -> frozenset[str]:
+        """Names of gradients of results that `backward()` on the model's own loss does not compute, each read once.
+
+        Args:
+            results: as of `loss_gradient_bytes`.
+        """
+        if not self._returns_its_loss(results):
+            return frozenset()
+        tangents = (s for s in self.storages if s.kind == "tangent" and not s.is_scalar)
+        return frozenset(s.name for s in tangents if len(self.readers[s.id]) == 1)
+
+    def _returns_its_loss(self, results: Collection[str]) -> bool:
+        """Whether one of the results is a scalar with a gradient, and all others are what scalars are computed from."""
+        returned = {s.id for s in self.storages if s.name in results and s.is_floating_point}
+        scalars = {s for s in returned if self.storages[s].is_scalar}
+        if not scalars or not any(s.kind == "tangent" and s.is_scalar for s in self.storages):
+            return False
+        return returned <= self._computed_from(scalars)
+
+    def _computed_from(self, storages: Collection[int]) -> set[int]:
+        """Ids of these storages and of all that they depend on, integers and booleans excluded."""
+        found, left = set(storages), list(storages)
+        while left:
+            producer = self.producer.get(left.pop())
+            read = self.ops[producer].reads if producer is not None else ()
+            new = {s for s in read if self.storages[s].is_floating_point} - found
+            found |= new
+            left += new
+        return found
 
     @cached_property
     def has_launches(self) -> bool:

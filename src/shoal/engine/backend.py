@@ -41,6 +41,7 @@ from shoal.engine.reserved_budget import grow_segments
 from shoal.engine.session import Session
 from shoal.engine.status import Status
 from shoal.engine.step_planning import WHOLE_FORM, Form
+from shoal.engine.undefined_gradients import allocate_late, leave_undefined
 from shoal.errors import CaptureError
 from shoal.kernels.encoded_activation import measured_errors
 from shoal.lowlevel.cuda_allocator import can_record
@@ -124,7 +125,7 @@ def compile_step(session: Session, gm: fx.GraphModule, example_inputs: Sequence[
             step = of_this_shape()
         else:
             step = compile_for_shapes(session, gm, lambda: compiled(gm, own_form(session, gm)), of_this_shape)
-        step = once_differentiable(step)
+        step = once_differentiable(step, lambda results: session.metering.returned(results))
         release_unused()  # what was tried out is of no step
         doing("first run")
         return step
@@ -155,6 +156,7 @@ class PlannedStep:
         self.of_plain_tensors = True
         self.n_outputs = self.n_tangents = 0
         self.results: tuple[int, ...] = ()
+        self.undefined: frozenset[str] = frozenset()  # gradients that the backward graph may have to allocate itself
         self.steps_to_meter = STEPS_TO_METER
         self.errors_unknown = False
         self.fingerprint = ""  # of the step as captured
@@ -180,6 +182,8 @@ class PlannedStep:
                 inference_compiler=forward_only,
                 partition_fn=self.partition,
             )(graph, example_inputs)
+        if self.undefined:
+            compiled = leave_undefined(compiled)
         if not self.leaving:
             return compiled
         return through_gates(compiled, self.leaving, self.gradient_order, self._note_handed)
@@ -191,6 +195,11 @@ class PlannedStep:
     def keeps_as_written(self) -> bool:
         """Whether its plan says what plain PyTorch takes; of another form the candidates say so."""
         return self.form.variant == WHOLE_FORM.variant
+
+    @property
+    def may_allocate_late(self) -> bool:
+        """Whether it allocates gradients that `backward()` does not compute itself; see `undefined_gradients`."""
+        return True
 
     def partition(
         self,
@@ -220,6 +229,7 @@ class PlannedStep:
             captured = in_form(self.session, captured, self.form.variant)
         self.fingerprint = captured.graph.fingerprint
         captured = self.session.in_traced_layouts(captured)
+        undefined = captured.graph.undefined_gradients(captured.output_storages().values())
         with unset_fake_temporarily():
             captured = self.make_plan(captured)
         assert self.plan is not None
@@ -231,6 +241,9 @@ class PlannedStep:
         transfers = self.session.carry(self.plan, captured.device)
         doing("plan", "writing its graphs")
         forward, backward = lower(captured, self.plan.residences, transfers=transfers)
+        if self.may_allocate_late and self._captured is None and self.session.replayed is None:
+            self.undefined = undefined
+            allocate_late(backward.graph, undefined)
         self.leaving, self.gradient_order = (
             handed_over(backward.graph),
             gradient_order(captured.joint.graph, captured.backward_outputs),

@@ -25,7 +25,8 @@ class Call:
             where it saved nothing of this call's own.
         of_output: whether that is an output, which the caller may hold for longer.
         outputs: what was handed to the caller, by place among the forward graph's outputs.
-        tensors: the same as tensors: the storage of one that the backward pass reads is alive whoever holds it.
+        tensors: the same as tensors, with the place of each: the storage of one that the backward pass reads is alive
+            whoever holds it.
         number: of the model's call that it is a part of.
         step: which step it is of, as a number.
     """
@@ -33,13 +34,13 @@ class Call:
     witness: WeakStorage | None
     of_output: bool
     outputs: Mapping[int, WeakStorage]
-    tensors: Mapping[int, TensorWeakRef]
+    tensors: Sequence[tuple[int, TensorWeakRef]]
     number: int
     step: int = 0
 
     def held_by_caller(self) -> set[int]:
         """Places of the results that the caller holds, as one of the loop's names does, or a view of them."""
-        return {place for place, tensor in self.tensors.items() if tensor() is not None}
+        return {place for place, tensor in self.tensors if tensor() is not None}
 
 
 class _Own(NamedTuple):
@@ -100,9 +101,18 @@ class Calls:
         saved = None if own.saved is None else _held(outputs[own.saved])
         witness = saved or max(results.values(), key=lambda one: one.nbytes, default=None)
         given = ((place, outputs[place]) for place in own.results)
-        tensors = {place: TensorWeakRef(value) for place, value in given if isinstance(value, torch.Tensor)}
+        tensors = [(place, TensorWeakRef(value)) for place, value in given if isinstance(value, torch.Tensor)]
         self._last = Call(witness, saved is None, results, tensors, self.number, id(step))
         self._under_way.append(self._last)
+
+    def returned(self, results: Iterable[object]) -> None:
+        """The caller gets these results of the last forward pass: AOTAutograd makes new tensors of those that are views
+        of what the graph returns."""
+        if self._last is None:
+            return
+        places = {held.key: place for place, held in self._last.outputs.items()}
+        tensors = [result for result in results if isinstance(result, torch.Tensor) and _key(result) in places]
+        self._last.tensors = [(places[key], TensorWeakRef(tensor)) for tensor in tensors if (key := _key(tensor))]
 
     def goes_back(self, arguments: Sequence[object], step: object) -> Call | None:
         """The call of a step whose backward pass begins, found by the storages that it is given; it is under way no

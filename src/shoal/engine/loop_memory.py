@@ -35,13 +35,15 @@ class LoopMemory:
         released: places, among the forward graph's outputs, of those that nobody holds when the backward pass begins.
         let_go: places of those that nobody holds when it ends: what is saved of them dies with its last reader.
         tangents_pass: whether the gradients of outputs die with their last reader, not with the step.
+        gradients_given: whether results from which the model computes its loss have gradients of another loss, too (see
+            `StepGraph.undefined_gradients`); if not, the step allocates zeros just before it reads them.
         small_bytes: room for the loss itself and other small tensors of the loop, all step.
         hooks_free: whether gradients that are handed over to hooks while the backward pass runs are freed there, as
             by an optimizer that steps in them.
         replays: whether the step is replayed as CUDA graphs, in a pool of its own: what lies outside of it, as the
             loss's own memory, never takes what is free in the pool, so that it counts all step.
-        kept_share: what the loss keeps for the whole backward pass, as a multiple of the outputs' gradients. 1 is
-            `F.mse_loss`, whose mean lies in the storage of all squares.
+        kept_share: what the loss keeps for the whole backward pass, as a multiple of the outputs' gradients (see
+            `StepGraph.loss_gradient_bytes`). 1 is `F.mse_loss`, whose mean lies in the storage of all squares.
         loss_share: its workspace in addition, as such a multiple. 3, with 1 kept, is `((y - t) ** 2).mean()`, as most
             losses that are written out; few of PyTorch's own take more (`F.multilabel_soft_margin_loss`: 7).
         given_share: what the loss reads in addition to the outputs, such as targets and class weights, as such a
@@ -56,6 +58,7 @@ class LoopMemory:
     released: frozenset[int] = frozenset()
     let_go: frozenset[int] = frozenset()
     tangents_pass: bool = False
+    gradients_given: bool = False
     small_bytes: int = 512
     loss_share: float = 3.0
     kept_share: float = 1.0
@@ -154,21 +157,29 @@ def step_alone(*, replays: bool = False) -> LoopMemory:
     )
 
 
-def in_loop(graph: StepGraph, loop: LoopMemory, outputs: Mapping[int, str]) -> StepGraph:
+def in_loop(graph: StepGraph, loop: LoopMemory, outputs: Mapping[int, str], *, is_eager: bool = False) -> StepGraph:
     """The step with the memory that the loop holds.
 
     Args:
         graph: the step by itself.
         loop: what the loop holds.
         outputs: names of the storages that the caller gets, by their places among the outputs.
+        is_eager: whether it is the step of eager PyTorch, which allocates no zeros for undefined gradients.
     """
     released = {outputs[place] for place in loop.released if place in outputs}
     let_go = {outputs[place] for place in loop.let_go if place in outputs}
     saved = {graph.storages[storage].name for storage in graph.saved}
     tangent_bytes = sum(s.nbytes for s in graph.storages if s.kind == "tangent")
     to_hooks = {s for op in graph.ops if op.target == HAND_OVER_TO_HOOK for s in op.reads}
+    loss_bytes = graph.loss_gradient_bytes(outputs.values())
+    late: dict[int, int] = {}  # id of a gradient that the step allocates itself → its bytes
+    if not (loop.gradients_given or loop.replays):
+        undefined = graph.undefined_gradients(outputs.values())
+        late = {s.id: s.nbytes for s in graph.storages if s.name in undefined}
 
     def seen(storage: Storage) -> Storage:
+        if storage.id in late:
+            return replace(storage, nbytes=0)
         if storage.kind == "output" and storage.name in released - saved:
             return replace(storage, kind="activation")
         if storage.kind == "output" and storage.name in let_go & saved and not loop.replays:
@@ -180,8 +191,8 @@ def in_loop(graph: StepGraph, loop: LoopMemory, outputs: Mapping[int, str]) -> S
         return storage
 
     storages = list(map(seen, graph.storages))
-    scratch_bytes = math.ceil(loop.loss_share * tangent_bytes)
-    kept_bytes = math.ceil(loop.kept_share * tangent_bytes)
+    scratch_bytes = math.ceil(loop.loss_share * loss_bytes)
+    kept_bytes = math.ceil(loop.kept_share * loss_bytes)
     outside_bytes = 0
     if loop.replays:
         # A loss that drops a result takes as much more outside: the result's block stays in the pool.
@@ -193,8 +204,9 @@ def in_loop(graph: StepGraph, loop: LoopMemory, outputs: Mapping[int, str]) -> S
         if op.phase == "loss":
             return replace(op, workspace_bytes=scratch_bytes)
         if op.overwrites in tangents:  # a hook of the caller's may hold it
-            return replace(op, overwrites=-1)
-        return op
+            op = replace(op, overwrites=-1)
+        own_bytes = 0 if is_eager else sum(late.get(s, 0) for s in op.reads)
+        return replace(op, workspace_bytes=op.workspace_bytes + own_bytes) if own_bytes else op
 
     ops = list(map(run, graph.ops))
     if kept_bytes and any(op.phase == "loss" for op in ops):
@@ -219,13 +231,13 @@ def in_loop(graph: StepGraph, loop: LoopMemory, outputs: Mapping[int, str]) -> S
     if ops and loop.replays and tangent_bytes:  # they are outside of the pool, too: there all step
         last = next((op for op in reversed(ops) if op.phase == "forward"), ops[0])
         ops, storages = _with_held(ops, storages, GRADIENTS_TO_COME, tangent_bytes, last)
-    given_bytes = math.ceil(loop.given_share * tangent_bytes)
+    given_bytes = math.ceil(loop.given_share * loss_bytes)
     static_bytes = graph.static_bytes + loop.small_bytes + outside_bytes + given_bytes
     found = replace(graph, ops=tuple(ops), storages=tuple(storages), static_bytes=static_bytes)
     if graph.as_written is None:
         return found
     as_written = replace(graph.as_written, static_bytes=graph.static_bytes)
-    return rewritten(found, in_loop(as_written, loop, outputs))
+    return rewritten(found, in_loop(as_written, loop, outputs, is_eager=True))
 
 
 def by_itself(graph: StepGraph) -> StepGraph:
@@ -243,10 +255,15 @@ def by_itself(graph: StepGraph) -> StepGraph:
     def own(storages: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(s for s in storages if s not in held)
 
+    def own_storage(storage: Storage) -> Storage:
+        kind = kinds.get(storage.id, storage.kind)
+        # `in_loop` may have taken a result's gradient for undefined: it has its result's size.
+        return replace(storage, kind=kind, nbytes=0 if kind == "tangent" else storage.nbytes)
+
     return replace(
         graph,
         ops=tuple(replace(op, id=place, reads=own(op.reads), writes=own(op.writes)) for place, op in enumerate(ops)),
-        storages=tuple(replace(s, kind=kinds.get(s.id, s.kind)) for s in graph.storages if s.id not in held),
+        storages=tuple(own_storage(s) for s in graph.storages if s.id not in held),
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from shoal.capture.traced_strides import Departure
 from shoal.core.plan import Plan
@@ -63,6 +64,7 @@ class Window:
         gradients_stayed: whether gradients of an earlier step were there when a backward pass began.
         tangents_stayed: whether a gradient of a result, of more than one number, was still held by somebody when its
             backward pass ended.
+        gradients_given: whether results of more than one number had gradients at all.
     """
 
     steps: list[Metered] = field(default_factory=list)
@@ -73,6 +75,7 @@ class Window:
     measured: Measured | None = None
     gradients_stayed: bool = False
     tangents_stayed: bool = False
+    gradients_given: bool = False
 
 
 class Metering:
@@ -127,6 +130,11 @@ class Metering:
             self._meter.pause()
         return outputs
 
+    def returned(self, results: Any) -> None:
+        """The caller gets these results of a forward pass."""
+        if self._window is not None:
+            self.calls.returned(tree_leaves(results))
+
     def backward(self, step: Metered, run: Run, arguments: list[Any]) -> Any:
         """Run the backward graph of a step."""
         begun = self._begin_backward(step, arguments)
@@ -166,12 +174,13 @@ class Metering:
             return None
         _note_results(call, window.kept, window.released)
         window.gradients_stayed |= any(held.is_alive for held in self._old_gradients)
-        meter.resume(self._in_use(arguments))
-        if self._foresee is not None and not self._goes_on():
-            self._look_ahead(self._foresee, window, meter, call)
         given = arguments[len(arguments) - step.n_tangents :]
         # That of a loss is the 1 that `backward()` itself makes and holds, which takes no room.
         tangents = [WeakStorage(one) for one in given if isinstance(one, torch.Tensor) and one.numel() > 1]
+        window.gradients_given |= bool(tangents)
+        meter.resume(self._in_use(arguments))
+        if self._foresee is not None and not self._goes_on():
+            self._look_ahead(self._foresee, window, meter, call)
         return call, tangents
 
     def _look_ahead(self, foresee: Callable[[Window, int], None], window: Window, meter: StepMeter, call: Call) -> None:

@@ -35,11 +35,12 @@ def observe_loop(
         released=loop.released & released if loop.learnt else released,
         let_go=loop.let_go & let_go if loop.learnt else let_go,
         tangents_pass=not window.tangents_stayed and (loop.tangents_pass or not loop.learnt),
+        gradients_given=window.gradients_given or (loop.learnt and loop.gradients_given),
         hooks_free=freed and (loop.hooks_free or not loop.learnt),
         drops_late=loop.drops_late and not (window.gradients_stayed and gradients_pass),
     )
-    tangent_bytes = sum(map(_tangent_bytes, window.steps))
-    given_share = measured.given_bytes / tangent_bytes if tangent_bytes else 0.0
+    gradient_bytes = sum(map(_loss_gradient_bytes, window.steps))
+    given_share = measured.given_bytes / gradient_bytes if gradient_bytes else 0.0
     seen = replace(seen, given_share=max(given_share, loop.given_share) if loop.learnt else given_share)
     loss_shares = [loop.loss_share] if loop.learnt else []
     kept_shares = [loop.kept_share] if loop.learnt else []
@@ -48,16 +49,17 @@ def observe_loop(
         # As it was metered: without what the loss keeps, and without graphs.
         plan = step.plan and basis and basis.of(step.plan, replace(seen, kept_share=0.0, replays=False))
         at_loss = plan and next((m for m in plan.timeline.moments if m.phase == "loss"), None)
-        if not plan or not at_loss or not at_loss.activation_gradient_bytes:
+        gradient_bytes = _loss_gradient_bytes(step)
+        if not plan or not at_loss or not gradient_bytes:
             continue
         rest_bytes = at_loss.total_bytes - at_loss.workspace_bytes
         left_bytes = rest_bytes - dropped_bytes(plan.graph)
         backward_bytes = measured.before_backward_bytes
         kept_bytes = max(0, backward_bytes + awaited_bytes - left_bytes) if backward_bytes else 0
-        kept_shares.append(kept_bytes / at_loss.activation_gradient_bytes)
+        kept_shares.append(kept_bytes / gradient_bytes)
         if measured.loss_bytes:
             scratch_bytes = measured.loss_bytes + awaited_bytes - rest_bytes - kept_bytes
-            loss_shares.append(max(0, scratch_bytes) / at_loss.activation_gradient_bytes)
+            loss_shares.append(max(0, scratch_bytes) / gradient_bytes)
     return replace(
         seen,
         loss_share=max(loss_shares, default=loop.loss_share),
@@ -78,12 +80,12 @@ def loss_takes_more(loop: LoopMemory, steps: Sequence[Metered], used_bytes: int)
     shares = [had := loop.loss_share + loop.kept_share + loop.given_share]
     for step in steps:
         at_loss = step.plan and next((m for m in step.plan.timeline.moments if m.phase == "loss"), None)
-        if at_loss and at_loss.activation_gradient_bytes:
+        if at_loss and (gradient_bytes := _loss_gradient_bytes(step)):
             rest_bytes = at_loss.total_bytes - at_loss.workspace_bytes
-            shares.append((used_bytes - rest_bytes) / at_loss.activation_gradient_bytes + had - loop.loss_share)
+            shares.append((used_bytes - rest_bytes) / gradient_bytes + had - loop.loss_share)
     return loop if max(shares) == had else replace(loop, loss_share=max(shares))
 
 
-def _tangent_bytes(step: Metered) -> int:
+def _loss_gradient_bytes(step: Metered) -> int:
     basis = step.basis_in_call()
-    return sum(s.nbytes for s in basis.graph.storages if s.kind == "tangent") if basis is not None else 0
+    return basis.graph.loss_gradient_bytes(basis.outputs.values()) if basis is not None else 0

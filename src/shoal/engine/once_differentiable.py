@@ -11,8 +11,14 @@ from torch.utils._pytree import tree_leaves
 from shoal.errors import CaptureError
 
 
-def once_differentiable(compiled: Callable[..., Any]) -> Callable[..., Any]:
+def once_differentiable(
+    compiled: Callable[..., Any], returned: Callable[[Any], None] | None = None
+) -> Callable[..., Any]:
     """What AOTAutograd compiled, whose backward pass refuses `create_graph=True` in our words.
+
+    Args:
+        compiled: the step.
+        returned: called with what it returns.
 
     Raises:
         CaptureError: in the backward pass, where its gradients are to be differentiated again.
@@ -23,6 +29,8 @@ def once_differentiable(compiled: Callable[..., Any]) -> Callable[..., Any]:
         node = backward_of(outputs)
         if node is not None:
             node.register_prehook(_reject_second_order)
+            if returned is not None:
+                returned(outputs)
         return outputs
 
     if getattr(compiled, "_boxed_call", False):

@@ -122,6 +122,11 @@ class PartStep(PlannedStep):
         """Joined steps do not carry it."""
         return False
 
+    @property
+    def may_allocate_late(self) -> bool:
+        """What is recorded between the passes has them."""
+        return False
+
     def make_plan(self, captured: Captured) -> Captured:
         """Take the part's share of the plan, or for a first run what leaves most room."""
         in_use_bytes = self.in_use_bytes = self.steps.in_use_bytes()
