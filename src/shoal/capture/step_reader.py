@@ -273,10 +273,11 @@ class _Reader:
                     part_kind: StorageKind = "output" if moves_statistics(node) and place in (3, 4) else kind
                     name = f"{node.name}.{place}"
                     writes.append(self._add_storage(items.get(place, node), part, part_kind, name, node))
-        # An operand that is also read through a view of another layout must stay whole until the op ends.
+        # An operand that is also read through a view of another layout must stay whole until the op ends, unless the op
+        # writes none of what it reads.
         own = [self.storage_of[n] for n in node.all_input_nodes if n in self.storage_of]
         overwrites = [self.storage_of[operand] for operand in inplace.operands(node) if writes]
-        overwrites = [s for s in overwrites if own.count(s) == 1]
+        overwrites = [s for s in overwrites if own.count(s) == 1 or inplace.writes_elsewhere(node)]
         overwrites = [s for s in overwrites if self._storages[s]["kind"] not in RESIDENT]
         again = self._again(node, overwrites)
         if takes_statistics(node):
