@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from torch._C import DispatchKey
+from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd.schemas import MemoryFormatMeta
 from torch._library.utils import is_builtin
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import (
@@ -32,7 +34,8 @@ _KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 
 @contextmanager
 def eager_kernels() -> Iterator[None]:
-    """While the block runs, traces keep the ops of `_FAMILIES` whole, and have the strides of eager PyTorch."""
+    """While the block runs, traces keep the ops of `_FAMILIES` whole, have the strides of eager PyTorch, and take dense
+    gradients of results whose elements overlap."""
     taken = []
     for overload in _decomposed():
         # An op made of others has no kernel of its own. One for fake tensors on "meta" would be called instead of them,
@@ -43,12 +46,44 @@ def eager_kernels() -> Iterator[None]:
                 taken.append((overload, key, overload.py_kernels.pop(key)))
         overload._dispatch_cache.clear()
     try:
-        with eager_strides():
+        with eager_strides(), _dense_gradients():
             yield
     finally:
         for overload, key, kernel in taken:
             overload.py_kernels[key] = kernel
             overload._dispatch_cache.clear()
+
+
+@contextmanager
+def _dense_gradients() -> Iterator[None]:
+    """AOTAutograd lays a gradient out as its result. If that is an unfolded tensor, whose windows share elements,
+    gradients written there overwrite each other."""
+    known = MemoryFormatMeta.from_tensor
+
+    def of(result: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not _overlaps(result):
+            return known(result, *args, **kwargs)
+        with functorch_config.patch(guess_tangent_strides_as_outputs=False):
+            return known(result, *args, **kwargs)
+
+    MemoryFormatMeta.from_tensor = staticmethod(of)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        MemoryFormatMeta.from_tensor = staticmethod(known)  # type: ignore[method-assign]
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Whether elements of a strided tensor of known sizes may share an address."""
+    if tensor.layout != torch.strided or tensor._has_symbolic_sizes_strides:
+        return False
+    span = 1
+    axes = zip(tensor.stride(), tensor.shape, strict=True)
+    for stride, size in sorted((stride, size) for stride, size in axes if size > 1):
+        if stride < span:
+            return True
+        span += stride * (size - 1)
+    return False
 
 
 @contextmanager
