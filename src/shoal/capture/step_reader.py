@@ -238,7 +238,8 @@ class _Reader:
     def _visit_input(self, node: fx.Node, value: Any) -> None:
         if node.name.startswith("tangents"):
             if isinstance(value, torch.Tensor):
-                self._add_storage(node, value, "tangent")
+                place = self._add_storage(node, value, "tangent")
+                self._storages[place]["nbytes"] = min(self._storages[place]["nbytes"], _own_bytes(value))
             return
         kind: StorageKind = "input"
         if self._n_inputs in self.parameters:
@@ -393,6 +394,12 @@ class _Reader:
             ops.append(Op(**{**op, "id": place, "overwrites": overwrites}))
         storages = tuple(Storage(**{**s, "tensors": tuple(s["tensors"])}) for s in self._storages)
         return tuple(ops), storages
+
+
+def _own_bytes(value: torch.Tensor) -> int:
+    """What a gradient takes that is laid out as `value`, which may be a part of a larger tensor."""
+    elems = 0 in value.shape or 1 + sum((n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True))
+    return allocated_bytes((0 if elems is True else int(elems)) * value.element_size(), value.device)
 
 
 def storage_bytes(value: torch.Tensor) -> int:

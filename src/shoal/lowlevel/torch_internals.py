@@ -35,7 +35,7 @@ _KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 @contextmanager
 def eager_kernels() -> Iterator[None]:
     """While the block runs, traces keep the ops of `_FAMILIES` whole, have the strides of eager PyTorch, and take dense
-    gradients of results whose elements overlap."""
+    gradients of results that are not dense."""
     taken = []
     for overload in _decomposed():
         # An op made of others has no kernel of its own. One for fake tensors on "meta" would be called instead of them,
@@ -56,12 +56,12 @@ def eager_kernels() -> Iterator[None]:
 
 @contextmanager
 def _dense_gradients() -> Iterator[None]:
-    """AOTAutograd lays a gradient out as its result. If that is an unfolded tensor, whose windows share elements,
-    gradients written there overwrite each other."""
+    """AOTAutograd lays a gradient out as its result: of an unfolded tensor, whose windows share elements, gradients
+    overwrite each other, and those of some columns of a result take the memory of all."""
     known = MemoryFormatMeta.from_tensor
 
     def of(result: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not _overlaps(result):
+        if _is_dense(result):
             return known(result, *args, **kwargs)
         with functorch_config.patch(guess_tangent_strides_as_outputs=False):
             return known(result, *args, **kwargs)
@@ -73,17 +73,17 @@ def _dense_gradients() -> Iterator[None]:
         MemoryFormatMeta.from_tensor = staticmethod(known)  # type: ignore[method-assign]
 
 
-def _overlaps(tensor: torch.Tensor) -> bool:
-    """Whether elements of a strided tensor of known sizes may share an address."""
-    if tensor.layout != torch.strided or tensor._has_symbolic_sizes_strides:
-        return False
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a strided tensor of known sizes has one address for each element, and no others between them."""
+    if tensor.layout != torch.strided or tensor._has_symbolic_sizes_strides or not tensor.numel():
+        return True
     span = 1
     axes = zip(tensor.stride(), tensor.shape, strict=True)
     for stride, size in sorted((stride, size) for stride, size in axes if size > 1):
-        if stride < span:
-            return True
-        span += stride * (size - 1)
-    return False
+        if stride != span:
+            return False
+        span *= size
+    return True
 
 
 @contextmanager

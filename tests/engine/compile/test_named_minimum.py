@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import shoal
+from bench.fuzz_step import allocated
 from shoal.errors import BudgetError
 from tests.engine.training_laws import needs_compiler
 
@@ -85,3 +87,43 @@ def test_a_result_that_is_held_is_seen_in_the_first_step(last: nn.Module) -> Non
     held = refused(Views(1, last), 45 * unknown // 100, loss_of)  # half would do for this loss
     assert held <= unknown
     assert train(Views(1, last), held, loss_of).shoal.measured_peak_bytes <= held
+
+
+READ: dict[str, Callable[[torch.Tensor], Any]] = {
+    "rows": lambda y: y.split(16),
+    "columns": lambda y: y.chunk(4, 1),
+    "unbound": lambda y: y.view(64, 2, 32).unbind(1),
+    "strided": lambda y: y.as_strided((16, 8), (64, 1)),
+    "windows": lambda y: y.unfold(1, 8, 4),
+    "padded": lambda y: F.pad(y.view(1, 4, 16, 64), (1, 1, 2, 1), mode="circular"),
+    "pooled": lambda y: F.max_pool1d(y.T[None], 3, 1),
+}
+
+
+@pytest.mark.parametrize("read", READ)
+def test_plain_pytorchs_own_peak_is_enough(read: str) -> None:
+    class Read(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return READ[read](self.layer(x))
+
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+
+    def step(net: nn.Module) -> None:
+        results = net(x)
+        results = results if isinstance(results, tuple) else (results,)
+        sum((one.square().sum() for one in results), start=torch.zeros(())).backward()
+        net.zero_grad()
+
+    plain = Read()
+    step(plain)
+    held_bytes = x.nbytes + sum(one.nbytes for one in plain.parameters())
+    plain_bytes = held_bytes + allocated(lambda: step(plain))[1]
+    torch._dynamo.reset()
+    net = shoal.compile(Read(), budget=plain_bytes + 1024, optimizer="sgd", allow="exact")  # small tensors of the loop
+    for _ in range(3):
+        step(net)
+    assert net.shoal.measured_peak_bytes <= plain_bytes + 1024
