@@ -1,8 +1,8 @@
 """Context managers over private state of torch: traces with eager kernels, real tensors within a trace.
 
 While AOTAutograd traces, Python decompositions take some ops apart: interpolation becomes dozens of gathers and
-products, recurrent layers become matrix products. The results differ from the eager kernels' in the last bits and cost
-more.
+products, recurrent layers become matrix products, and a margin loss takes four times the memory. The results differ
+from the eager kernels' in the last bits and cost more.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ from shoal.lowlevel.eager_strides import eager_strides
 from shoal.lowlevel.torch_state import on_device
 
 _aten = torch.ops.aten
-_FAMILIES = ("upsample_", "_upsample_", "lstm", "gru", "rnn_")
+_FAMILIES = (
+    *("upsample_", "_upsample_", "lstm", "gru", "rnn_"),
+    *("hardshrink", "softshrink", "multi_margin_loss", "multilabel_margin_loss_forward"),
+)
 _KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 
 

@@ -96,6 +96,10 @@ READ: dict[str, Callable[[torch.Tensor], Any]] = {
     "strided": lambda y: y.as_strided((16, 8), (64, 1)),
     "windows": lambda y: y.unfold(1, 8, 4),
     "padded": lambda y: F.pad(y.view(1, 4, 16, 64), (1, 1, 2, 1), mode="circular"),
+    "shrunk": lambda y: F.softshrink(y, 0.1),
+    "hard": lambda y: F.hardshrink(y, 0.1),
+    "margin": lambda y: F.multi_margin_loss(y, torch.arange(64)),
+    "margins": lambda y: F.multilabel_margin_loss(y, torch.arange(64).expand(64, 64)),
     "pooled": lambda y: F.max_pool1d(y.T[None], 3, 1),
 }
 
