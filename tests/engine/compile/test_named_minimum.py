@@ -131,3 +131,28 @@ def test_plain_pytorchs_own_peak_is_enough(read: str) -> None:
     for _ in range(3):
         step(net)
     assert net.shoal.measured_peak_bytes <= plain_bytes + 1024
+
+
+def test_a_gradient_of_the_result_that_is_a_parameters_too_counts_in_a_plan_for_a_loop_that_holds_less() -> None:
+    class Difference(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = nn.ParameterList(torch.ones(1 << 12) for _ in range(3))
+
+        def forward(self) -> torch.Tensor:
+            return self.weights[0] - self.weights[1] * self.weights[2]
+
+    weight = torch.rand(1 << 12)
+
+    def step(net: nn.Module) -> None:
+        (net() * weight).sum().backward()
+        net.zero_grad()
+
+    plain = Difference()
+    step(plain)
+    plain_bytes = 4 * weight.nbytes + allocated(lambda: step(plain))[1]
+    torch._dynamo.reset()
+    net = shoal.compile(Difference(), budget=plain_bytes, optimizer="sgd", allow="exact")
+    for _ in range(3):
+        step(net)
+    assert net.shoal.measured_peak_bytes <= net.shoal.predicted_peak_bytes <= plain_bytes
