@@ -160,6 +160,11 @@ CALLS: list[tuple[Any, Callable[[torch.Tensor, torch.Tensor], tuple[Any, ...]]]]
     (sliced_norm, lambda x, y: (x, *statistics(x)[:3], "elu 0.5")),
     (sliced_norm_gradient, lambda x, y: (x, y, *statistics(x), statistics(x)[0], "relu")),
     (sliced_norm_gradient, lambda x, y: (x, y, *statistics(x), statistics(x)[0], "elu 0.5")),
+    (aten.hardshrink.default, lambda x, y: (x, 0.4)),
+    (aten.hardshrink_backward.default, lambda x, y: (x, y, 0.4)),
+    (aten.softshrink.default, lambda x, y: (x, 0.4)),
+    (aten.softshrink_backward.default, lambda x, y: (x, y, 0.4)),
+    (aten.copy.default, lambda x, y: (x, y)),
     (aten.scatter.src, lambda x, y: (x, 0, places(x), y)),
     (aten.scatter.value, lambda x, y: (x, 0, places(x), 0.3)),
     (aten.scatter_add.default, lambda x, y: (x, 0, places(x), y)),
@@ -341,6 +346,52 @@ def test_operands_qualify_whose_block_is_just_like_the_results(
 ) -> None:
     node, _ = node_of(target, *args)
     assert {node.args.index(operand) for operand in inplace.operands(node)} == places
+
+
+@pytest.mark.parametrize("target", [aten.copy.default, aten.slice_scatter.default, aten.index_copy.default])
+def test_complex_numbers_are_written_in_place(target: Callable[..., Any]) -> None:
+    arguments = {
+        aten.copy.default: (COMPLEX, COMPLEX.conj()),
+        aten.slice_scatter.default: (COMPLEX, COMPLEX[1:].conj(), 0, 1),
+        aten.index_copy.default: (COMPLEX, 0, torch.arange(4), COMPLEX.conj()),
+    }[target]
+    node, tensors = node_of(target, *arguments)
+    expected = node.meta["val"].clone()
+    assert torch.equal(
+        call(*_over(node, inplace.operands(node)[0]), {n: t.clone() for n, t in tensors.items()}), expected
+    )
+
+
+@given(st.data())
+def test_what_is_written_and_what_is_read_of_one_tensor_are_told_apart(data: st.DataObject) -> None:
+    shape = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
+    order = data.draw(st.permutations(range(len(shape))))
+    base = torch.arange(torch.Size(shape).numel()).view([shape[axis] for axis in order])
+    base = base.permute([order.index(axis) for axis in range(len(shape))])
+    dim = data.draw(st.integers(0, len(shape) - 1))
+    length = data.draw(st.integers(1, shape[dim]))
+    starts = st.integers(0, shape[dim] - length)
+    start, other = data.draw(starts), data.draw(starts)
+    part = base.narrow(dim, other, length)
+    graph = fx.Graph()
+    nodes = [graph.placeholder(name) for name in ("base", "part")]
+    for node, value in zip(nodes, (base, part), strict=True):
+        node.meta["val"] = value
+    write = graph.call_function(aten.slice_scatter.default, (*nodes, dim, start, start + length))
+    apart = not set(base.narrow(dim, start, length).flatten().tolist()) & set(part.flatten().tolist())
+    assert inplace.writes_elsewhere(write) == apart
+
+
+def test_of_views_that_are_no_boxes_nothing_is_known() -> None:
+    base = torch.randn(4, 6)
+    for part in (base.diagonal()[:2], base.view(-1).as_strided((2,), (5,)), base.view(-1).unfold(0, 4, 2)[0, :2]):
+        graph = fx.Graph()
+        nodes = [graph.placeholder(name) for name in ("base", "part")]
+        for node, value in zip(nodes, (base, part), strict=True):
+            node.meta["val"] = value
+        write = graph.call_function(aten.as_strided_scatter.default, (*nodes, [2], [1], 22))
+        apart = not set(range(22, 24)) & set(torch.arange(24).as_strided(part.shape, part.stride()).tolist())
+        assert apart or not inplace.writes_elsewhere(write)
 
 
 class Spectral(nn.Module):

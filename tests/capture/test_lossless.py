@@ -343,6 +343,73 @@ def test_a_gradient_is_not_copied_for_an_in_place_activation_of_a_view() -> None
     assert not targets & {aten.copy.default, aten.new_empty_strided.default}
 
 
+class Conjugated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 6, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        turned = (self.weight * x).mH
+        return torch.view_as_real(turned.resolve_conj()) * turned.imag.resolve_neg().unsqueeze(-1)
+
+
+def test_a_copy_that_conjugates_is_not_dropped() -> None:
+    torch.manual_seed(0)
+    assert_same_training(Conjugated(), [torch.rand(6), torch.rand(6)])
+
+
+WRITTEN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "strided": lambda x: x.as_strided((2, 3, 4, 8), (256, 64, 16, 1)),
+    "circular": lambda x: F.pad(x, (1, 1, 2, 1), mode="circular"),
+    "circular volume": lambda x: F.pad(x, (1, 1, 2, 1, 1, 2), mode="circular"),
+    "nested": lambda x: _written(x, lambda out: out[:, 1][:, 1:][..., ::2]),
+    "selected diagonal": lambda x: _written(x, lambda out: out.diagonal(0, 2, 3)[:, 2]),
+    "past itself": lambda x: _shifted(x, 4),
+}
+
+
+def _written(x: torch.Tensor, view: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    out = torch.zeros_like(x)
+    view(out).copy_(view(x))
+    return out + 1
+
+
+def _shifted(x: torch.Tensor, by: int) -> torch.Tensor:
+    out = x * 2
+    out[..., by:] = out[..., :-by]
+    return out
+
+
+@pytest.mark.parametrize("written", WRITTEN)
+def test_what_is_written_through_views_is_as_in_plain_pytorch(written: str) -> None:
+    class Written(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = conv(3, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return WRITTEN[written](self.conv(x).sin()).exp()
+
+    torch.manual_seed(0)
+    assert_same_training(Written(), [batch(), batch()])
+
+
+def test_a_view_of_a_view_is_written_at_once() -> None:
+    class Padded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = conv(3, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.pad(self.conv(x), (1, 1, 1, 1), mode="circular")
+
+    graph = captured_step(Padded()).joint.graph
+    viewed = graph.find_nodes(op="call_function", target=aten.slice_scatter.default)
+    written = graph.find_nodes(op="call_function", target=aten.as_strided_scatter.default)
+    assert all(node.args[0].target is not aten.slice.Tensor for node in viewed)
+    assert len(written) == 1
+
+
 HANDED_OUT: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "clone, detach": lambda x: x.clone().detach(),
     "clone, view": lambda x: x.clone().flatten(1),

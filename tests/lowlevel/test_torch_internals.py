@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -91,3 +92,32 @@ def test_a_plan_made_ahead_is_for_the_step_that_is_trained() -> None:
     trained = shoal.compile(copy.deepcopy(model), plan=plan)
     trained(batch()).sum().backward()
     assert by_itself(trained.shoal.plan.graph).fingerprint == by_itself(plan.graph).fingerprint
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x.unfold(0, 4, 2),
+        lambda x: (x.unfold(0, 4, 1), x.sin()),
+        lambda x: x.as_strided((2, 2, 2, 2), (1, 1, 1, 1)),
+        lambda x: x.view(4, 4).unfold(0, 3, 1).transpose(0, 1),
+        lambda x: x.expand(3, 16),
+    ],
+    ids=["windows", "windows and more", "strided", "turned", "expanded"],
+)
+def test_gradients_of_results_that_overlap_are_those_of_plain_pytorch(read: Callable[[torch.Tensor], Any]) -> None:
+    class Read(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.linspace(1, 2, 16))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return read((self.weight * x).sin().exp())
+
+    def loss_of(outputs: Any) -> torch.Tensor:
+        parts = outputs if isinstance(outputs, tuple) else (outputs,)
+        return sum(
+            ((one * torch.linspace(0.5, 1.5, one.numel()).view(one.shape)).sum() for one in parts), torch.zeros(())
+        )
+
+    assert_same_training(Read(), [torch.rand(16), torch.rand(16)], loss_of=loss_of)

@@ -86,6 +86,10 @@ _OUT: dict[Any, tuple[tuple[int, ...], Callable[..., Any], str]] = {
     _aten.hardswish.default: ((0,), _aten.hardswish.out, "out"),
     _aten.hardsigmoid.default: ((0,), _aten.hardsigmoid.out, "out"),
     _aten.hardsigmoid_backward.default: ((0,), _aten.hardsigmoid_backward.grad_input, "grad_input"),
+    _aten.hardshrink.default: ((0,), _aten.hardshrink.out, "out"),
+    _aten.hardshrink_backward.default: ((0,), _aten.hardshrink_backward.grad_input, "grad_input"),
+    _aten.softshrink.default: ((0,), _aten.softshrink.out, "out"),
+    _aten.softshrink_backward.default: ((0,), _aten.softshrink_backward.grad_input, "grad_input"),
     _aten.softplus.default: ((0,), _aten.softplus.out, "out"),
     _aten.softplus_backward.default: ((0,), _aten.softplus_backward.grad_input, "grad_input"),
     _aten.mish.default: ((0,), _aten.mish.out, "out"),
@@ -126,6 +130,7 @@ _CALLS: dict[Any, tuple[tuple[int, ...], Callable[..., Any]]] = {
     group_norm.backward: ((0,), group_norm.backward_),
     group_norm_pieces.backward: ((0,), group_norm_pieces.backward_),
     dropout_backward: ((0,), dropout_backward_),
+    _aten.copy.default: ((0,), _aten.copy_.default),
     _aten.scatter.src: ((0,), _aten.scatter_.src),
     _aten.scatter.value: ((0,), _aten.scatter_.value),
     _aten.scatter_add.default: ((0,), _aten.scatter_add_.default),
@@ -151,6 +156,13 @@ _CALLS: dict[Any, tuple[tuple[int, ...], Callable[..., Any]]] = {
     torch.ops.shoal.inverted_norm.default: ((0,), inverted_norm_),
     torch.ops.shoal.inverted_norm_backward.default: ((0,), inverted_norm_backward_),
 }
+# What writes a view of its first operand → that view.
+WRITTEN_VIEW: dict[Any, Callable[..., torch.Tensor]] = {
+    _aten.slice_scatter.default: _aten.slice.Tensor,
+    _aten.select_scatter.default: _aten.select.int,
+    _aten.diagonal_scatter.default: _aten.diagonal.default,
+    _aten.as_strided_scatter.default: _aten.as_strided.default,
+}
 # Convolutions with a keyword `over` → place of their stride. They read a copy of a few planes at a time, which is worth
 # it for large operands alone.
 _OVER: dict[Any, int] = {direct_convolution.forward: 3, direct_convolution.input_gradient: 3}
@@ -164,7 +176,11 @@ _WITH_SCRATCH = (
     torch.ops.shoal.norm_act_backward.default,
 )
 # How a complex product is rounded depends on whether the compiler's loop may take its result for one of its operands.
-_COMPLEX = (_aten.add.Tensor, _aten.sub.Tensor)
+_COMPLEX = (
+    *(_aten.add.Tensor, _aten.sub.Tensor, _aten.copy.default, _aten.scatter.src, _aten.scatter.value, *WRITTEN_VIEW),
+    *(_aten.scatter_add.default, _aten.index_add.default, _aten.index_copy.default, _aten.index_fill.int_Scalar),
+    *(_aten.index_put.default, _aten.put.default, _aten.masked_fill.Scalar, _aten.masked_fill.Tensor),
+)
 _READ_LATER = (batch_norm.normalise, group_norm.normalise)
 _NORMS = (
     _aten._native_batch_norm_legit_functional.default,
@@ -213,6 +229,49 @@ def _convolved(node: fx.Node) -> tuple[fx.Node, ...]:
         return ()
     parts = arguments[0] if isinstance(arguments[0], (list, tuple)) else [arguments[0]]
     return tuple(part for part in parts if _same_block(part.meta.get("val"), result))
+
+
+def writes_elsewhere(node: fx.Node) -> bool:
+    """Whether a node writes a view of its first operand, and what it writes there is a view of other places of it."""
+    if node.target not in WRITTEN_VIEW:
+        return False
+    (base, part), view = node.args[:2], node.args[2:]
+    if not isinstance(base, fx.Node) or not isinstance(part, fx.Node):
+        return False
+    values = base.meta["val"], part.meta["val"]
+    numbers = [number for value in values for number in (*value.shape, *value.stride(), value.storage_offset())]
+    fx.node.map_arg((view, dict(node.kwargs)), numbers.append)
+    if not all(type(number) is int for number in numbers):
+        return False
+    written = _places(WRITTEN_VIEW[node.target](values[0], *view, **node.kwargs), values[0])
+    read = _places(values[1], values[0])
+    if written is None or read is None:
+        return False
+    return any(one[1] < other[0] or other[1] < one[0] for one, other in zip(written, read, strict=True))
+
+
+def _places(view: torch.Tensor, base: torch.Tensor) -> list[tuple[int, int]] | None:
+    """The first and last index of a view of `base` along each of the base's axes; None if it is not such a part."""
+    axes = sorted(range(base.dim()), key=base.stride, reverse=True)
+    found = {}
+    left, span = view.storage_offset() - base.storage_offset(), base.numel()
+    for axis in axes:
+        stride, size = base.stride(axis), base.shape[axis]
+        if size > 1 and (stride * size > span or stride < 1):
+            return None  # of a base that is not dense
+        span = stride if size > 1 else span
+        found[axis], left = (left // stride, left % stride) if size > 1 else (0, left)
+    last = dict(found)
+    for size, step in zip(view.shape, view.stride(), strict=True):
+        along = next((axis for axis in axes if base.shape[axis] > 1 and step and step % base.stride(axis) == 0), None)
+        if size == 1:
+            continue
+        if along is None or last[along] != found[along]:
+            return None
+        last[along] += (size - 1) * (step // base.stride(along))
+        if last[along] >= base.shape[along]:
+            return None
+    return None if left else [(found[axis], last[axis]) for axis in range(base.dim())]
 
 
 def usually_overwrites(target: Any) -> bool:

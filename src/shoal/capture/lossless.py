@@ -47,6 +47,7 @@ from shoal.capture.cudnn_batch_norms import leave_to_cudnn
 from shoal.capture.duplicates import merge_duplicates
 from shoal.capture.fx_nodes import describe_as, is_view, per_axis, reaches_output
 from shoal.capture.gradients_in_place import WRITTEN_OVER, write_over_gradient
+from shoal.capture.inplace import WRITTEN_VIEW
 from shoal.capture.kernel_layouts import lay_out_as_kernels_do, type_as_kernels_do
 from shoal.capture.norm_gradients import fold_norm_gradients
 from shoal.capture.op_counts import convolution_backward_flops
@@ -73,6 +74,7 @@ _TRAINING_OF_BATCH_NORM = 7
 _PRESERVED = (None, torch.preserve_format)
 _OF_SLICES = (torch.ops.shoal.sliced_norm.default, torch.ops.shoal.sliced_norm_gradient.default)
 _WITH_SLICES = (_aten.convolution.default, _aten.constant_pad_nd.default, _aten.cat.default)
+_COPIES: dict[Any, int] = {_aten.clone.default: 0, _aten.copy.default: 1}  # → place of what is copied
 _POOL_BACKWARDS = {
     _aten.max_pool2d_with_indices_backward.default: 2,
     _aten.max_pool3d_with_indices_backward.default: 3,
@@ -102,6 +104,10 @@ def save_fewer_bytes(joint: fx.GraphModule, backward: set[fx.Node], *, cpu_kerne
         if node.args[_TRAINING_OF_BATCH_NORM] is True:
             node.args = tuple(None if i in _STATISTICS_OF_BATCH_NORM else arg for i, arg in enumerate(node.args))
     view_whole_scatters(graph, backward)
+    _write_uncopied(graph, backward)
+    for node in list(graph.nodes):
+        if node.target in WRITTEN_VIEW:
+            _write_through_views(graph, node, backward)
     merge_duplicates(graph, backward)
     change_in_place(joint, backward)
     type_as_kernels_do(joint, backward)
@@ -138,7 +144,7 @@ def _kept_as_it_is(node: fx.Node) -> fx.Node | None:
     """What a node only copies; None where it does more than that, or where the caller gets the copy."""
     if node.target is _aten.detach.default:
         return node.args[0]  # type: ignore[return-value]  # fx types an argument as a union of all it may be
-    place = {_aten.clone.default: 0, _aten.copy.default: 1}.get(node.target)  # type: ignore[call-overload]  # any key
+    place = _COPIES.get(node.target)
     if place is None or _is_handed_out(node):
         return None
     source = _args(node)[place]
@@ -147,10 +153,65 @@ def _kept_as_it_is(node: fx.Node) -> fx.Node | None:
         source.op == "call_function"
         and isinstance(copied, torch.Tensor)
         and (copied.dtype, copied.device, copied.shape) == (value.dtype, value.device, value.shape)
+        and (copied.is_conj(), copied.is_neg()) == (value.is_conj(), value.is_neg())
         and copied.stride() == value.stride()
         and copied.untyped_storage().nbytes() == value.untyped_storage().nbytes()
     )
     return source if same else None
+
+
+def _write_uncopied(graph: fx.Graph, backward: set[fx.Node]) -> None:
+    """Drop copies that are only written into other tensors: autograd's of the gradient of a strided view."""
+    for target, place in _COPIES.items():
+        for node in graph.find_nodes(op="call_function", target=target):
+            source, value = _args(node)[place], node.meta["val"]
+            if (source.meta["val"].dtype, source.meta["val"].device) != (value.dtype, value.device):
+                continue
+            written = all(user.target in WRITTEN_VIEW and user.all_input_nodes.index(node) == 1 for user in node.users)
+            if source.meta["val"].shape == value.shape and node.users and written:
+                node.replace_all_uses_with(source)
+                graph.erase_node(node)
+                backward.discard(node)
+
+
+def _write_through_views(graph: fx.Graph, node: fx.Node, backward: set[fx.Node]) -> None:
+    """Write a view of a view at once: functional graphs make a copy of each view that is written through."""
+    base, part = _args(node)[:2]
+    whole = base.meta["val"]
+    outer: fx.Node = node
+    views: list[fx.Node] = []
+    region: Any = whole
+    while True:
+        operands = _args(outer)[2:]
+        if any(type(number) is not int for number in (*region.shape, *region.stride(), region.storage_offset())):
+            return
+        if outer.kwargs or any(isinstance(operand, fx.Node) for operand in operands):
+            return
+        region = WRITTEN_VIEW[outer.target](region, *operands)
+        inner = _args(outer)[1]
+        if inner.target not in WRITTEN_VIEW or len(inner.users) > 1:
+            break
+        view = _args(inner)[0]
+        viewed = views[-1] if views else base
+        if view.target is not WRITTEN_VIEW[outer.target] or view.args != (viewed, *operands) or view.kwargs:
+            break
+        views.append(view)
+        outer = inner
+    fits = whole.is_contiguous() and whole.numel() * whole.element_size() == whole.untyped_storage().nbytes()
+    if outer is node or not fits or whole.is_conj() or whole.is_neg():
+        return
+    written = _args(outer)[1]
+    node.target = _aten.as_strided_scatter.default
+    node.args = (base, written, list(region.shape), list(region.stride()), region.storage_offset())
+    while part is not written:
+        inner = _args(part)[1]
+        graph.erase_node(part)
+        backward.discard(part)
+        part = inner
+    for view in reversed(views):
+        if not view.users:
+            graph.erase_node(view)
+            backward.discard(view)
 
 
 def _split_convolution_backward(graph: fx.Graph, node: fx.Node, backward: set[fx.Node], cpu_kernels: bool) -> None:

@@ -246,7 +246,8 @@ class _Reader:
     def _visit_input(self, node: fx.Node, value: Any) -> None:
         if node.name.startswith("tangents"):
             if isinstance(value, torch.Tensor):
-                self._add_storage(node, value, "tangent")
+                place = self._add_storage(node, value, "tangent")
+                self._storages[place]["nbytes"] = min(self._storages[place]["nbytes"], _own_bytes(value))
             return
         kind: StorageKind = "input"
         if self._n_inputs in self.parameters:
@@ -281,10 +282,11 @@ class _Reader:
                     part_kind: StorageKind = "output" if moves_statistics(node) and place in (3, 4) else kind
                     name = f"{node.name}.{place}"
                     writes.append(self._add_storage(items.get(place, node), part, part_kind, name, node))
-        # An operand that is also read through a view of another layout must stay whole until the op ends.
+        # An operand that is also read through a view of another layout must stay whole until the op ends, unless the op
+        # writes none of what it reads.
         own = [self.storage_of[n] for n in node.all_input_nodes if n in self.storage_of]
         overwrites = [self.storage_of[operand] for operand in inplace.operands(node) if writes]
-        overwrites = [s for s in overwrites if own.count(s) == 1]
+        overwrites = [s for s in overwrites if own.count(s) == 1 or inplace.writes_elsewhere(node)]
         overwrites = [s for s in overwrites if self._storages[s]["kind"] not in RESIDENT]
         again = self._again(node, overwrites)
         if takes_statistics(node):
@@ -398,6 +400,12 @@ class _Reader:
             ops.append(Op(**{**op, "id": place, "overwrites": overwrites}))
         storages = tuple(Storage(**{**s, "tensors": tuple(s["tensors"])}) for s in self._storages)
         return tuple(ops), storages
+
+
+def _own_bytes(value: torch.Tensor) -> int:
+    """What a gradient takes that is laid out as `value`, which may be a part of a larger tensor."""
+    elems = 0 in value.shape or 1 + sum((n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True))
+    return allocated_bytes((0 if elems is True else int(elems)) * value.element_size(), value.device)
 
 
 def storage_bytes(value: torch.Tensor) -> int:

@@ -62,7 +62,8 @@ def _written_whole(scatter: fx.Node) -> fx.Node | None:
     starts = scatter.args[4] if len(scatter.args) > 4 else scatter.kwargs.get("storage_offset")
     same = sizes == tuple(value.shape) and strides == value.stride() and value.is_contiguous() and not starts
     alike = (whole.dtype, whole.numel()) == (value.dtype, value.numel()) and whole.is_contiguous()
-    return written if same and alike else None
+    lazy = value.is_conj() or value.is_neg()
+    return written if same and alike and not lazy else None
 
 
 def _is_a_view(strided: fx.Node, written: fx.Node) -> bool:

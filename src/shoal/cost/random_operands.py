@@ -27,8 +27,11 @@ _KNOWN = ("aten", "prims", "shoal")  # namespaces of ops
 _WRITING = (_aten.index_put, _aten.index_put_, _aten._unsafe_index_put)
 _INDEXING = (_aten.index, _aten._unsafe_index, *_WRITING)
 _ASSERTIONS = (_aten._assert_async, _aten._functional_assert_async)
-# Ops that read a probability, a rate or a deviation, of which 0 is one: PyTorch's, and ours that stand for them.
-_OF_PROBABILITIES = ("binary_cross_entropy", "bernoulli", "binomial", "poisson", "normal")
+# Ops that read a probability, a rate, a deviation or a flag, of which 0 is one: PyTorch's, and ours in their place.
+_OF_PROBABILITIES = (
+    *("binary_cross_entropy", "bernoulli", "binomial", "poisson", "normal"),
+    "multilabel_margin_loss_backward",
+)
 _POOL_BACKWARDS = {
     _aten.max_pool2d_with_indices_backward.default: 2,
     _aten.max_pool3d_with_indices_backward.default: 3,
@@ -40,10 +43,10 @@ class OperandFactory:
 
     Floats are standard normal; one-dimensional ones (variances, scales) are above 0.5. Booleans are random, but a mask
     among indices selects what the other operands are for, and what is asserted holds: on CUDA an assertion that fails
-    ends the process's use of the device. Probabilities are 0. Integers are valid for the op: indices in their windows
-    for max pooling, classes for losses, rows for embeddings, else 0. Operands of another library's op are all 0: what
-    its numbers say is unknown, and places among floats, as of torchvision's `roi_align`, are written to unchecked.
-    Sizes, strides, dtypes and lazy conjugations and negations are those of the fake tensors.
+    ends the process's use of the device. Probabilities, and flags that are floats, are 0. Integers are valid for the
+    op: indices in their windows for max pooling, classes for losses, rows for embeddings, else 0. Operands of another
+    library's op are all 0: what its numbers say is unknown, and places among floats, as of torchvision's `roi_align`,
+    are written to unchecked. Sizes, strides, dtypes and lazy conjugations and negations are those of the fake tensors.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -230,13 +230,14 @@ class PlannedStep:
         self.fingerprint = captured.graph.fingerprint
         captured = self.session.in_traced_layouts(captured)
         undefined = captured.graph.undefined_gradients(captured.output_storages().values())
+        # Counted here: a plan for a loop that holds less has gradients of results that end with their last reader.
+        self.n_tangents = sum(storage.kind == "tangent" for storage in captured.graph.storages)
         with unset_fake_temporarily():
             captured = self.make_plan(captured)
         assert self.plan is not None
         self._captured = captured if captured.largest_nodes else None
         self.device = captured.device
         self.n_outputs, self.results = num_fwd_outputs, captured.results
-        self.n_tangents = sum(storage.kind == "tangent" for storage in captured.graph.storages)
         self.errors_unknown = bool(self.plan.encoded)
         transfers = self.session.carry(self.plan, captured.device)
         doing("plan", "writing its graphs")

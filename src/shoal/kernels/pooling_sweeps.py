@@ -31,6 +31,7 @@ Options = tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int], bool
 _NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 _TRITON_DTYPES = (*_NATIVE_DTYPES, torch.float16)
 _MIN_ELEMS = 1 << 14  # of a thread that is worth waking
+_COPIED_ELEMS = 1 << 16  # of a copy in the layout that kernels read: 256 KiB
 _MOST_BLOCK = 512
 _MAX_PLANE_ELEMS = 1 << 30  # Triton's kernels count those of a plane in 32 bits
 _launches = Launches()
@@ -102,9 +103,20 @@ def _call_of(x: torch.Tensor, codes: torch.Tensor, geometry: _Geometry, after_re
     return call
 
 
-def _lie_so(layout: torch.memory_format, dilation: Sequence[int], tensors: Sequence[torch.Tensor]) -> bool:
-    # Dilated, a window may lie in the padding altogether.
-    return all(step == 1 for step in dilation) and all(one.is_contiguous(memory_format=layout) for one in tensors)
+def _lie_so(layout: torch.memory_format, tensors: Sequence[torch.Tensor]) -> bool:
+    return all(one.is_contiguous(memory_format=layout) for one in tensors)
+
+
+def _has_gaps(dilation: Sequence[int]) -> bool:
+    """Whether windows have gaps: one may then lie in the padding altogether."""
+    return any(step != 1 for step in dilation)
+
+
+def _images(layout: torch.memory_format, *tensors: torch.Tensor) -> list[slice]:
+    """Images to pool at once: all, or a few where tensors of another layout are copied first."""
+    first, images = tensors[0], max(1, tensors[0].shape[0])
+    at_once = images if _lie_so(layout, tensors) else max(1, _COPIED_ELEMS * images // max(1, first.numel()))
+    return [slice(start, start + at_once) for start in range(0, images, at_once)]
 
 
 class _Native:
@@ -114,13 +126,8 @@ class _Native:
     def applies(
         layout: torch.memory_format, dilation: Sequence[int], values: torch.Tensor, *codes: torch.Tensor
     ) -> bool:
-        """Whether it reads such values and codes here."""
-        return (
-            values.is_cpu
-            and values.dtype in _NATIVE_DTYPES
-            and _lie_so(layout, dilation, (values, *codes))
-            and has("shoal_max_pool")
-        )
+        """Whether it reads such values here; those of another layout are copied, a few images at a time."""
+        return values.is_cpu and values.dtype in _NATIVE_DTYPES and not _has_gaps(dilation) and has("shoal_max_pool")
 
     @staticmethod
     def forward(
@@ -128,19 +135,23 @@ class _Native:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         pooled = torch.empty((*x.shape[:2], *sizes), dtype=x.dtype, memory_format=layout)
         codes = torch.empty_like(pooled, dtype=torch.uint8)
-        call = _call_of(x, codes, _geometry_of(x, codes, layout, options), after_relu)
-        call.x, call.pooled = x.data_ptr(), pooled.data_ptr()
-        run_native("shoal_max_pool", call)
+        for some in _images(layout, x):
+            given = x[some].contiguous(memory_format=layout)
+            call = _call_of(given, codes[some], _geometry_of(given, codes[some], layout, options), after_relu)
+            call.x, call.pooled = given.data_ptr(), pooled[some].data_ptr()
+            run_native("shoal_max_pool", call)
         return pooled, codes
 
     @staticmethod
     def backward(
         grad: torch.Tensor, codes: torch.Tensor, result: torch.Tensor, options: Options, after_relu: bool
     ) -> None:
-        geometry = _geometry_of(result, codes, suggested_memory_format(result), options)
-        call = _call_of(result, codes, geometry, after_relu)
-        call.grad, call.grad_x = grad.data_ptr(), result.data_ptr()
-        run_native("shoal_max_pool_backward", call)
+        layout = suggested_memory_format(result)
+        for some in _images(layout, grad, codes):
+            given, read = (one[some].contiguous(memory_format=layout) for one in (grad, codes))
+            call = _call_of(result[some], read, _geometry_of(result[some], read, layout, options), after_relu)
+            call.grad, call.grad_x = given.data_ptr(), result[some].data_ptr()
+            run_native("shoal_max_pool_backward", call)
 
 
 class _Triton:
@@ -154,7 +165,8 @@ class _Triton:
         return (
             values.dtype in _TRITON_DTYPES
             and values.numel() < _MAX_PLANE_ELEMS * values.shape[0]
-            and _lie_so(layout, dilation, (values, *codes))
+            and not _has_gaps(dilation)
+            and _lie_so(layout, (values, *codes))
             and TRITON_KERNELS.run_on(values.device)
         )
 

@@ -1,8 +1,8 @@
 """Context managers over private state of torch: traces with eager kernels, real tensors within a trace.
 
 While AOTAutograd traces, Python decompositions take some ops apart: interpolation becomes dozens of gathers and
-products, recurrent layers become matrix products. The results differ from the eager kernels' in the last bits and cost
-more.
+products, recurrent layers become matrix products, and a margin loss takes four times the memory. The results differ
+from the eager kernels' in the last bits and cost more.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from torch._C import DispatchKey
+from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd.schemas import MemoryFormatMeta
 from torch._library.utils import is_builtin
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import (
@@ -26,13 +28,17 @@ from shoal.lowlevel.eager_strides import eager_strides
 from shoal.lowlevel.torch_state import on_device
 
 _aten = torch.ops.aten
-_FAMILIES = ("upsample_", "_upsample_", "lstm", "gru", "rnn_")
+_FAMILIES = (
+    *("upsample_", "_upsample_", "lstm", "gru", "rnn_"),
+    *("hardshrink", "softshrink", "multi_margin_loss", "multilabel_margin_loss_forward"),
+)
 _KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 
 
 @contextmanager
 def eager_kernels() -> Iterator[None]:
-    """While the block runs, traces keep the ops of `_FAMILIES` whole, and have the strides of eager PyTorch."""
+    """While the block runs, traces keep the ops of `_FAMILIES` whole, have the strides of eager PyTorch, and take dense
+    gradients of results that are not dense."""
     taken = []
     for overload in _decomposed():
         # An op made of others has no kernel of its own. One for fake tensors on "meta" would be called instead of them,
@@ -43,12 +49,44 @@ def eager_kernels() -> Iterator[None]:
                 taken.append((overload, key, overload.py_kernels.pop(key)))
         overload._dispatch_cache.clear()
     try:
-        with eager_strides():
+        with eager_strides(), _dense_gradients():
             yield
     finally:
         for overload, key, kernel in taken:
             overload.py_kernels[key] = kernel
             overload._dispatch_cache.clear()
+
+
+@contextmanager
+def _dense_gradients() -> Iterator[None]:
+    """AOTAutograd lays a gradient out as its result: of an unfolded tensor, whose windows share elements, gradients
+    overwrite each other, and those of some columns of a result take the memory of all."""
+    known = MemoryFormatMeta.from_tensor
+
+    def of(result: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if _is_dense(result):
+            return known(result, *args, **kwargs)
+        with functorch_config.patch(guess_tangent_strides_as_outputs=False):
+            return known(result, *args, **kwargs)
+
+    MemoryFormatMeta.from_tensor = staticmethod(of)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        MemoryFormatMeta.from_tensor = staticmethod(known)  # type: ignore[method-assign]
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a strided tensor of known sizes has one address for each element, and no others between them."""
+    if tensor.layout != torch.strided or tensor._has_symbolic_sizes_strides or not tensor.numel():
+        return True
+    span = 1
+    axes = zip(tensor.stride(), tensor.shape, strict=True)
+    for stride, size in sorted((stride, size) for stride, size in axes if size > 1):
+        if stride != span:
+            return False
+        span *= size
+    return True
 
 
 @contextmanager
