@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 from torch._C import DispatchKey
-from torch._functorch import config as functorch_config
-from torch._functorch._aot_autograd.schemas import MemoryFormatMeta
 from torch._library.utils import is_builtin
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import (
@@ -61,6 +59,10 @@ def eager_kernels() -> Iterator[None]:
 def _dense_gradients() -> Iterator[None]:
     """AOTAutograd lays a gradient out as its result: of an unfolded tensor, whose windows share elements, gradients
     overwrite each other, and those of some columns of a result take the memory of all."""
+    # Not with `import shoal`: they import the compiler.
+    from torch._functorch import config as functorch_config
+    from torch._functorch._aot_autograd.schemas import MemoryFormatMeta
+
     known = MemoryFormatMeta.from_tensor
 
     def of(result: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
