@@ -46,14 +46,14 @@ def volumes() -> nn.Module:
 
 def test_where_convolutions_may_be_in_pieces_it_is_traced_once(traces: list[str]) -> None:
     batch = [torch.randn(1, 1, 32, 32, 32, generator=torch.Generator().manual_seed(1))]
-    plain_bytes = shoal.plan(volumes(), *batch).predicted_peak_bytes
-    with pytest.raises(BudgetError) as refused:  # which pieces have the same bits, and so what is needed, differs
+    # Which pieces have the same bits, and so how little is enough, differs by processor; with more, the first form fits.
+    with pytest.raises(BudgetError) as refused:
         shoal.plan(volumes(), *batch, budget=1)
     traces.clear()
-    model = shoal.compile(volumes(), budget=(refused.value.least_feasible_bytes + plain_bytes) // 2)
+    model = shoal.compile(volumes(), budget=refused.value.least_feasible_bytes)
     found = train(model, batch)
     assert traces == ["compiled"]
-    assert [one.variant for one in model.shoal.plan.candidates] and not differences(found, train(volumes(), batch))
+    assert model.shoal.plan.candidates and not differences(found, train(volumes(), batch))
 
 
 def test_forms_that_have_graphs_of_their_own_are_traced_each_and_the_chosen_one_is_compiled(traces: list[str]) -> None:
