@@ -57,7 +57,8 @@ def test_where_convolutions_may_be_in_pieces_it_is_traced_once(traces: list[str]
 
 
 def test_forms_that_have_graphs_of_their_own_are_traced_each_and_the_chosen_one_is_compiled(traces: list[str]) -> None:
-    model = shoal.compile(normalised(), budget=share_of_plain(normalised, 0.9), allow="recompute, fuse")
+    budget_bytes = share_of_plain(normalised, 1.2)  # the fused form takes up to 1.1 of it, by the convolutions' scratch
+    model = shoal.compile(normalised(), budget=budget_bytes, allow="recompute, fuse")
     step(model, *batches(1))
     plan = model.shoal.plan
     assert plan.variant == FUSED and {one.variant for one in plan.candidates} == {WHOLE, FUSED}
