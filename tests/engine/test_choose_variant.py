@@ -46,7 +46,7 @@ def volumes() -> nn.Module:
 
 def test_where_convolutions_may_be_in_pieces_it_is_traced_once(traces: list[str]) -> None:
     batch = [torch.randn(1, 1, 32, 32, 32, generator=torch.Generator().manual_seed(1))]
-    # Which pieces have the same bits, and so how little is enough, differs by processor; with more, the first form fits.
+    # Which pieces have the same bits, and so how little is enough, differs by processor. With more, one form is enough.
     with pytest.raises(BudgetError) as refused:
         shoal.plan(volumes(), *batch, budget=1)
     traces.clear()

@@ -57,7 +57,7 @@ class Case:
         )
 
     def plain(self, dtype: torch.dtype) -> torch.Tensor:
-        # Contiguous: without AVX-512, oneDNN's strided 1x1 convolutions of few channels in channels_last end the process.
+        # Contiguous: without AVX-512, strided 1x1 convolutions of few channels in channels_last may end the process.
         a, weight = self.x.to(dtype).contiguous(), self.weight.to(dtype).requires_grad_()
         mean, scale, shift = self.vectors
         if mean is not None and scale is not None and shift is not None:
