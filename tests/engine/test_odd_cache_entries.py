@@ -61,5 +61,8 @@ def test_what_was_measured_on_another_processor_of_the_same_name_is_not_used(
     monkeypatch.setenv("SHOAL_CACHE", str(tmp_path))
     measurement_cache.remember("workspaces", CPU, {"convolution": 4096})
     assert measurement_cache.recall("workspaces", CPU) == {"convolution": 4096}
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")
+    with monkeypatch.context() as lowered:
+        lowered.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")
+        assert measurement_cache.recall("workspaces", CPU) == {}
+    monkeypatch.setattr(measurement_cache, "vector_flags", lambda: ("avx2", "amx_tile"))
     assert measurement_cache.recall("workspaces", CPU) == {}

@@ -404,8 +404,10 @@ class _Reader:
 
 def _own_bytes(value: torch.Tensor) -> int:
     """What a gradient takes that is laid out as `value`, which may be a part of a larger tensor."""
-    elems = 0 in value.shape or 1 + sum((n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True))
-    return allocated_bytes((0 if elems is True else int(elems)) * value.element_size(), value.device)
+    if 0 in value.shape:
+        return 0
+    elems = 1 + sum((n - 1) * step for n, step in zip(value.shape, value.stride(), strict=True))
+    return allocated_bytes(int(elems) * value.element_size(), value.device)
 
 
 def storage_bytes(value: torch.Tensor) -> int:

@@ -21,7 +21,7 @@ from shoal.core.records import read_json, read_object
 from shoal.errors import InputError
 from shoal.lowlevel import cuda_calls, dispatch
 from shoal.lowlevel.cuda_allocator import allocator_settings
-from shoal.lowlevel.native import fingerprint
+from shoal.lowlevel.native import fingerprint, vector_flags
 from shoal.memory.cpu_allocator import use_caching
 
 _MAX_DEPTH = 8  # of lists and objects in a cached value
@@ -62,14 +62,8 @@ def device_name(device: torch.device) -> str:
 
 def _instructions() -> list[str]:
     """The instruction sets that kernels choose by, as PyTorch, oneDNN and the system name them. Virtual machines on
-    different processors may have one name, and both libraries can be told to use fewer; scratch differs as times do."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    flags = next((line.split() for line in lines if line.startswith(("flags", "Features"))), [])
-    vectors = sorted(flag for flag in flags if flag.startswith(("avx", "amx", "fma", "sve", "asimd")))
-    return [torch.backends.cpu.get_cpu_capability(), os.environ.get("ONEDNN_MAX_CPU_ISA", ""), *vectors]
+    different processors may have one name, and both libraries can be told to use fewer."""
+    return [torch.backends.cpu.get_cpu_capability(), os.environ.get("ONEDNN_MAX_CPU_ISA", ""), *vector_flags()]
 
 
 def describe(device: torch.device) -> dict[str, Any]:

@@ -145,10 +145,20 @@ def features_of_cpuinfo(text: str) -> tuple[str, ...]:
     >>> features_of_cpuinfo("flags : fpu sse2 fma avx2 avx512_bf16")
     ('avx2', 'fma', 'avx512bf16')
     """
-    lines = (line.partition(":") for line in text.splitlines())
-    words = next((words for key, _, words in lines if key.strip() in ("flags", "Features")), "").split()
-    present = {_CPUINFO_NAMES.get(word, word) for word in words}
+    present = {_CPUINFO_NAMES.get(flag, flag) for flag in _flags(text)}
     return tuple(name for name in _FEATURES if name in present)
+
+
+@cache
+def vector_flags() -> tuple[str, ...]:
+    """All vector and matrix instruction sets of the processor, also those that only PyTorch's libraries use, as Linux
+    names them; empty on other systems."""
+    return tuple(sorted(flag for flag in _flags(_cpuinfo()) if flag.startswith(("avx", "amx", "fma", "sve", "asimd"))))
+
+
+def _flags(cpuinfo: str) -> list[str]:
+    lines = (line.partition(":") for line in cpuinfo.splitlines())
+    return next((words for key, _, words in lines if key.strip() in ("flags", "Features")), "").split()
 
 
 def _cpuinfo() -> str:
