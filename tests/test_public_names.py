@@ -51,12 +51,6 @@ def test_there_are_thirteen_names_beside_the_exceptions() -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["invert_batchnorm", "lossy_report", "restore_batchnorm", "models", "data"])
-def test_former_names_work_for_one_release_and_say_what_replaces_them(name: str) -> None:
-    with pytest.warns(DeprecationWarning, match=f"shoal.{name} is now "):
-        assert getattr(shoal, name) is not None
-
-
 def test_a_new_process_that_imports_shoal_has_all_its_ops_but_nothing_that_compiles() -> None:
     program = """
 import json, sys

@@ -1,6 +1,5 @@
 """Shoal: train deep networks in shallow memory. Convolutional networks in PyTorch, inside a byte budget."""
 
-import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -56,28 +55,14 @@ _LATE = {
 for _with_ops in ("cumulative_statistics", "norm.joined_statistics"):  # every op of Shoal is there all the same
     import_module(f"shoal.kernels.{_with_ops}")
 
-# Former public names, for one release: where each is, and what replaces it.
-_FORMER = {
-    "invert_batchnorm": ("shoal.transforms.invert.invert_norm", "shoal.invert_norm"),
-    "lossy_report": ("shoal.engine.api", "model.shoal.lossy_report(batch)"),
-    "restore_batchnorm": ("shoal.transforms.invert.invert_norm", "inverted.restore()"),
-    "data": ("shoal.app.data", "shoal.app.data"),
-    "models": ("shoal.app.models", "shoal.app.models"),
-}
-
 
 def __getattr__(name: str) -> Any:
-    """Names that most processes never ask for are imported when they are; former ones come with a warning."""
+    """Names that most processes never ask for are imported when they are."""
     if name in _LATE:
         found = globals()[name] = getattr(import_module(_LATE[name]), name)
         return found
     if name == "distributed":
         return import_module("shoal.distributed")
-    if name in _FORMER:
-        module, now = _FORMER[name]
-        warnings.warn(f"shoal.{name} is now {now}", DeprecationWarning, stacklevel=2)
-        found = import_module(module)
-        return getattr(found, name, found)
     raise AttributeError(f"module 'shoal' has no attribute {name!r}")
 
 

@@ -63,9 +63,6 @@ def test_the_mapping_of_a_backend_means_the_same_as_keywords() -> None:
         ({"lossy": "linear"}, "give budget= too"),
         ({"lossy": "linear", "budget": 1, "planner": "chain"}, "needs planner='joint'"),
         ({"lossy": "fp16", "budget": 1}, "not for activations"),
-        ({"split": "always"}, "expected 'auto' or None"),
-        ({"split": "auto"}, "give budget="),
-        ({"split": "auto", "budget": 1, "has_plan": True}, "no plan="),
     ],
 )
 def test_what_makes_no_sense_is_refused_in_one_line(given: dict[str, Any], complaint: str) -> None:
@@ -96,16 +93,6 @@ def test_what_a_backend_does_not_know_is_refused() -> None:
 def test_a_link_is_rehearsed_on_the_cpu_alone() -> None:
     with pytest.raises(InputError, match="runs on the CPU"):
         CompileOptions.of(budget=1, rehearse="p100-nvlink").offloading("cuda")
-
-
-def test_inner_is_the_earlier_name_of_kernels() -> None:
-    with pytest.warns(DeprecationWarning, match="kernels="):
-        assert CompileOptions.of(inner="eager") == CompileOptions(kernels="eager")
-
-
-def test_inductor_is_the_earlier_name_of_compiled() -> None:
-    with pytest.warns(DeprecationWarning, match="kernels='inductor' is kernels='compiled' now"):
-        assert CompileOptions.of(kernels="inductor") == CompileOptions(kernels="compiled")
 
 
 def test_regions_are_compiled_on_cuda_unless_asked_for() -> None:

@@ -166,7 +166,7 @@ def paths(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("paths")
 @pytest.mark.parametrize(
     ("asked", "device", "kernels"),
-    [("1", "cuda", "inductor"), ("0", "cuda", "eager"), ("", "cuda", "eager"), ("1", "cpu", "eager")],
+    [("1", "cuda", "compiled"), ("0", "cuda", "eager"), ("", "cuda", "eager"), ("1", "cpu", "eager")],
 )
 def test_nnunets_compile_switch_is_for_the_planned_graphs_where_it_compiles(
     place: Place, asked: str, device: str, kernels: str, monkeypatch: pytest.MonkeyPatch

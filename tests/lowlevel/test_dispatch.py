@@ -14,7 +14,7 @@ from shoal.kernels.invertible_norm import inverted_batch_norm
 from shoal.kernels.norm import norm_conv
 from shoal.kernels.relu import note_closed
 from shoal.lowlevel import dispatch
-from shoal.lowlevel.dispatch import KINDS, TABLE, VARIABLE, Implementation, Kind, Op, allowed, choose, level_number
+from shoal.lowlevel.dispatch import KINDS, TABLE, VARIABLE, Implementation, Kind, Op, choose, level_number
 from shoal.lowlevel.native import LEVELS, levels
 
 
@@ -91,17 +91,6 @@ def test_a_wrong_value_is_one_line_that_lists_the_choices(
         f"{VARIABLE}={value}: expected words of reference, triton, native, portable, avx2, avx512"
     )
     assert problem in message and "\n" not in message
-
-
-@pytest.mark.parametrize("name", dispatch._REPLACED)
-def test_a_variable_of_before_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    dispatch._refuse_replaced.cache_clear()
-    monkeypatch.setenv(name, "0")
-    for _ in range(2):
-        with pytest.raises(InputError, match=f"{name} is no longer read; unset it and use SHOAL_KERNELS"):
-            allowed()
-    monkeypatch.delenv(name)
-    assert allowed() == dispatch.Allowed()
 
 
 def test_the_level_is_the_variables_unless_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,8 +35,6 @@ from shoal.core.progress import doing, preparing
 from shoal.engine.backend import compile_step
 from shoal.engine.early_gradients import EarlyGradients
 from shoal.engine.eval_steps import EvalSteps
-from shoal.engine.lossy_report import LossyReport
-from shoal.engine.lossy_report import lossy_report as report_on
 from shoal.engine.model_call import ModelCall, raise_as_plain, reject_function_transforms
 from shoal.engine.model_refusals import reject_compiled, reject_hopeless
 from shoal.engine.options import CompileOptions
@@ -75,14 +73,12 @@ def compile(
     offload_to: str | Path | None = AUTO,
     host_budget: int | str | None = None,
     rehearse: str | Hardware | None = None,
-    split: str | None = None,
     lossy: str | Mapping[str, Any] | None = None,
     allow: str | Collection[str] | None = None,
     budget_of: str = "allocated",
     cuda_graphs: bool = False,
     strict: bool = False,
     name: str | None = None,
-    inner: str | None = None,
 ) -> Module:
     """Make `model` train inside `budget` device bytes; then train as always.
 
@@ -122,7 +118,6 @@ def compile(
         host_budget: most bytes there, an int or a text. None: half of what is available now.
         rehearse: on the CPU, a preset's name or a `Hardware`: copies to the host are held to its link's speed, as much
             slower as this machine computes slower, so that what overlaps there overlaps here.
-        split: "auto" adds "exact_split" to what is allowed. None adds nothing.
         lossy: a codec's name, such as "dynamic_tree", to let the planner "joint" store inputs of convolutions in 8 bits
             a value where that makes the faster plan (or one at all). Or a mapping with "codec" and, where wanted,
             "block" (values that share a scale; 4096; None for one scale a tensor), "stochastic" (the seed of
@@ -163,7 +158,6 @@ def compile(
             between them: the first step runs with little kept and is measured, then all graphs are planned as one step.
             What crosses eager code is kept.
         name: the model's name in tables and errors; by default its class.
-        inner: the earlier name of `kernels`.
 
     Returns:
         `model` itself. After the first step `model.shoal` holds `plan`, `budget_bytes`, `predicted_peak_bytes`,
@@ -203,7 +197,6 @@ def compile(
             "offload_to": offload_to not in (AUTO, None),
             "host_budget": host_budget is not None,
             "rehearse": rehearse is not None,
-            "split": split is not None,
             "lossy": lossy is not None,
             "plan": plan is not None,
             "strict": strict,
@@ -213,7 +206,7 @@ def compile(
         budget.add(
             model,
             declared_optimizer(optimizer),
-            {"planner": planner, "kernels": kernels, "inner": inner, "allow": allow},
+            {"planner": planner, "kernels": kernels, "allow": allow},
             [keyword for keyword, is_given in given.items() if is_given],
             name,
         )
@@ -223,12 +216,10 @@ def compile(
         budget=budget_bytes(budget, device, of_environment=plan is None),
         planner=planner,
         kernels=kernels,
-        inner=inner,
         offload_to=offload_to,
         host_budget=host_budget,
         rehearse=rehearse,
         lossy=lossy,
-        split=split,
         allow=allow,
         budget_of=budget_of,
         cuda_graphs=cuda_graphs,
@@ -255,13 +246,6 @@ def compile(
     caller.install(network, model, status=status)
     object.__setattr__(network, "_replicate_for_data_parallel", Unreplicated(network))
     return model
-
-
-def lossy_report(
-    model: nn.Module, example: torch.Tensor | Sequence[Any], lossy: Any = "dynamic_tree", **how: Any
-) -> LossyReport:
-    """The former name of `model.shoal.lossy_report`, of a model that need not be compiled."""
-    return report_on(model, example, lossy, compiled=_under_plan, **how)
 
 
 def _under_plan(model: nn.Module, plan: Plan) -> nn.Module:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from numbers import Integral
@@ -92,7 +91,6 @@ class CompileOptions:
             regions; "auto", the latter on CUDA.
         offload: where saved tensors may wait.
         lossy: which of them may be encoded, and how; None for none.
-        split: "auto" to split the first layers where that makes the faster plan.
         means: by which means the step may be brought into its budget, of `shoal.core.means`.
         named: those of them that were asked for by name and not in a set, for what does not apply is then said.
         budget_of: what the budget bounds, "allocated" bytes (in use) or those that the allocator has "reserved".
@@ -104,7 +102,6 @@ class CompileOptions:
     kernels: str = AUTO
     offload: OffloadOptions = field(default_factory=OffloadOptions)
     lossy: LossyOptions | None = None
-    split: str | None = None
     means: frozenset[str] = BITWISE
     budget_of: str = "allocated"
     cuda_graphs: bool = False
@@ -119,12 +116,6 @@ class CompileOptions:
             raise InputError(
                 f"{offloads[0]} is for what is offloaded, and offload_to=None offloads nothing; leave one out"
             )
-        if self.split not in (None, AUTO):
-            raise InputError(
-                f"split={self.split!r}: expected 'auto' or None; shoal.split() itself takes depth and grid"
-            )
-        if self.split == AUTO and self.budget_bytes is None:
-            raise InputError("split='auto' chooses for a budget, by planning; give budget=, and no plan=")
 
     @classmethod
     def of(
@@ -133,12 +124,10 @@ class CompileOptions:
         budget: int | str | None = None,
         planner: str | planners.Planner = _ENCODING_PLANNER,
         kernels: str = AUTO,
-        inner: str | None = None,
         offload_to: str | Path | None = AUTO,
         host_budget: int | str | None = None,
         rehearse: str | Hardware | None = None,
         lossy: str | Mapping[str, Any] | LossyOptions | None = None,
-        split: str | None = None,
         allow: str | Iterable[str] | None = None,
         budget_of: str = "allocated",
         cuda_graphs: bool | str = False,
@@ -147,7 +136,6 @@ class CompileOptions:
         """The options that a caller's keywords stand for, each an object or a text.
 
         Args:
-            inner: the earlier name of `kernels`.
             has_plan: whether a plan is given beside them, which is run as it is.
 
         Raises:
@@ -157,19 +145,6 @@ class CompileOptions:
         >>> CompileOptions.of(budget="2GiB", lossy="dynamic_tree").lossy.block_elems
         4096
         """
-        if inner is not None:
-            warnings.warn("inner= is called kernels= now", DeprecationWarning, stacklevel=3)
-            kernels = inner
-        if kernels == "inductor":
-            warnings.warn(
-                "kernels='inductor' is kernels='compiled' now: Inductor compiles the regions of a step, which are "
-                "planned as they run",
-                DeprecationWarning,
-                stacklevel=3,
-            )
-            kernels = "compiled"
-        if has_plan and split is not None:
-            raise InputError("split='auto' chooses for a budget, by planning; give budget=, and no plan=")
         permitted = lossy_options(lossy, planner)
         if permitted is not None and not has_plan and budget is None:
             raise InputError("lossy encodes what a budget leaves no room for; give budget= too")
@@ -183,13 +158,11 @@ class CompileOptions:
         )
         budget_bytes = None if budget is None else parse_bytes(budget)
         means, single = _means(allow, budget_bytes, planner, has_plan=has_plan)
-        for keyword, there, needed in (("lossy", permitted, "encode"), ("split", split, "exact_split")):
-            if there is not None and allow is not None and needed not in means:
-                raise InputError(
-                    f"{keyword}= needs {needed!r}, which allow={brief(allow)} leaves out; add it to allow="
-                )
-            means |= {needed} if there is not None else frozenset()
-            single |= {needed} if there is not None and not has_plan else frozenset()
+        if permitted is not None:
+            if allow is not None and "encode" not in means:
+                raise InputError(f"lossy= needs 'encode', which allow={brief(allow)} leaves out; add it to allow=")
+            means |= {"encode"}
+            single |= {"encode"} if not has_plan else frozenset()
         if offload.to not in (AUTO, None) and allow is None:  # a keyword goes before SHOAL_ALLOW
             means |= {"offload"}
         if offload.to not in (AUTO, None) and "offload" not in means and budget_bytes is not None and not has_plan:
@@ -207,7 +180,7 @@ class CompileOptions:
                 raise InputError(
                     "cuda_graphs=True keeps a pool of its own; give budget_of='allocated', or leave it out"
                 )
-        options = cls(budget_bytes, planner, kernels, offload, permitted, split, means, budget_of, replays, single)
+        options = cls(budget_bytes, planner, kernels, offload, permitted, means, budget_of, replays, single)
         if budget_of != "allocated":
             options._check_reserved(has_plan=has_plan)
         if has_plan and planner != _ENCODING_PLANNER:
@@ -231,7 +204,7 @@ class CompileOptions:
                 f"mode={mode!r}: the backend 'shoal' has no modes; choose options={{'kernels': 'compiled'}}"
             )
         given = dict(options)
-        if unknown := sorted(given.keys() - {*_OF_A_BACKEND, "inner"}, key=str):
+        if unknown := sorted(given.keys() - set(_OF_A_BACKEND), key=str):
             raise InputError(f"options {unknown} are unknown; there are {', '.join(_OF_A_BACKEND)}")
         optimizer = declared_optimizer(given.pop("optimizer", None))
         return cls.of(**given), optimizer
@@ -289,7 +262,6 @@ class CompileOptions:
                 "stochastic": lossy.seed,
                 "exempt": sorted(lossy.exempt),
             },
-            "split": self.split,
             "means": sorted(self.means),
             "budget_of": self.budget_of,
             "cuda_graphs": self.cuda_graphs,

@@ -29,14 +29,6 @@ Kind = Literal["triton", "native"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 REFERENCE, NO_WINOGRAD = "reference", "no-winograd"
 _WORDS = (REFERENCE, *KINDS, *LEVELS, NO_WINOGRAD)
-# What each variable of earlier releases is now.
-_REPLACED = {
-    "SHOAL_CODEC_KERNELS": "reference, native or triton",
-    "SHOAL_CODEC_LEVEL": "portable, avx2 or avx512",
-    "SHOAL_NORM_LEVEL": "portable, avx2 or avx512",
-    "SHOAL_NORM_WINOGRAD": NO_WINOGRAD,
-    "SHOAL_TRITON": "native",
-}
 
 Functions = TypeVar("Functions")
 
@@ -142,9 +134,8 @@ def allowed() -> Allowed:
     """What SHOAL_KERNELS lets run now.
 
     Raises:
-        InputError: it is none of its values, or a variable that it replaces is set.
+        InputError: it is none of its values.
     """
-    _refuse_replaced()
     return parse(os.environ.get(VARIABLE, ""))
 
 
@@ -211,10 +202,3 @@ def level_number(level: str | None = None) -> int:
         here = ", ".join(levels()) or "no native kernels"
         raise InputError(f"instruction set {asked}: this machine runs {here}; choose one of those or leave it out")
     return LEVELS.index(asked)
-
-
-@cache  # a raise is not kept
-def _refuse_replaced() -> None:
-    for name, words in _REPLACED.items():
-        if os.environ.get(name):
-            raise InputError(f"{name} is no longer read; unset it and use {VARIABLE}, with {words}")

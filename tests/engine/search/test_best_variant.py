@@ -312,13 +312,6 @@ def test_blocks_of_convnext_run_on_slices(monkeypatch: pytest.MonkeyPatch) -> No
     assert trained_in_less(network, x, 0.5) == Variant(depth=1.0, slices=4)
 
 
-def test_split_auto_allows_overlapping_patches() -> None:
-    model = wide_at_first()
-    model = shoal.compile(model, int(0.8 * least_bytes_of_the_whole()), split="auto")
-    step(model, batches(1)[0])
-    assert chosen(model).means == {"exact_split"}
-
-
 def test_independent_patches_are_those_of_split() -> None:
     model, by_hand = wide_at_first(), split(wide_at_first(), 0.5, (2, 2), join="auto")
     model = shoal.compile(model, int(0.8 * least_bytes_of_the_whole()), allow="bitwise, split")
@@ -450,10 +443,7 @@ def test_a_resumed_run_takes_the_form_it_had() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"budget": "1GiB", "split": "much"}, "split='much': expected 'auto' or None"),
-        ({"split": "auto"}, "chooses for a budget"),
         ({"allow": "exact"}, "give budget="),
-        ({"budget": "1GiB", "allow": "recompute", "split": "auto"}, "split= needs 'exact_split'"),
         ({"budget": "1GiB", "allow": "exact", "lossy": "dynamic_tree"}, "lossy= needs 'encode'"),
         ({"budget": "1GiB", "allow": "recompute", "offload_to": "host"}, "offload_to='host' needs 'offload'"),
     ],

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-import shoal
 from shoal.errors import CaptureError, InputError
 from shoal.transforms.invert.invert_norm import invert_norm
 from shoal.transforms.invert.inverted_model import RestoredModel
@@ -158,19 +157,6 @@ def test_mistakes_are_told() -> None:
     ):
         with pytest.raises(InputError, match=said):
             mistake()
-
-
-def test_the_old_names_warn_with_the_new_ones() -> None:
-    with pytest.warns(DeprecationWarning, match=r"shoal\.invert_batchnorm is now shoal\.invert_norm"):
-        assert shoal.invert_batchnorm(small_resnet(), 0.05).describe() == invert_norm(small_resnet(), 0.05).describe()
-    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
-    with pytest.warns(DeprecationWarning, match=r"inverted\.restore\(\)"):
-        assert shoal.restore_batchnorm(invert_norm(net), activation="relu") is net
-    with (
-        pytest.warns(DeprecationWarning, match="shoal.restore_batchnorm"),
-        pytest.raises(InputError, match="expected what shoal.invert_norm returned"),
-    ):
-        shoal.restore_batchnorm(net)  # type: ignore[arg-type]
 
 
 class Control(nn.Module):

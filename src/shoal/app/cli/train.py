@@ -77,7 +77,7 @@ def train(
     workers: Annotated[int, typer.Option(help="Processes that load images.")] = 0,
     image: Annotated[int | None, typer.Option(help="Pixels along each side.")] = None,
     kernels: Annotated[
-        str, typer.Option("--kernels", "--inner", help="What runs the planned step: eager, compiled or auto.")
+        str, typer.Option("--kernels", help="What runs the planned step: eager, compiled or auto.")
     ] = "auto",
     amp: Annotated[str, typer.Option(help="Autocast: bf16, fp16 or none.")] = "none",
     channels_last: Annotated[

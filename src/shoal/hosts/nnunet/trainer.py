@@ -27,7 +27,7 @@ class ShoalTraining:
     environment; where that is not set, what the plans file was planned for by one of Shoal's planners; else the memory
     target of the planner that made it, of 10^9 bytes to the GB. What plans may use is SHOAL_ALLOW, by default
     "recompute,order,pieces": the bits of plain nnU-Net. Where nnUNet_compile=1 is set and the device is CUDA, the
-    planned graphs are compiled by Inductor.
+    regions of the step are compiled by Inductor.
 
     For a trainer of your own: `class Mine(ShoalTraining, nnUNetTrainerNoMirroring): ...`.
 
@@ -57,7 +57,7 @@ class ShoalTraining:
             NetworkAndLoss(trainer.network, trainer.loss),
             budget,
             optimizer=trainer.optimizer,
-            kernels="inductor" if self._is_compiled() else "eager",
+            kernels="compiled" if self._is_compiled() else "eager",
             allow=allowed(),
             name=type(trainer.network).__name__,
         )

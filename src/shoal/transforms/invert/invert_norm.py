@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 from torch import fx, nn
 
@@ -89,23 +88,6 @@ def invert_norm(model: nn.Module, slope: float | None = 0.01, *, limit: float | 
         found.give_weights_back()
         raise
     return found
-
-
-def invert_batchnorm(model: nn.Module, slope: float = 0.01, *, limit: float | None = None) -> InvertedModel:
-    """The old name of `invert_norm`, for one release; `shoal.invert_batchnorm` warns."""
-    return invert_norm(model, slope, limit=limit)
-
-
-def restore_batchnorm(
-    model: InvertedModel,
-    *,
-    activation: Literal["leaky_relu", "relu"] = "leaky_relu",
-    limit: float | None = None,
-) -> nn.Module:
-    """The old name of `InvertedModel.restore`, for one release; `shoal.restore_batchnorm` warns."""
-    if not isinstance(model, InvertedModel):
-        raise InputError(f"model is a {type(model).__name__}; expected what shoal.invert_norm returned")
-    return model.restore(activation=activation, limit=limit)
 
 
 class _Tracer(fx.Tracer):
