@@ -22,6 +22,7 @@ import torch
 import shoal
 from bench import fuzz_step
 from bench.fuzz_networks import Network, render
+from examples.planners import NAMES
 from shoal import planners
 from shoal.errors import BudgetError, ShoalError
 
@@ -34,7 +35,7 @@ OURS = (DIFFERS, ROUNDING, OVER_BUDGET, OVER_PREDICTION, LEAST, CRASH)
 
 BUDGETS = ("plain", "between", "least")
 RESIDENCES = ("device", "host", "file")
-_OFFLOADING = ("hmms", "hmms_recompute", "layerwise", "hascoet")  # these have no plan without a link
+_OFFLOADING = ("hmms", *(name for short, name in NAMES.items() if short != "sqrt"))  # these have no plan without a link
 _PREDICTED_WITHIN = 1.02  # the contract
 _SLACK_BYTES = 256  # scalars of the loss
 _ERROR_FACTOR, _ERROR_TOLERANCE = 2.0, {torch.float32: 1e-6, torch.float64: 1e-14, torch.bfloat16: 1e-2}
@@ -104,7 +105,7 @@ def settings(allow: str = "exact") -> list[Setting]:
     """
     return [
         Setting(planner, budget, residence, allow)
-        for planner in planners.NAMES
+        for planner in (*planners.NAMES, *NAMES.values())
         for budget in BUDGETS
         for residence in RESIDENCES
         if residence != "device" or planner not in _OFFLOADING

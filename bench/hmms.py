@@ -25,11 +25,12 @@ import shoal
 from bench.frame import Bench, Run, WrongResult
 from bench.layout_step_blocks import three_pools
 from bench.tables import cells, new_table
+from examples.planners import NAMES
 from shoal import planners
 from shoal.app import models
 from shoal.capture.capture_step import capture_step
 from shoal.core import presets
-from shoal.core.hardware import Hardware
+from shoal.core.hardware import Hardware, Link
 from shoal.core.plan import Plan
 from shoal.core.schedule import schedule
 from shoal.core.sizes import format_bytes
@@ -37,7 +38,7 @@ from shoal.core.step import StepGraph
 from shoal.core.validate import check_runs
 from shoal.cost.roofline import roofline
 from shoal.errors import BudgetError
-from shoal.planners.papers.hmms import cumulative_bytes, theoretical_limit
+from shoal.planners.hmms import offloadable, theoretical_limit
 
 CALIBRATION = 1.98
 BATCH, IMAGE = 64, 224
@@ -74,7 +75,7 @@ def captured(network: str, batch: int, image: int, *, rewrites: bool = False) ->
 
 def planned(graph: StepGraph, planner: str, budget_bytes: int = 0) -> Plan:
     """A plan that passed the independent check."""
-    plan = planners.get(planner)(graph, paper_machine(), budget_bytes)
+    plan = planners.get(NAMES.get(planner, planner))(graph, paper_machine(), budget_bytes)
     if plan.exact_step != graph:
         raise WrongResult(f"{planner} on {graph.model}: the plan is of another step")
     # The plan's own graph: `joint` may run the ops in another order.
@@ -87,6 +88,18 @@ def planned(graph: StepGraph, planner: str, budget_bytes: int = 0) -> Plan:
 def loss_percent(plan: Plan) -> float:
     """Of throughput, against keeping everything."""
     return 100 * (1 - plan.plain_seconds / plan.predicted_seconds)
+
+
+def cumulative_bytes(graph: StepGraph, link: Link) -> Sequence[tuple[str, int, float]]:
+    """Figure 1's two curves: after each forward op, (its name, bytes generated, bytes the link can have carried)."""
+    generated_bytes, carried_bytes = 0, 0.0
+    leaving = set(offloadable(graph))
+    rows = []
+    for op in graph.ops[: graph.n_forward]:
+        generated_bytes += sum(graph.storages[s].nbytes for s in op.writes if s in leaving)
+        carried_bytes += op.seconds * link.to_host_bytes_per_second
+        rows.append((op.name, generated_bytes, carried_bytes))
+    return rows
 
 
 def figure_1(graphs: dict[str, tuple[StepGraph, StepGraph]]) -> list[dict[str, Any]]:

@@ -36,6 +36,7 @@ from bench.peers import checkpointed
 from bench.plain import Plain, heading, plan_columns
 from bench.tables import cells, new_table
 from bench.workload import Forward, make_workload
+from examples.planners import NAMES
 from shoal.core import presets
 from shoal.core.hardware import Hardware
 from shoal.core.plan import Plan
@@ -144,7 +145,7 @@ def planned(
         WrongResult: it trains otherwise than plain PyTorch.
         Unsettled: every plan was over the budget when measured.
     """
-    run = run_within(plain, budget_bytes, planner=planner, rehearse=link, offload_to=offload_to)
+    run = run_within(plain, budget_bytes, planner=NAMES.get(planner, planner), rehearse=link, offload_to=offload_to)
     return Measured(planner, setting, run.forward, run.measured_peak_bytes, run.plan, inside)
 
 

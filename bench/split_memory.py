@@ -32,6 +32,7 @@ from bench.hmms import captured, paper_machine, planned
 from bench.interleave import in_turns
 from bench.tables import new_table
 from bench.workload import Forward, Workload, make_workload
+from examples.planners import NAMES
 from shoal.app import models
 from shoal.core.plan import Plan
 from shoal.core.schedule import schedule
@@ -46,11 +47,11 @@ PARTS = ("simulated", "rehearsed")
 DEPTH, GRID = 0.75, (2, 2)
 CONTENDERS = (  # name, how it is split (None for not), planner
     ("hmms", None, "hmms"),
-    ("hmms, batch norms recomputed", None, "hmms_recompute"),
+    ("hmms, batch norms recomputed", None, NAMES["hmms_recompute"]),
     ("joint", None, "joint"),
     ("split, kept", {}, "keep_all"),
     ("split, hmms", {}, "hmms"),
-    ("split, hmms, batch norms recomputed", {}, "hmms_recompute"),
+    ("split, hmms, batch norms recomputed", {}, NAMES["hmms_recompute"]),
     ("split, joint", {}, "joint"),
 )
 EXACT = ("exact, joint", {"halo": "exact"}, "joint")
@@ -58,7 +59,7 @@ REHEARSED = {"vgg19_cifar": (32, 64), "resnet18_cifar": (32, 64)}  # pixels, pla
 REHEARSED_WAYS: tuple[tuple[str, dict[str, Any] | None, str | None], ...] = (
     ("plain PyTorch", None, None),
     ("split, hmms", {}, "hmms"),
-    ("split, hmms, batch norms recomputed", {}, "hmms_recompute"),
+    ("split, hmms, batch norms recomputed", {}, NAMES["hmms_recompute"]),
     ("joint", None, "joint"),
     ("split, joint", {}, "joint"),
 )

@@ -1,4 +1,4 @@
-"""Every example of a docstring prints what it says, in the package and in the benches, and none is left out."""
+"""Every example of a docstring prints what it says, in the package, the benches and the examples, and none is left out."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 
 import bench
+import examples
 import shoal
 from tests.offload.links.slabs import forget_threads, our_threads
 
-ROOTS = {package.__name__: Path(str(package.__file__)).parent for package in (shoal, bench)}
+ROOTS = {package.__name__: Path(str(package.__file__)).parent for package in (shoal, bench, examples)}
 FILES = {
     ".".join((name, *path.relative_to(root).with_suffix("").parts)).removesuffix(".__init__"): path
     for name, root in ROOTS.items()

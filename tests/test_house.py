@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -104,6 +105,17 @@ def test_nothing_is_imported_in_a_circle() -> None:
     packages = {module for module, path in MODULES.items() if path.name == "__init__.py"}
     graph = {module: imports_of(module) - packages for module in MODULES}
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
+
+
+def test_the_library_imports_nothing_of_the_project_around_it() -> None:
+    outside = re.compile(r"^\s*(?:from|import) (?:bench|examples|tests)\b", re.MULTILINE)
+    assert not [module for module, path in MODULES.items() if outside.search(path.read_text())]
+
+
+def test_the_wheel_holds_the_library_only() -> None:
+    settings = tomllib.loads((ROOT.parents[1] / "pyproject.toml").read_text())["tool"]["scikit-build"]
+    assert settings["wheel"]["packages"] == ["src/shoal"]
+    assert {"bench", "examples", "tests"} <= set(settings["sdist"]["exclude"])
 
 
 def test_at_most_five_files_lie_flat() -> None:

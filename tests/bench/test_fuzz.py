@@ -32,6 +32,7 @@ from bench.fuzz_compare import settings as every_setting
 from bench.fuzz_layers import VARIANTS
 from bench.fuzz_networks import HEADS, Layer, Network, draw, render
 from bench.fuzz_shrink import Case, distinct, has, script, shrink
+from examples.planners import NAMES
 from shoal.engine import backend
 
 PLAIN = Setting("keep_all", "plain", "device")
@@ -106,7 +107,7 @@ def test_allocations_are_counted_at_their_peak() -> None:
     [
         (2, [Setting("joint", "between", "device"), Setting("hmms", "least", "host")]),
         (5, [Setting("chain", "least", "device"), Setting("joint", "plain", "file")]),
-        (10, [Setting("sqrt", "between", "device"), Setting("hascoet", "plain", "host")]),
+        (10, [Setting(NAMES["sqrt"], "between", "device"), Setting(NAMES["hascoet"], "plain", "host")]),
     ],
 )
 def test_a_slice_of_the_fuzzer_finds_nothing(number: int, settings: list[Setting]) -> None:

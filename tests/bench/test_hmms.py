@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from bench import hmms
-from shoal.planners.papers.hmms import theoretical_limit
+from shoal.core.hardware import Link
+from shoal.planners.hmms import theoretical_limit
+from tests.random_steps import resnet_like
 
 
 @pytest.mark.slow
@@ -30,3 +33,13 @@ def test_a_folder_that_cannot_be_is_one_line(tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "file").write_text("")
     assert hmms.main(["--quick", "--out", str(tmp_path / "file")]) == 2
     assert capsys.readouterr().err.startswith("bench.hmms: ")
+
+
+def test_the_curves_of_figure_1_end_at_the_limit() -> None:
+    graph = resnet_like()
+    link = Link("link", 1000.0, 1e12, 0.0, 0)
+    rows = hmms.cumulative_bytes(graph, link)
+    assert [name for name, _, _ in rows] == [op.name for op in graph.ops[: graph.n_forward]]
+    assert all(a[1] <= b[1] and a[2] <= b[2] for a, b in pairwise(rows))
+    _, generated_bytes, carried_bytes = rows[-1]
+    assert min(1.0, carried_bytes / generated_bytes) == pytest.approx(theoretical_limit(graph, link))

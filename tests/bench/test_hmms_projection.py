@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.hmms import BANDWIDTHS_GBPS, StepTimes, epoch_seconds, speedup, step_of
+from examples.planners.layerwise import layerwise
+from examples.planners.sqrt import sqrt
 from shoal.core.hardware import Link
 from shoal.core.plan import Plan
 from shoal.core.step import StepGraph
 from shoal.planners.keep_all import keep_all
-from shoal.planners.papers.layerwise import layerwise
-from shoal.planners.papers.sqrt import sqrt
 from tests.random_steps import HARDWARE, conv_bn_relu_chain, steps
 
 seconds = st.floats(1e-3, 1e3)

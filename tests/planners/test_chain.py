@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from examples.planners.sqrt import sqrt
 from shoal.core.schedule import schedule
 from shoal.core.simulate import peak_and_seconds, simulate
 from shoal.core.step import StepGraph
@@ -19,7 +20,6 @@ from shoal.planners.chain import chain, frontier, smallest_peak
 from shoal.planners.cuts import numbers_of_segments
 from shoal.planners.just_in_time import just_in_time
 from shoal.planners.keep_all import keep_all
-from shoal.planners.papers.sqrt import sqrt
 from tests.random_steps import HARDWARE, Builder, conv_bn_relu_chain, plain_chain, resnet_like, steps, unet_like
 
 SHARES = (1.0, 0.8, 0.66, 0.5, 0.4, 0.33, 0.25, 0.2)

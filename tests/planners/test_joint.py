@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from examples.planners.sqrt import sqrt
 from shoal.core.hardware import Device, Hardware, Link
 from shoal.core.schedule import schedule
 from shoal.core.simulate import peak_and_seconds
@@ -28,7 +29,6 @@ from shoal.planners.just_in_time import just_in_time
 from shoal.planners.keep_all import keep_all
 from shoal.planners.limits import Guard, Limits
 from shoal.planners.local_search import local_search
-from shoal.planners.papers.sqrt import sqrt
 from shoal.planners.recompute_choice import recompute_choice
 from shoal.planners.simulated import as_chosen
 from shoal.planners.smallest_plan import refuse_in_a_moment

@@ -10,6 +10,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from examples.planners.hascoet import hascoet
+from examples.planners.layerwise import layerwise
 from shoal.core.hardware import Device, Hardware, Link
 from shoal.core.residence import Offload, Residence
 from shoal.core.schedule import schedule
@@ -18,14 +20,12 @@ from shoal.core.step import StepGraph
 from shoal.core.validate import check_runs
 from shoal.errors import BudgetError
 from shoal.planners import smallest_plan
+from shoal.planners.hmms import hmms
 from shoal.planners.integer_program import solve
 from shoal.planners.joint import joint
 from shoal.planners.just_in_time import just_in_time
 from shoal.planners.keep_all import keep_all
 from shoal.planners.limits import DEFAULT, Guard, Limits
-from shoal.planners.papers.hascoet import hascoet
-from shoal.planners.papers.hmms import hmms
-from shoal.planners.papers.layerwise import layerwise
 from shoal.planners.recompute_choice import recompute_choice
 from shoal.planners.simulated import Simulated, everything_away
 from tests.random_steps import Builder, legal_offloads, resnet_like, steps

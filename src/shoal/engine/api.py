@@ -99,9 +99,8 @@ def compile(
             optimizer state, buffers, the batch and workspaces count. None: SHOAL_BUDGET of the environment; where that
             is not set, everything is kept and the peak is only reported. Or a `shoal.Budget`, which several models
             share.
-        planner: "joint" (default), "chain", "sqrt", "keep_all", "hmms", "hmms_recompute", "layerwise", "hascoet", or a
-            function (StepGraph, Hardware, budget_bytes) → Plan, whose plans are validated by
-            `shoal.core.validate` before they run.
+        planner: "joint" (default), "chain", "keep_all", "hmms", or a function (StepGraph, Hardware, budget_bytes) →
+            Plan, as such or as "MODULE:FUNCTION", whose plans are validated by `shoal.core.validate` before they run.
         optimizer: the optimizer that will train the model, so that its state counts, also before its first step. Where
             there is none yet, a name: "sgd", "sgd-momentum", "adam", "adamw", "adamw-amsgrad", "rmsprop", "adagrad" or
             another one of `shoal.memory.optimizer_state.NAMES`. The one that steps then counts as it is, and a

@@ -22,7 +22,7 @@ from shoal.offload.policy import AUTO, Offloading, offloading, rehearsed
 
 _ENCODING_PLANNER = "joint"  # the one that looks for what to encode
 _ALLOWED_CODEC = "dynamic_tree"  # of allow="encode" without lossy=
-WITHOUT_LINK = ("chain", "keep_all", "sqrt")  # planners that offload nothing
+WITHOUT_LINK = ("chain", "keep_all")  # planners that offload nothing
 _LOSSY_OPTIONS = ("codec", "block", "stochastic", "exempt")
 KERNELS = (AUTO, "eager", "compiled")
 _OF_A_BACKEND = (

@@ -50,8 +50,9 @@ def remembered(planner: str | planners.Planner, *, order: bool = True) -> planne
         InputError: there is none of that name.
     """
     make = planners.get(planner)
-    if not isinstance(planner, str):
+    if planner not in planners.NAMES:
         return make
+    assert isinstance(planner, str)
     limits = replace(DEFAULT, order=order)
     if planner == "joint":
         make = partial(make, limits=limits)  # type: ignore[call-arg]

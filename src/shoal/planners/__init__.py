@@ -1,7 +1,6 @@
 """Strategies that choose residences: one a file, all of one signature, `(StepGraph, Hardware, budget_bytes) → Plan`.
 
-Imports `core`, and `lowlevel` for the native library. The planners of the papers are in `papers`; `joint` starts its
-search from `hmms`.
+Imports `core`, and `lowlevel` for the native library. `joint` starts its search from `hmms`.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from dataclasses import replace
 from functools import wraps
 
 from shoal.core.hardware import Hardware
+from shoal.core.named import function_named
 from shoal.core.order import op_names, reordered
 from shoal.core.plan import Plan
 from shoal.core.step import StepGraph
@@ -21,24 +21,15 @@ from shoal.core.validate_plan import check_plan
 from shoal.errors import InputError, PlanError, brief
 
 Planner = Callable[[StepGraph, Hardware, int], Plan]
-_FOLDERS = {
-    "joint": "shoal.planners",
-    "chain": "shoal.planners",
-    "sqrt": "shoal.planners.papers",
-    "keep_all": "shoal.planners",
-    "hmms": "shoal.planners.papers",
-    "hmms_recompute": "shoal.planners.papers",
-    "layerwise": "shoal.planners.papers",
-    "hascoet": "shoal.planners.papers",
-}
-NAMES = tuple(_FOLDERS)
+NAMES = ("joint", "chain", "keep_all", "hmms")
 
 
 def get(name: str | Planner) -> Planner:
     """The planner called `name`, or a function of your own with the same signature.
 
-    What your function returns is held against `shoal.core.validate` before anything is made of it: PlanError where it
-    is not a `Plan`, belongs to another step, breaks a rule or exceeds the budget.
+    A function is given as such, or as MODULE:FUNCTION or FILE.py:FUNCTION, such as "examples.planners.sqrt:sqrt". What
+    it returns is held against `shoal.core.validate` before anything is made of it: PlanError where it is not a `Plan`,
+    belongs to another step, breaks a rule or exceeds the budget.
 
     Raises:
         InputError: there is none of that name.
@@ -47,11 +38,13 @@ def get(name: str | Planner) -> Planner:
         return _checked(name)
     if not isinstance(name, str):
         raise InputError(f"planner is a {type(name).__name__}; expected a name or a function")
+    if ":" in name:
+        return _checked(function_named(name))
     if name not in NAMES:
         close = difflib.get_close_matches(name, NAMES, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
-        raise InputError(f"no planner is called {name!r}; {hint}there are {', '.join(NAMES)}")
-    planner: Planner = getattr(importlib.import_module(f"{_FOLDERS[name]}.{name}"), name)
+        raise InputError(f"no planner is called {name!r}; {hint}there are {', '.join(NAMES)}, and MODULE:FUNCTION")
+    planner: Planner = getattr(importlib.import_module(f"shoal.planners.{name}"), name)
     return planner
 
 

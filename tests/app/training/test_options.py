@@ -14,7 +14,10 @@ from shoal.errors import InputError
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        ({"planner": "best"}, "unknown planner 'best': give one of joint, chain, sqrt, keep_all, hmms"),
+        (
+            {"planner": "best"},
+            "no planner is called 'best'; there are joint, chain, keep_all, hmms, and MODULE:FUNCTION",
+        ),
         ({"optimizer": "lion"}, "unknown optimizer 'lion': give one of sgd, adamw"),
         ({"amp": "fp8"}, "unknown amp 'fp8'"),
         ({"kernels": "jit"}, "unknown kernels 'jit'"),

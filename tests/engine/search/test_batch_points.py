@@ -9,6 +9,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples.planners.sqrt import sqrt
 from shoal.core.plan import Plan
 from shoal.core.simulate import simulate
 from shoal.core.step import StepGraph
@@ -17,7 +18,6 @@ from shoal.engine.search.batch_points import FoundBatches, batch_points
 from shoal.engine.search.max_batch import largest_fitting, one_per_cent
 from shoal.errors import BudgetError, CaptureError
 from shoal.planners.estimates import least_seconds
-from shoal.planners.papers.sqrt import sqrt
 from tests.random_steps import HARDWARE, conv_bn_relu_chain
 
 

@@ -13,7 +13,7 @@ Network = Annotated[str, typer.Option(help="A network, such as resnet50.")]
 Batch = Annotated[int, typer.Option(help="Images per step.")]
 Pixels = Annotated[int, typer.Option(help="Pixels along each side.")]
 Preset = Annotated[str | None, typer.Option(help="A preset of `shoal hardware`; none means this machine.")]
-Planner = Annotated[str, typer.Option(help=f"One of {', '.join(planners.NAMES)}.")]
+Planner = Annotated[str, typer.Option(help=f"{', '.join(planners.NAMES)}, or MODULE:FUNCTION.")]
 StateOf = Annotated[str, typer.Option(help=f"Optimizer whose state counts: none, {', '.join(optimizer_state.NAMES)}.")]
 Lossy = Annotated[
     str | None, typer.Option(help="Let joint store convolution inputs in 8 bits: dynamic_tree, linear, ...")

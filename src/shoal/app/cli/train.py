@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 import shoal.app.models
+from shoal import planners
 from shoal.app.cli import flags
 from shoal.app.cli.console import (
     DIVERGED,
@@ -46,9 +47,7 @@ def train(
     enforce: Annotated[bool, typer.Option("--enforce", help="Raise OutOfMemoryError above the budget.")] = False,
     planner: Annotated[
         str,
-        typer.Option(
-            help="joint, chain, sqrt, keep_all, hmms, hmms_recompute, layerwise, hascoet, or none for plain PyTorch."
-        ),
+        typer.Option(help=f"{', '.join(planners.NAMES)}, MODULE:FUNCTION, or none for plain PyTorch."),
     ] = "joint",
     offload_to: Annotated[
         str, typer.Option(help="Where saved tensors may be offloaded: host, a folder, none, or auto for host on CUDA.")

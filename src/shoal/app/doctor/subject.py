@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
+from shoal.core.named import described, function_named
 from shoal.errors import InputError, brief
-
-_EXPECTED = "expected FILE.py:FUNCTION or MODULE:FUNCTION, such as train.py:make_model"
 
 
 @dataclass(frozen=True)
@@ -79,17 +73,11 @@ def load_subject(where: str, shapes: Sequence[str] = (), device: str | None = No
     Raises:
         InputError: there is no such file or function, it raised, or what it returned is none of these.
     """
-    place, _, name = where.rpartition(":")
-    if not place or not name.isidentifier():
-        raise InputError(f"{where}: {_EXPECTED}")
-    module = _module_at(place)
-    make = getattr(module, name, None)
-    if not callable(make):
-        raise InputError(f"{where}: {place} has no function {name}; {_EXPECTED}")
+    make = function_named(where)
     try:
         made = make()
     except Exception as error:  # whatever a user's code raises
-        raise InputError(f"{where}() raised {_described(error)}") from error
+        raise InputError(f"{where}() raised {described(error)}") from error
     model, example = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
         raise InputError(
@@ -133,29 +121,5 @@ def tensor_of(text: str) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
 
 
-def _module_at(place: str) -> ModuleType:
-    path = Path(place)
-    try:
-        if path.suffix != ".py":
-            sys.path.insert(0, "")
-            return importlib.import_module(place)
-        if not path.is_file():
-            raise InputError(f"{place}: no such file; {_EXPECTED}")
-        sys.path.insert(0, str(path.resolve().parent))  # what it imports lies beside it, as when it is run
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec is not None and spec.loader is not None
-        module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
-    except InputError:
-        raise
-    except (Exception, SystemExit) as error:  # whatever importing a user's file raises
-        raise InputError(f"{place} cannot be imported: {_described(error)}") from error
-
-
 def _kind(value: object) -> str:
     return "None" if value is None else f"{type(value).__name__} ({brief(value)})"
-
-
-def _described(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())

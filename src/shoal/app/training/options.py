@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from shoal import Plan
     from shoal.transforms.split.patch_map import PatchMap
 
-PLANNERS = ("joint", "chain", "sqrt", "keep_all", "hmms", "hmms_recompute", "layerwise", "hascoet", "none")
 OPTIMIZERS = ("sgd", "adamw")
 PRECISIONS = ("none", "bf16", "fp16")
 KERNELS = ("auto", "eager", "compiled")
@@ -39,7 +38,7 @@ class TrainOptions:
         model, data: names for `shoal.app.models.build` and `shoal.app.data.open`.
         batch: images per step, over all ranks.
         budget_bytes: for planning and for `enforce`; None only for the planner "none" without `enforce`.
-        planner: one of `PLANNERS`; "none" trains with plain PyTorch.
+        planner: as of `shoal.compile`; "none" trains with plain PyTorch.
         epochs: passes over the training images.
         enforce: train within a memory limit of `budget_bytes`.
         lr: the highest learning rate; see `shoal.app.training.optimizers.learning_rate`.
@@ -113,7 +112,6 @@ class TrainOptions:
 
     def __post_init__(self) -> None:
         for name, known in (
-            ("planner", PLANNERS),
             ("optimizer", OPTIMIZERS),
             ("amp", PRECISIONS),
             ("kernels", KERNELS),

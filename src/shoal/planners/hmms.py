@@ -14,7 +14,7 @@ is the limit, its queue is not empty when the forward pass ends, and the device 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 from shoal.core.hardware import Hardware, Link
 from shoal.core.plan import Plan
@@ -162,15 +162,3 @@ def offload_plan(graph: StepGraph, ends: Mapping[int, int], starts: Mapping[int,
     for storage, end in ends.items():
         residences[graph.storages[storage].name] = Offload(graph.ops[end].name, graph.ops[starts[storage]].name)
     return residences
-
-
-def cumulative_bytes(graph: StepGraph, link: Link) -> Sequence[tuple[str, int, float]]:
-    """Figure 1's two curves: after each forward op, (its name, bytes generated, bytes the link can have carried)."""
-    generated_bytes, carried_bytes = 0, 0.0
-    leaving = set(offloadable(graph))
-    rows = []
-    for op in graph.ops[: graph.n_forward]:
-        generated_bytes += sum(graph.storages[s].nbytes for s in op.writes if s in leaving)
-        carried_bytes += op.seconds * link.to_host_bytes_per_second
-        rows.append((op.name, generated_bytes, carried_bytes))
-    return rows

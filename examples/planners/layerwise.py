@@ -12,8 +12,8 @@ from collections.abc import Collection
 from shoal.core.hardware import Hardware
 from shoal.core.plan import Plan
 from shoal.core.step import StepGraph
+from shoal.planners.hmms import link_of, offload_plan, within_limit
 from shoal.planners.infeasible import infeasible
-from shoal.planners.papers.hmms import link_of, offload_plan, within_limit
 from shoal.planners.transfer_places import last_forward_reader
 
 

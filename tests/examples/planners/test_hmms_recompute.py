@@ -11,14 +11,14 @@ from hypothesis import given
 from torch import nn
 
 import shoal
+from examples.planners.hmms_recompute import hmms_recompute, normalised
 from shoal.core import presets
 from shoal.core.residence import Recompute
 from shoal.core.schedule import schedule
 from shoal.core.step import StepGraph
 from shoal.core.validate import check_runs
 from shoal.errors import BudgetError, InputError
-from shoal.planners.papers.hmms import hmms, theoretical_limit
-from shoal.planners.papers.hmms_recompute import hmms_recompute, normalised
+from shoal.planners.hmms import hmms, theoretical_limit
 from shoal.transforms.fuse.fuse_batchnorm import fuse_batchnorm
 from shoal.transforms.invert.invert_norm import invert_norm
 from tests.joint_graphs import captured_step
@@ -115,7 +115,7 @@ def test_under_a_budget_the_device_waits_and_what_cannot_be_is_said(graph: StepG
 
 def test_it_trains_as_plain_pytorch_does_bit_for_bit() -> None:
     plain, planned = residual_blocks(), residual_blocks()
-    shoal.compile(planned, budget="1GiB", planner="hmms_recompute", rehearse="p100-nvlink")
+    shoal.compile(planned, budget="1GiB", planner=hmms_recompute, rehearse="p100-nvlink")
     for seed in range(3):
         images = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(seed))
         for model in (plain, planned):

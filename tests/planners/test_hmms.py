@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -15,9 +14,7 @@ from shoal.core.schedule import schedule
 from shoal.core.step import StepGraph
 from shoal.core.validate import check_runs
 from shoal.errors import BudgetError, InputError
-from shoal.planners.keep_all import keep_all
-from shoal.planners.papers.hmms import (
-    cumulative_bytes,
+from shoal.planners.hmms import (
     hmms,
     offload_ends,
     offload_plan,
@@ -26,8 +23,9 @@ from shoal.planners.papers.hmms import (
     theoretical_limit,
     within_limit,
 )
+from shoal.planners.keep_all import keep_all
 from shoal.planners.transfer_places import last_forward_reader
-from tests.random_steps import HARDWARE, SLOW_LINK, Builder, conv_bn_relu_chain, plain_chain, resnet_like, steps
+from tests.random_steps import HARDWARE, SLOW_LINK, Builder, conv_bn_relu_chain, plain_chain, steps
 
 
 def link_of(to_host: float, to_device: float = 1e12, host_bytes: int = 0) -> Link:
@@ -210,16 +208,6 @@ def test_the_budget_decides_only_whether_there_is_a_plan() -> None:
 def test_a_step_without_a_link_is_the_callers_mistake() -> None:
     with pytest.raises(InputError, match="planner='hmms' offloads, but this step has no link"):
         hmms(plain_chain(3), HARDWARE, 0)
-
-
-def test_the_curves_of_figure_1_end_at_the_limit() -> None:
-    graph = resnet_like()
-    link = link_of(1000.0)
-    rows = cumulative_bytes(graph, link)
-    assert [name for name, _, _ in rows] == [op.name for op in graph.ops[: graph.n_forward]]
-    assert all(a[1] <= b[1] and a[2] <= b[2] for a, b in pairwise(rows))
-    _, generated_bytes, carried_bytes = rows[-1]
-    assert min(1.0, carried_bytes / generated_bytes) == pytest.approx(theoretical_limit(graph, link))
 
 
 def test_residences_name_the_ops_and_keep_the_rest() -> None:

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
+from examples.planners.hascoet import hascoet, inputs_of_layers
 from shoal.core.hardware import Link
 from shoal.core.residence import Keep, Offload
 from shoal.core.schedule import schedule
 from shoal.core.step import StepGraph
 from shoal.core.validate import check_runs
 from shoal.errors import BudgetError, InputError
-from shoal.planners.papers.hascoet import hascoet, inputs_of_layers
 from tests.random_steps import HARDWARE, SLOW_LINK, Builder, plain_chain, steps
 
 FAST = Link("fast", 1e12, 1e12, 0.0)

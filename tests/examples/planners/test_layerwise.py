@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from examples.planners.layerwise import last_of_next_layer, layerwise, one_layer_ahead
 from shoal.core.hardware import Link
 from shoal.core.schedule import schedule
 from shoal.core.step import StepGraph
 from shoal.core.validate import check_runs
 from shoal.errors import BudgetError, InputError
-from shoal.planners.papers.hmms import hmms, offloadable, within_limit
-from shoal.planners.papers.layerwise import last_of_next_layer, layerwise, one_layer_ahead
+from shoal.planners.hmms import hmms, offloadable, within_limit
 from tests.random_steps import HARDWARE, SLOW_LINK, Builder, plain_chain, resnet_like, steps
 
 

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import time
 
+from examples.planners.layerwise import last_of_next_layer, one_layer_ahead
 from shoal.core.hardware import Hardware
 from shoal.core.plan import Plan
 from shoal.core.step import StepGraph
+from shoal.planners.hmms import link_of, offload_plan, offloadable
 from shoal.planners.infeasible import infeasible
-from shoal.planners.papers.hmms import link_of, offload_plan, offloadable
-from shoal.planners.papers.layerwise import last_of_next_layer, one_layer_ahead
 
 _LAYERS = ("conv", "pool")
 

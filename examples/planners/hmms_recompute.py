@@ -17,9 +17,9 @@ import time
 from shoal.core.hardware import Hardware
 from shoal.core.plan import Plan
 from shoal.core.step import StepGraph
+from shoal.planners.hmms import link_of, within_limit
 from shoal.planners.infeasible import infeasible
 from shoal.planners.just_in_time import just_in_time
-from shoal.planners.papers.hmms import link_of, within_limit
 from shoal.planners.transfer_places import with_offloads
 
 
