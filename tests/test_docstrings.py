@@ -1,4 +1,4 @@
-"""Every example of a docstring prints what it says, in the package, the benches and the examples, and none is left out."""
+"""Every example of a docstring prints what it says, in the package, benches and examples, and none is left out."""
 
 from __future__ import annotations
 
@@ -66,9 +66,9 @@ def test_the_examples_of_a_module_print_what_they_say(
     monkeypatch.delenv("SHOAL_ALLOW")  # what users get
     forget_threads()
     module = importlib.import_module(name)
-    for examples in docstrings(FILES[name]):
-        examples.globs = dict(vars(module))
-        assert doctest.DocTestRunner().run(examples).failed == 0
+    for tried in docstrings(FILES[name]):
+        tried.globs = dict(vars(module))
+        assert doctest.DocTestRunner().run(tried).failed == 0
     if our_threads():
         gc.collect()
     assert our_threads() == []  # an example shows how to close what it opened
