@@ -3,12 +3,13 @@
     OMP_NUM_THREADS=1 python -m bench.arena          a quarter of an hour
     python -m bench.arena --quick                    tiny inputs, to see that it runs
 
-A step is forward, cross entropy, backward, SGD with momentum and `zero_grad`, in plain eager PyTorch, channels_last
-float32. Each contender is a process of its own, since malloc is tuned when a process starts. They take turns, one step
-each, in rounds that start one further every time; one runs at a time. CPU time tells more than the clock where others
-run on the same cores. The losses of a round must be equal to the last bit. The first steps, which the arena records and
-then lays out, are warm-up for all. "Held" is the most that the process has of the machine's memory, beyond what it has
-before the model is made; beside it, over the most bytes that tensors use at once, as the caching allocator counts them.
+A step is forward, cross entropy, backward, SGD with momentum and `zero_grad`, in channels_last float32: in plain eager
+PyTorch, and under `shoal.compile` with `allow="bitwise"` inside a share of plain PyTorch's peak. Each contender is a
+process of its own, since malloc is tuned when a process starts. They take turns, one step each, in rounds that start
+one further every time; one runs at a time. CPU time tells more than the clock if others run on the same cores. The
+losses of a round must be equal to the last bit. The first steps, which the arena records and then lays out, are warm-up
+for all. "Held" is the most that the process has of the machine's memory, beyond what it has before the model is made
+(with planning, if there is a plan); then, over the most bytes that tensors use at once in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import torch
 from rich.table import Table
 from torch.nn import functional as F
 
+import shoal
 from bench.cpu_arena.arena import Arena
 from bench.frame import NETWORKS, Bench, Run, WrongResult
 from bench.interleave import turns
@@ -37,9 +39,8 @@ from bench.processes import HUGE_PAGES, NEVER_UNMAPPED, Stage, Worker, malloc_en
 from bench.tables import new_table
 from bench.workload import make_workload
 from shoal.core.sizes import format_bytes
-from shoal.errors import InputError
 from shoal.memory.cpu_allocator import CACHING as CACHING_KIND
-from shoal.memory.cpu_allocator import TORCH, cpu_memory, use_caching, why_not_caching
+from shoal.memory.cpu_allocator import TORCH, cpu_memory
 
 SETTINGS = {  # one to five seconds a step on one thread
     "resnet50": Setting(batch=8, image=160),
@@ -51,7 +52,17 @@ SETTINGS = {  # one to five seconds a step on one thread
 QUICK_SETTINGS = {name: Setting(2, 32) for name in SETTINGS}
 DEFAULT, TUNED, HUGE = "malloc", "malloc, tuned", "malloc, tuned, huge pages"
 CACHING, ARENA = "caching allocator", "arena"
-TUNABLES = {DEFAULT: "", TUNED: NEVER_UNMAPPED, HUGE: f"{NEVER_UNMAPPED}:{HUGE_PAGES}", CACHING: "", ARENA: ""}
+SHARE = 0.4  # of plain PyTorch's peak, as in the README's table
+INSIDE, INSIDE_CACHING = f"{DEFAULT}, inside {SHARE:.0%}", f"{CACHING}, inside {SHARE:.0%}"
+TUNABLES = {
+    DEFAULT: "",
+    TUNED: NEVER_UNMAPPED,
+    HUGE: f"{NEVER_UNMAPPED}:{HUGE_PAGES}",
+    CACHING: "",
+    ARENA: "",
+    INSIDE: "",
+    INSIDE_CACHING: "",
+}
 WARM_UPS = 4
 ROUNDS = 9
 
@@ -63,12 +74,17 @@ def measure_network(name: str, setting: Setting, *, rounds: int, seed: int) -> d
         WrongResult: the losses of a round differ.
     """
     contenders = list(TUNABLES)
+    workload = make_workload(name, setting.batch, setting.image, seed=seed)
+    momentum_bytes = workload.parameter_bytes
+    budget_bytes = int(SHARE * (workload.peak_bytes(workload.model) + momentum_bytes))
+    del workload
     taken: dict[str, list[dict[str, Any]]] = {contender: [] for contender in contenders}
     with ExitStack() as stack:
         workers = {contender: stack.enter_context(_started(contender)) for contender in contenders}
         for contender, worker in workers.items():
             asked = {"network": name, "batch": setting.batch, "image": setting.image, "seed": seed}
-            worker.ask(asked | {"arena": contender == ARENA, "caching": contender == CACHING})
+            budget = budget_bytes if contender in (INSIDE, INSIDE_CACHING) else None
+            worker.ask(asked | {"arena": contender == ARENA, "budget_bytes": budget})
         for contender, _ in turns(contenders, WARM_UPS + rounds):
             taken[contender].append(workers[contender].ask("step"))
         for turn, steps in enumerate(zip(*taken.values(), strict=True), 1):
@@ -115,7 +131,7 @@ def network_table(result: Mapping[str, Any]) -> Table:
 
 
 def _started(contender: str) -> Worker:
-    allocator = CACHING_KIND if contender == CACHING else TORCH
+    allocator = CACHING_KIND if contender in (CACHING, INSIDE_CACHING) else TORCH
     environment = malloc_environment(TUNABLES[contender], torch.get_num_threads(), os.environ, allocator=allocator)
     return Worker("bench.arena:Trainer", environment)
 
@@ -136,12 +152,13 @@ class Trainer:
             arena = self._arena
             counts = {"departures": arena.departures, "replayed_steps": arena.replayed_steps}
             return {"arena_bytes": arena.bytes, "fragmentation": arena.fragmentation, **counts}
-        if question["caching"] and use_caching() != CACHING_KIND:
-            raise InputError(f"the caching allocator is not to be had: {why_not_caching()}")
         self._before_bytes = psutil.Process().memory_info().rss
         self._in_use_bytes = cpu_memory().in_use
         self._workload = make_workload(question["network"], question["batch"], question["image"], seed=question["seed"])
         self._optimizer = torch.optim.SGD(self._workload.model.parameters(), lr=1e-3, momentum=0.9)
+        self._model = self._workload.model
+        if budget := question["budget_bytes"]:
+            self._model = shoal.compile(self._model, budget, optimizer=self._optimizer, allow="bitwise")
         self._arena = Arena() if question["arena"] else None
         self._steps = 0
         gc.disable()  # a collection would add its time to whoever is being timed
@@ -154,7 +171,7 @@ class Trainer:
         faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         started, cpu_started = time.perf_counter(), time.process_time()
         with nullcontext() if self._arena is None else self._arena.step():
-            loss = F.cross_entropy(self._workload.model(self._workload.images), self._workload.target)
+            loss = F.cross_entropy(self._model(self._workload.images), self._workload.target)
             loss.backward()
             self._optimizer.step()
             self._optimizer.zero_grad(set_to_none=True)

@@ -14,12 +14,20 @@ import torch
 
 from bench.code_digest import code_digests
 from shoal.cost import measurement_cache
-from shoal.memory.cpu_allocator import use_caching
+from shoal.memory.cpu_allocator import CACHING, active, use_caching_allocator
 
+CPU_ALLOCATOR = "BENCH_CPU_ALLOCATOR"
+"""Environment variable: "caching" switches it on in a bench and its processes; without it, PyTorch's, as users have."""
 _MALLOC = ("LD_PRELOAD", "MALLOC_ARENA_MAX", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 _CUDA = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG")
 _OPENMP = ("OMP_NUM_THREADS", "OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+def use_allocator() -> None:
+    """The allocator that the environment asks for."""
+    if os.environ.get(CPU_ALLOCATOR) == CACHING:
+        use_caching_allocator()
 
 
 def conditions(device: torch.device, seed: int) -> dict[str, Any]:
@@ -43,7 +51,8 @@ def conditions(device: torch.device, seed: int) -> dict[str, Any]:
         "code": code_digests(),
     }
     if device.type == "cpu":
-        found["cpu_allocator"] = use_caching()  # of every contender of this process, from here on
+        use_allocator()  # for every contender of this process
+        found["cpu_allocator"] = active()
     if device.type == "cuda":
         found["cuda"] = torch.version.cuda
         found["cudnn"] = torch.backends.cudnn.version()
@@ -71,9 +80,10 @@ def brief(found: Mapping[str, Any]) -> str:
     """What a reader of a page is told of the conditions; the file has all of them."""
     threads = "one thread" if found["threads"] == 1 else f"{found['threads']} threads"
     cuda = f", CUDA {found['cuda']}, cuDNN {found['cudnn']}" if "cuda" in found else ""
+    allocator = f", {found['cpu_allocator']} allocator" if "cpu_allocator" in found else ""
     return (
-        f"torch {found['torch']}{cuda}, {found['device']}, {threads} of {found['cores']} cores, seed {found['seed']}, "
-        f"load {found['load_average']:.1f} at the start"
+        f"torch {found['torch']}{cuda}, {found['device']}, {threads} of {found['cores']} cores{allocator}, "
+        f"seed {found['seed']}, load {found['load_average']:.1f} at the start"
     )
 
 

@@ -30,13 +30,14 @@ import torch
 from torch import nn
 
 import shoal
+from bench.conditions import CPU_ALLOCATOR
 from bench.frame import Bench, Run, Unavailable, WrongResult, option, percentages
 from bench.models_catalogue import CATALOGUE, Step
 from bench.processes import Ended, Stage, Worker, malloc_environment
 from bench.tables import cells, new_table
 from shoal.errors import BudgetError, InputError, ShoalError
 from shoal.lowlevel import allocations
-from shoal.memory.cpu_allocator import CACHING
+from shoal.memory.cpu_allocator import TORCH
 from shoal.memory.storage_bytes import distinct_bytes
 
 COLUMNS = (
@@ -108,7 +109,9 @@ def _asked_of_a_process(question: Mapping[str, Any]) -> tuple[list[dict[str, Any
     """The rows of a model, and why there are none."""
     begun: list[str] = []
     started = time.perf_counter()
-    with Worker("bench.models:measure", malloc_environment("", 1, os.environ, allocator=CACHING)) as worker:
+    with Worker(
+        "bench.models:measure", malloc_environment("", 1, os.environ, allocator=os.environ.get(CPU_ALLOCATOR, TORCH))
+    ) as worker:
         try:
             return worker.ask(dict(question), begun.append, LIMIT_SECONDS), ""
         except Ended as ended:

@@ -17,9 +17,10 @@ from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from typing import Any
 
+from bench.conditions import CPU_ALLOCATOR, use_allocator
 from bench.frame import WrongResult
 from shoal.errors import InputError
-from shoal.memory.cpu_allocator import TORCH, VARIABLE
+from shoal.memory.cpu_allocator import TORCH
 
 Stage = Callable[[str], None]
 NEVER_UNMAPPED = "glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=68719476736:glibc.malloc.arena_max=1"
@@ -117,19 +118,20 @@ def malloc_environment(
     """What a process runs under: no settings of malloc but `tunables`, and torch's allocator unless told otherwise.
 
     >>> malloc_environment("", 2, {"MALLOC_ARENA_MAX": "1", "HOME": "/"}, pinned=True)
-    {'HOME': '/', 'OMP_PROC_BIND': 'true', 'OMP_NUM_THREADS': '2', 'SHOAL_CPU_ALLOCATOR': 'torch'}
+    {'HOME': '/', 'OMP_PROC_BIND': 'true', 'OMP_NUM_THREADS': '2', 'BENCH_CPU_ALLOCATOR': 'torch'}
     """
     kept = {k: v for k, v in inherited.items() if k != "GLIBC_TUNABLES" and not k.startswith("MALLOC_")}
     if pinned:
         kept.setdefault("OMP_PROC_BIND", "true")
     kept["OMP_NUM_THREADS"] = str(threads)
-    kept[VARIABLE] = allocator
+    kept[CPU_ALLOCATOR] = allocator
     return {**kept, **({"GLIBC_TUNABLES": tunables} if tunables else {})}
 
 
 def _serve(answers: str) -> None:
     module, _, name = answers.partition(":")
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING)
+    use_allocator()
     answer = getattr(importlib.import_module(module), name)
     if isinstance(answer, type):
         answer = answer()

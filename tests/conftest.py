@@ -15,6 +15,7 @@ from hypothesis.internal.conjecture import providers
 
 from shoal.core.files import cache_dir
 from shoal.engine import metering
+from shoal.memory.cpu_allocator import stop_caching
 from tests import beside_compiling, made_up_machine
 from tests.made_up_machine import real_machine
 
@@ -93,6 +94,12 @@ def _one_thread() -> None:
 def _collecting_is_quick() -> None:
     gc.collect()
     gc.freeze()  # what earlier modules left and imported is garbage to no test of this one
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _torchs_allocator() -> Iterator[None]:
+    yield
+    stop_caching()  # `shoal train` has switched it on
 
 
 @pytest.fixture(autouse=True)

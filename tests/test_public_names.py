@@ -32,7 +32,7 @@ def test_a_plan_can_be_loaded_by_its_public_name() -> None:
     assert "Plan" in shoal.__all__ and shoal.Plan is Plan
 
 
-def test_there_are_thirteen_names_beside_the_exceptions() -> None:
+def test_there_are_fourteen_names_beside_the_exceptions() -> None:
     names = {name for name in shoal.__all__ if not name.endswith("Error")}
     assert names == {
         "Budget",
@@ -48,6 +48,7 @@ def test_there_are_thirteen_names_beside_the_exceptions() -> None:
         "offload_activations",
         "plan",
         "split",
+        "use_caching_allocator",
     }
 
 

@@ -7,6 +7,7 @@ from shoal import codecs, errors
 from shoal.core.plan import Plan
 from shoal.core.version import __version__ as __version__
 from shoal.errors import BudgetError, CaptureError, CodecError, InputError, PlanError, ShoalError, TransferError
+from shoal.memory.cpu_allocator import use_caching_allocator
 from shoal.offload.eager import offload_activations
 from shoal.transforms.fuse.fuse_batchnorm import fuse_batchnorm
 from shoal.transforms.invert.invert_norm import invert_norm
@@ -41,6 +42,7 @@ __all__ = [
     "offload_activations",
     "plan",
     "split",
+    "use_caching_allocator",
 ]
 
 # Imported when they are asked for: what captures a step imports Dynamo, AOTAutograd and sympy, two seconds that a

@@ -26,6 +26,7 @@ from shoal.app.training.run_folder import run_folder
 from shoal.core import presets
 from shoal.core.hardware import MeasuredLink
 from shoal.core.plan import Plan
+from shoal.memory.cpu_allocator import why_unavailable
 from tests.app.training.tiny import Tiny, put_in_place
 from tests.ranks import forked, run_on_ranks
 
@@ -135,7 +136,8 @@ def test_a_run_of_plain_pytorch_leaves_a_checkpoint_and_its_result(here: Path) -
     assert len(result["losses"]) == 3
     assert 0 <= result["test_accuracy"] <= 1
     assert result["finished"] is True
-    assert result["versions"].keys() == {"shoal", "torch", "python", "threads", "seed"}
+    assert result["versions"].keys() == {"shoal", "torch", "python", "threads", "cpu_allocator", "seed"}
+    assert result["versions"]["cpu_allocator"] == ("torch" if why_unavailable() else "caching")
 
 
 @pytest.mark.usefixtures("tiny")

@@ -16,7 +16,7 @@ from bench import arena
 from bench.cpu_arena.arena import Arena
 from bench.frame import WrongResult
 from bench.processes import malloc_environment
-from shoal.memory.cpu_allocator import use_caching
+from shoal.memory.cpu_allocator import use_caching_allocator
 from tests.bench.small import put_in_place
 
 
@@ -45,13 +45,14 @@ def test_every_contender_is_timed_and_the_arena_departs_nowhere(
     monkeypatch.setattr(arena, "Worker", Here)
     monkeypatch.delitem(arena.TUNABLES, arena.TUNED)  # of malloc with a setting, see `bench.batchnorm`
     monkeypatch.delitem(arena.TUNABLES, arena.HUGE)
-    use_caching()  # beneath the arena
+    monkeypatch.setattr(arena, "SHARE", 1.0)
+    use_caching_allocator()  # beneath the arena
     with Arena() as opened:
         monkeypatch.setattr(arena, "Arena", lambda: opened)
         assert arena.main(["--quick", "--networks", "mobilenet_v2", "--out", str(tmp_path)]) == 0
     (path,) = tmp_path.glob("arena_*.json")
     (result,) = json.loads(path.read_text())["networks"]
-    assert set(result["rows"]) == {arena.DEFAULT, arena.CACHING, arena.ARENA}
+    assert set(result["rows"]) == {arena.DEFAULT, arena.CACHING, arena.ARENA, arena.INSIDE, arena.INSIDE_CACHING}
     assert all(len(row["seconds"]) == 1 and row["seconds"][0] > 0 for row in result["rows"].values())
     assert result["arena"]["departures"] == 0
     assert result["arena"]["replayed_steps"] >= 1
@@ -71,7 +72,7 @@ def test_a_loss_that_differs_is_told(
 
 def test_no_setting_of_malloc_reaches_a_contender_but_its_own() -> None:
     inherited = {"MALLOC_ARENA_MAX": "1", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=2", "HOME": "/"}
-    assert malloc_environment("", 1, inherited).keys() == {"HOME", "OMP_NUM_THREADS", "SHOAL_CPU_ALLOCATOR"}
+    assert malloc_environment("", 1, inherited).keys() == {"HOME", "OMP_NUM_THREADS", "BENCH_CPU_ALLOCATOR"}
     assert malloc_environment("glibc.malloc.mmap_max=0", 1, inherited)["GLIBC_TUNABLES"] == "glibc.malloc.mmap_max=0"
 
 

@@ -344,7 +344,7 @@ def test_a_process_that_dies_is_one_line(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_threads_are_pinned_unless_told_otherwise_and_no_other_malloc_gets_in() -> None:
     inherited = {"MALLOC_ARENA_MAX": "1", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=2", "OMP_NUM_THREADS": "9"}
-    pinned = {"OMP_PROC_BIND": "true", "OMP_NUM_THREADS": "2", "SHOAL_CPU_ALLOCATOR": "torch"}
+    pinned = {"OMP_PROC_BIND": "true", "OMP_NUM_THREADS": "2", "BENCH_CPU_ALLOCATOR": "torch"}
     assert malloc_environment("", 2, inherited, pinned=True) == pinned
     reported = malloc_environment("glibc.malloc.mmap_max=0", 2, {**inherited, "OMP_PROC_BIND": "spread"}, pinned=True)
     assert reported == {**pinned, "OMP_PROC_BIND": "spread", "GLIBC_TUNABLES": "glibc.malloc.mmap_max=0"}

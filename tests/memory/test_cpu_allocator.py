@@ -19,8 +19,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
+import shoal
 from shoal.errors import InputError
-from shoal.memory.cpu_allocator import CACHING, TORCH, cpu_memory, release_unused, use_caching, why_not_caching
+from shoal.memory.cpu_allocator import (
+    CACHING,
+    TORCH,
+    active,
+    cpu_memory,
+    release_unused,
+    stop_caching,
+    use_caching_allocator,
+)
 from shoal.memory.limit import memory_limit
 
 KiB, MiB = 2**10, 2**20
@@ -34,7 +43,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def served() -> None:
-    assert use_caching() == CACHING, why_not_caching()
+    use_caching_allocator()
     release_unused()
 
 
@@ -88,8 +97,8 @@ def test_no_more_is_held_than_was_in_use_at_once_and_a_fiftieth(sizes: list[int]
 def test_which_hole_a_tensor_gets(freed: list[int], asked_mebibytes: int, expected: int) -> None:
     python(f"""
 import torch
-from shoal.memory.cpu_allocator import use_caching
-assert use_caching() == "caching"
+import shoal
+shoal.use_caching_allocator()
 def block(mebibytes): return torch.empty(mebibytes * 2**20, dtype=torch.uint8)
 blocks = [block(mebibytes) for mebibytes in (9, 1, 5, 1, 7, 1)]
 address = blocks[{expected}].data_ptr()
@@ -173,7 +182,7 @@ def test_threads_allocate_and_free_side_by_side() -> None:
 def _in_child(answer: Connection, tensor: torch.Tensor) -> None:
     before = cpu_memory()
     own = block(8 * MiB).fill_(7)
-    answer.send((int(tensor.sum()), cpu_memory().in_use - before.in_use, int(own[-1])))
+    answer.send((active(), int(tensor.sum()), cpu_memory().in_use - before.in_use, int(own[-1])))
     tensor.fill_(9)
 
 
@@ -195,71 +204,90 @@ def test_a_forked_process_reads_tensors_and_allocates_as_torch_does() -> None:
     unused = block(64 * MiB).fill_(1)
     del unused
     held = cpu_memory().held
-    assert forked(_in_child, tensor) == (MiB, 0, 7)
+    assert forked(_in_child, tensor) == (TORCH, MiB, 0, 7)
     assert cpu_memory().held <= held - 60 * MiB  # what nobody uses is not copied from page to page
     assert int(tensor.sum()) == MiB  # its writes are its own
 
 
-def _trains_in_child(answer: Connection, tensor: torch.Tensor) -> None:
-    kind, before = use_caching(), cpu_memory()
+def _switches_on_in_child(answer: Connection, tensor: torch.Tensor) -> None:
+    use_caching_allocator()
+    before = cpu_memory()
     own = block(8 * MiB).fill_(7)
-    answer.send((kind, cpu_memory().in_use - before.in_use, int(tensor[-1]), int(own[-1])))
+    answer.send((active(), cpu_memory().in_use - before.in_use, int(tensor[-1]), int(own[-1])))
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_process_that_trains_has_it_again() -> None:
+def test_a_forked_process_may_switch_it_on_again() -> None:
     tensor = torch.ones(MiB, dtype=torch.uint8)
-    assert forked(_trains_in_child, tensor) == (CACHING, 8 * MiB, 1, 7)
+    assert forked(_switches_on_in_child, tensor) == (CACHING, 8 * MiB, 1, 7)
 
 
-def test_a_step_computes_the_same_bits() -> None:
+@pytest.mark.parametrize("share", [1.2, 0.6])
+def test_a_step_has_the_same_bits_and_bytes_with_both(share: float) -> None:
+    bits, predicted_bytes, measured_bytes = _trained(TORCH, share)
+    assert 0 <= predicted_bytes - measured_bytes <= 1024
+    assert _trained(CACHING, share) == (bits, predicted_bytes, measured_bytes)
+
+
+def _trained(kind: str, share: float) -> tuple[list[bytes], int, int]:
+    """Gradients after two steps inside a share of plain PyTorch's peak, predicted and measured bytes."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    use_caching_allocator() if kind == CACHING else stop_caching()
+    assert active() == kind
+    layers = [torch.nn.Conv2d(3, 32, 3, padding=1), torch.nn.BatchNorm2d(32), torch.nn.ReLU()]
+    for _ in range(4):
+        layers += [torch.nn.Conv2d(32, 32, 3, padding=1), torch.nn.BatchNorm2d(32), torch.nn.ReLU()]
+    plain = torch.nn.Sequential(*layers)
+    images = torch.randn(4, 3, 64, 64)
+    plain_bytes = shoal.plan(plain, images).plain_peak_bytes
+    model = shoal.compile(plain, budget=int(share * plain_bytes))
+    for _ in range(2):
+        model(images).square().mean().backward()
+        assert active() == kind  # compile leaves it as it is
+    found = [p.grad.numpy().tobytes() for p in plain.parameters() if p.grad is not None]
+    return found, model.shoal.predicted_peak_bytes, model.shoal.measured_peak_bytes
+
+
+def test_compile_leaves_the_process_its_allocator() -> None:
     program = """
-import hashlib, torch
-from shoal.memory.cpu_allocator import use_caching
-torch.manual_seed(0)
-kind = use_caching()
-model = torch.nn.Sequential(torch.nn.Conv2d(3, 32, 3), torch.nn.BatchNorm2d(32), torch.nn.ReLU())
-for _ in range(2):
-    model(torch.randn(4, 3, 32, 32)).square().mean().backward()
-digest = hashlib.sha256(b"".join(p.grad.numpy().tobytes() for p in model.parameters())).hexdigest()
-print(kind, digest)
+import torch, shoal
+from shoal.memory.cpu_allocator import active
+model = shoal.compile(torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU()), budget="64MiB")
+model(torch.randn(2, 3, 32, 32)).sum().backward()
+print(active())
+shoal.use_caching_allocator()
+print(active())
 """
-    ours, theirs = (python(program, SHOAL_CPU_ALLOCATOR=kind).split() for kind in (CACHING, TORCH))
-    assert (ours[0], theirs[0]) == (CACHING, TORCH)
-    assert ours[1] == theirs[1]
+    assert python(program).split() == [TORCH, CACHING]
 
 
-def test_the_variable_leaves_torchs_allocator() -> None:
-    program = "from shoal.memory.cpu_allocator import *; print(use_caching(), why_not_caching())"
-    assert python(program, SHOAL_CPU_ALLOCATOR=TORCH) == "torch SHOAL_CPU_ALLOCATOR=torch"
-
-
-def test_the_variable_counts_until_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SHOAL_CPU_ALLOCATOR", TORCH)
-    assert use_caching() == CACHING and not why_not_caching()
+def test_it_is_refused_while_memory_is_counted() -> None:
+    stop_caching()
+    with memory_limit(None), pytest.raises(InputError, match="before the first step"):
+        use_caching_allocator()
+    use_caching_allocator()
+    with memory_limit(None):
+        use_caching_allocator()  # it serves already
 
 
 def test_shoal_is_imported_where_python_has_no_resource_module() -> None:
     assert python("import sys; sys.modules['resource'] = None; import shoal; print(shoal.__name__)") == "shoal"
 
 
-def test_an_unknown_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SHOAL_CPU_ALLOCATOR", "jemalloc")
-    with pytest.raises(InputError, match="SHOAL_CPU_ALLOCATOR='jemalloc' is unknown; set it to 'caching' or 'torch'"):
-        use_caching()
+REFUSED = """
+import shoal
+try:
+    shoal.use_caching_allocator()
+except shoal.InputError as error:
+    print(error)
+"""
 
 
 def test_a_limited_address_space_is_left_to_torch() -> None:
-    program = """
-import resource
-resource.setrlimit(resource.RLIMIT_AS, (2**45, resource.RLIM_INFINITY))
-from shoal.memory.cpu_allocator import *
-print(use_caching(), why_not_caching())
-"""
-    assert python(program) == "torch the address space of the process is limited (ulimit -v)"
+    limited = "import resource; resource.setrlimit(resource.RLIMIT_AS, (2**45, resource.RLIM_INFINITY))"
+    assert "the address space of the process is limited (ulimit -v)" in python(limited + REFUSED)
 
 
-def test_without_a_compiler_it_is_torchs_and_says_so() -> None:
-    program = "from shoal.memory.cpu_allocator import *; print(use_caching(), why_not_caching())"
-    answer = python(program, PATH="", CXX="")
-    assert answer.startswith("torch the caching allocator of the CPU needs a C++ compiler")
+def test_without_a_compiler_it_is_refused() -> None:
+    assert "the caching allocator of the CPU needs a C++ compiler" in python(REFUSED, PATH="", CXX="")

@@ -100,12 +100,11 @@ def _kernels() -> dict[str, str]:
 
 
 def _allocator() -> str:
-    """Which allocator a CPU step's tensors have, and why not the caching one."""
-    try:
-        why = cpu_allocator.why_not_caching()
-    except InputError as error:
-        return str(error)
-    return f"torch's: {why}" if why else "caching"
+    """Which allocator the tensors of this process have, and whether `shoal train` would have the caching one."""
+    if cpu_allocator.active() == cpu_allocator.CACHING:
+        return "caching"
+    why = cpu_allocator.why_unavailable()
+    return f"torch's; no caching one: {why}" if why else "torch's; caching after shoal.use_caching_allocator()"
 
 
 def _counting() -> str:

@@ -22,7 +22,7 @@ from shoal.errors import InputError
 from shoal.lowlevel import cuda_calls, dispatch
 from shoal.lowlevel.cuda_allocator import allocator_settings
 from shoal.lowlevel.native import fingerprint, vector_flags
-from shoal.memory.cpu_allocator import use_caching
+from shoal.memory import cpu_allocator
 
 _MAX_DEPTH = 8  # of lists and objects in a cached value
 _FORMAT = 6
@@ -85,7 +85,7 @@ def describe(device: torch.device) -> dict[str, Any]:
             torch.backends.cudnn.version() if device.type == "cuda" else None,
         ],
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "allocator": allocator_settings() if device.type == "cuda" else use_caching(),
+        "allocator": allocator_settings() if device.type == "cuda" else cpu_allocator.active(),
     }
 
 

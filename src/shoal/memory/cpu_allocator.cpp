@@ -249,6 +249,11 @@ CACHE_API bool cpu_allocator_install() {
   return true;
 }
 
+// What it gave out stays valid; new requests go to the allocator beneath until it is installed again.
+CACHE_API void cpu_allocator_stop() { cache().serves.store(false); }
+
+CACHE_API bool cpu_allocator_serves() { return cache().serves.load(); }
+
 CACHE_API void cpu_allocator_give_back() {
   Cache& c = cache();
   std::lock_guard<std::mutex> lock(c.mutex);

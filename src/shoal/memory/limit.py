@@ -26,7 +26,6 @@ from shoal.lowlevel import cuda_calls
 from shoal.lowlevel.cuda_allocator import Refusals, blocks_in_use, refusals_on
 from shoal.lowlevel.extension import loaded
 from shoal.lowlevel.torch_state import allocated_bytes
-from shoal.memory.cpu_allocator import use_caching
 from shoal.memory.reads import Read
 
 _SOURCE = Path(__file__).with_name("limit.cpp")
@@ -241,6 +240,11 @@ def _no_lasting_limits() -> Iterator[None]:
             _enforce(memory)
 
 
+def is_counting(device_type: str) -> bool:
+    """Whether a limit on a device of this type is active, or a step there is being measured."""
+    return any(limit.device.type == device_type for limit in _active)
+
+
 def refusals(device: torch.device) -> Refusals:
     """The allocations on the device that have raised `torch.OutOfMemoryError` since this was first asked.
 
@@ -350,7 +354,6 @@ class _CpuMemory:
         self._library = library
 
     def install(self) -> None:
-        use_caching()  # beneath the one that counts
         self._library.limit_install()
 
     def uninstall(self) -> None:

@@ -73,6 +73,8 @@ def train(options: TrainOptions, watcher: Watcher, ranks: Ranks | None = None) -
     data = prepare.open_data(options, ranks)
     layout = prepare.layout(options, prepare.check_fits(options, data))
     with ExitStack() as stack:
+        if device.type == "cpu":
+            prepare.use_allocator()
         # Entered before the model is made, so that its parameters count.
         meter = prepare.open_memory_limit(stack, device, options.enforce)
         before_bytes = 0 if meter is None else meter.live_bytes  # of models that this process has beside

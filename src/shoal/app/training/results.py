@@ -16,6 +16,7 @@ from shoal.app.training.options import Outcome, TrainOptions
 from shoal.core.files import write_json, write_text
 from shoal.core.sizes import format_bytes
 from shoal.errors import InputError
+from shoal.memory.cpu_allocator import active
 from shoal.report.data import Report
 from shoal.report.page import save_html
 from shoal.transforms.split.patch_map import PatchMap
@@ -104,6 +105,7 @@ def versions(options: TrainOptions) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
+        "cpu_allocator": active(),
         "seed": options.seed,
     }
 
