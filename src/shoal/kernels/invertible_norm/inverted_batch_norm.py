@@ -16,25 +16,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.kernels.batch_norm_vectors import measures, move_statistics
 from shoal.kernels.invertible_norm.inverted_batch_norm_sweeps import sweeps
+from shoal.kernels.invertible_norm.inverted_op import InvertedOp, by_pytorch
 from shoal.kernels.norm import norm_sweeps
 from shoal.kernels.norm.statistics import wide as wide_of
-from shoal.lowlevel.direct_call import needs_dispatch
 from shoal.lowlevel.torch_state import check_batch_norm_input, check_batch_size, in_functorch
-
-_SCHEMA = (
-    "(Tensor x, Tensor? weight, Tensor? bias, Tensor? mean, Tensor? variance, float eps, str activation, float slope)"
-    " -> (Tensor, Tensor, Tensor)"
-)
-_BACKWARD_SCHEMA = (
-    "(Tensor grad, Tensor y, Tensor? weight, Tensor? bias, Tensor invstd, bool frozen, float eps,"
-    " str activation, float slope) -> (Tensor, Tensor, Tensor)"
-)
 
 
 def kept_from_zero(weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -49,8 +38,9 @@ def kept_from_zero(weight: torch.Tensor, eps: float) -> torch.Tensor:
     return torch.where(weight < 0, weight - eps, weight + eps)
 
 
-def forward_(
+def _forward(
     x: torch.Tensor,
+    y: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     mean: torch.Tensor | None,
@@ -58,22 +48,7 @@ def forward_(
     eps: float,
     activation: str,
     slope: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`inverted_batch_norm` that writes over `x`."""
-    return x, *_forward(x, x, weight, bias, mean, variance, eps, activation, slope)
-
-
-@torch.library.custom_op("shoal::inverted_batch_norm", mutates_args=(), schema=_SCHEMA)
-def inverted_batch_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    mean: torch.Tensor | None,
-    variance: torch.Tensor | None,
-    eps: float,
-    activation: str,
-    slope: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Normalise, scale, shift and activate; saves the result and vectors for the backward pass.
 
     Replaces `F.leaky_relu(F.batch_norm(x, mean, variance, scale, bias, ...), slope)` with
@@ -81,6 +56,7 @@ def inverted_batch_norm(
 
     Args:
         x: (N, C, ...) of any floating dtype, contiguous or channels_last.
+        y: the result, of the dtype and layout of `x`.
         weight, bias: (C,), or None for 1 and 0.
         mean, variance: (C,) of running statistics to normalise by; None for those of the batch.
         eps: added to the variance, and to the scale's distance from zero.
@@ -88,15 +64,36 @@ def inverted_batch_norm(
         slope: LeakyReLU's negative slope or ELU's alpha, greater than 0.
 
     Returns:
-        The result, of the dtype and layout of `x`; mean and biased variance that it was normalised by, (C,) float32, or
-        float64 for a float64 `x`. The last two carry no gradient.
+        Mean and biased variance that it was normalised by, (C,) float32, or float64 for a float64 `x`.
     """
-    return _forward_anew(x, weight, bias, mean, variance, eps, activation, slope)
+    wide = wide_of(x.dtype)
+    if mean is None or variance is None:
+        mean, variance = channel_statistics(x)
+    else:
+        mean, variance = mean.to(wide, copy=True), variance.to(wide, copy=True)
+    scale = torch.rsqrt(variance + eps)
+    if weight is not None:
+        scale = scale * kept_from_zero(weight.to(wide), eps)
+    shift = torch.zeros_like(mean) if bias is None else bias.to(wide)
+    sweeps(x, y, activation).forward_into(x, y, mean, scale, shift, activation, slope)
+    return mean, variance
 
 
-@torch.library.custom_op("shoal::inverted_batch_norm_backward", mutates_args=(), schema=_BACKWARD_SCHEMA)
-def inverted_batch_norm_backward(
+def channel_statistics(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and biased variance of the channels, (C,); nothing as large as `x` is allocated."""
+    kernel = norm_sweeps.sweeps(x)
+    if kernel is not None:
+        return kernel.statistics(x)
+    wide = wide_of(x.dtype)
+    # PyTorch's own sums, without a result; wide if given wide running statistics, which momentum 0 leaves alone.
+    given = (None, None) if x.dtype == wide else tuple(torch.zeros(2, x.shape[1], dtype=wide, device=x.device))
+    mean, variance = torch.ops.aten.batch_norm_update_stats(x, *given, 0.0)
+    return mean, variance
+
+
+def _backward(
     grad: torch.Tensor,
+    result: torch.Tensor,
     y: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
@@ -105,35 +102,49 @@ def inverted_batch_norm_backward(
     eps: float,
     activation: str,
     slope: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradients of `inverted_batch_norm`, from its result.
 
     Args:
         grad: of the result, (N, C, ...).
+        result: the gradient of x, in the layout of `y`.
         y: the result.
         weight, bias, eps, activation, slope: as there.
         invstd: (C,), 1 / sqrt(variance + eps).
         frozen: whether the statistics were given; otherwise they depend on the input.
 
     Returns:
-        Gradients of x, in the layout of `y`, and of weight and bias, (C,) of their dtypes.
+        Gradients of weight and bias, (C,) of their dtypes.
     """
-    return _backward_anew(grad, y, weight, bias, invstd, frozen, eps, activation, slope)
+    wide = invstd.dtype
+    ones = torch.ones_like(invstd)
+    scale = ones if weight is None else kept_from_zero(weight.to(wide), eps)
+    shift = torch.zeros_like(ones) if bias is None else bias.to(wide)
+    of_weight, of_bias = sweeps(grad, y, activation).backward_into(
+        grad, result, y, scale, shift, invstd, frozen, activation, slope
+    )
+    return (
+        of_weight.to(wide if weight is None else weight.dtype),
+        of_bias.to(wide if bias is None else bias.dtype),
+    )
 
 
-def backward_(
-    grad: torch.Tensor,
-    y: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    invstd: torch.Tensor,
-    frozen: bool,
-    eps: float,
-    activation: str,
-    slope: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`inverted_batch_norm_backward` that writes the gradient of x over `grad`, which has the layout of `y`."""
-    return grad, *_backward(grad, grad, y, weight, bias, invstd, frozen, eps, activation, slope)
+def _saved(arguments: list[Any], vectors: list[torch.Tensor]) -> tuple[torch.Tensor, tuple[Any, ...]]:
+    mean, _, eps, activation, slope = arguments
+    return torch.rsqrt(vectors[1] + eps), (mean is not None, eps, activation, slope)
+
+
+_OP = InvertedOp(
+    "inverted_batch_norm",
+    "Tensor? mean, Tensor? variance, float eps, str activation, float slope",
+    "bool frozen, float eps, str activation, float slope",
+    forward=_forward,
+    backward=_backward,
+    saved=_saved,
+    vector_shape=lambda x, *_: x.shape[1:2],
+)
+inverted_batch_norm, inverted_batch_norm_backward = _OP.op, _OP.backward_op
+forward_, backward_ = _OP.forward_, _OP.backward_
 
 
 def run(layer: _BatchNorm, x: torch.Tensor, activation: str, slope: float, overwrite: bool = False) -> torch.Tensor:
@@ -155,19 +166,12 @@ def run(layer: _BatchNorm, x: torch.Tensor, activation: str, slope: float, overw
     """
     check_batch_norm_input(layer, x)
     if x.numel() == 0 or in_functorch():  # for which the op has no rules
-        return _plainly(layer, x, activation, slope)
+        return by_pytorch(layer, kept_from_zero, x, activation, slope)
     by_batch = measures(layer)
     if by_batch:
         check_batch_size(x)
     given = (None, None) if by_batch else (layer.running_mean, layer.running_var)
-    arguments = (layer.weight, layer.bias, *given, layer.eps, activation, slope)
-    if not needs_dispatch((x,)):
-        overwrite = (
-            overwrite and not x._is_view() and not (x.is_leaf and x.requires_grad)
-        )  # as torch's own in-place ops
-        y, mean, variance = _Eager.apply(x, overwrite, *arguments)
-    else:
-        y, mean, variance = inverted_batch_norm(x, *arguments)
+    y, mean, variance = _OP(x, overwrite, layer.weight, layer.bias, *given, layer.eps, activation, slope)
     move_statistics(layer, mean, variance, x.numel() // x.shape[1])
     return y
 
@@ -219,154 +223,3 @@ def error_of(
         lowest = reach if bias is None else (spread * scale - bias).clamp(min=0)
         error = error + rounding * torch.expm1(lowest)
     return error / scale
-
-
-def _plainly(layer: _BatchNorm, x: torch.Tensor, activation: str, slope: float) -> torch.Tensor:
-    """The same function by PyTorch's own ops, which save more."""
-    scale = {} if layer.weight is None else {"weight": kept_from_zero(layer.weight, layer.eps)}
-    z: torch.Tensor = torch.func.functional_call(layer, scale, (x,))
-    if activation == "identity":
-        return z
-    return F.elu(z, slope) if activation == "elu" else F.leaky_relu(z, slope)
-
-
-def _forward_anew(x: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    y = torch.empty_like(x)
-    if y.stride() != x.stride():
-        x = y.copy_(x)
-    return y, *_forward(x, y, *arguments)
-
-
-def _backward_anew(
-    grad: torch.Tensor, y: torch.Tensor, *arguments: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    result = torch.empty_like(y)
-    if grad.stride() != y.stride():
-        grad = result.copy_(grad)
-    return result, *_backward(grad, result, y, *arguments)
-
-
-def _forward(
-    x: torch.Tensor,
-    y: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    mean: torch.Tensor | None,
-    variance: torch.Tensor | None,
-    eps: float,
-    activation: str,
-    slope: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    wide = wide_of(x.dtype)
-    if mean is None or variance is None:
-        mean, variance = channel_statistics(x)
-    else:
-        mean, variance = mean.to(wide, copy=True), variance.to(wide, copy=True)
-    scale = torch.rsqrt(variance + eps)
-    if weight is not None:
-        scale = scale * kept_from_zero(weight.to(wide), eps)
-    shift = torch.zeros_like(mean) if bias is None else bias.to(wide)
-    sweeps(x, y, activation).forward_into(x, y, mean, scale, shift, activation, slope)
-    return mean, variance
-
-
-def channel_statistics(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and biased variance of the channels, (C,); nothing as large as `x` is allocated."""
-    kernel = norm_sweeps.sweeps(x)
-    if kernel is not None:
-        return kernel.statistics(x)
-    wide = wide_of(x.dtype)
-    # PyTorch's own sums, without a result; wide if given wide running statistics, which momentum 0 leaves alone.
-    given = (None, None) if x.dtype == wide else tuple(torch.zeros(2, x.shape[1], dtype=wide, device=x.device))
-    mean, variance = torch.ops.aten.batch_norm_update_stats(x, *given, 0.0)
-    return mean, variance
-
-
-def _backward(
-    grad: torch.Tensor,
-    result: torch.Tensor,
-    y: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    invstd: torch.Tensor,
-    frozen: bool,
-    eps: float,
-    activation: str,
-    slope: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    wide = invstd.dtype
-    ones = torch.ones_like(invstd)
-    scale = ones if weight is None else kept_from_zero(weight.to(wide), eps)
-    shift = torch.zeros_like(ones) if bias is None else bias.to(wide)
-    of_weight, of_bias = sweeps(grad, y, activation).backward_into(
-        grad, result, y, scale, shift, invstd, frozen, activation, slope
-    )
-    return (
-        of_weight.to(wide if weight is None else weight.dtype),
-        of_bias.to(wide if bias is None else bias.dtype),
-    )
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    _, weight, bias, mean, _, *options = inputs
-    y, used_mean, variance = output
-    ctx.frozen, ctx.options = mean is not None, tuple(options)
-    ctx.mark_non_differentiable(used_mean, variance)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(y, weight, bias, torch.rsqrt(variance + options[0]))
-
-
-def _gradients(
-    ctx: Any, grad: torch.Tensor | None, *unused: torch.Tensor | None
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, None, None, None, None, None]:
-    if grad is None:
-        return (None,) * 8
-    y, weight, bias, invstd = ctx.saved_tensors
-    gradients = inverted_batch_norm_backward if needs_dispatch((grad,)) else _backward_anew
-    of_x, of_weight, of_bias = gradients(grad, y, weight, bias, invstd, ctx.frozen, *ctx.options)
-    vectors = of_weight if weight is not None else None, of_bias if bias is not None else None
-    return of_x, *vectors, None, None, None, None, None
-
-
-@inverted_batch_norm.register_fake
-def _(x: torch.Tensor, weight: torch.Tensor | None, *unused: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    wide = wide_of(x.dtype)
-    vector = x.new_empty((x.shape[1],), dtype=wide)
-    return torch.empty_like(x), vector, torch.empty_like(vector)
-
-
-@inverted_batch_norm_backward.register_fake
-def _(
-    grad: torch.Tensor,
-    y: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    invstd: torch.Tensor,
-    *unused: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    vectors = (torch.empty_like(invstd if one is None else one) for one in (weight, bias))
-    of_weight, of_bias = vectors
-    return torch.empty_like(y), of_weight, of_bias
-
-
-inverted_batch_norm.register_autograd(_gradients, setup_context=_setup)
-
-
-class _Eager(torch.autograd.Function):
-    """`inverted_batch_norm` without the custom op's dispatch, and over its input: custom ops have no autograd there."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, overwrite: bool, *arguments: Any
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        result = (forward_ if overwrite else _forward_anew)(x, *arguments)
-        if overwrite:
-            ctx.mark_dirty(x)
-        _setup(ctx, (x, *arguments), result)
-        return result
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        of_x, *others = _gradients(ctx, *grads)
-        return of_x, None, *others

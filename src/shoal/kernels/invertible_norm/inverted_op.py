@@ -1,0 +1,162 @@
+"""A norm and its activation as one custom op that saves only its result, see `inverted_batch_norm`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from shoal.kernels.norm.statistics import wide
+from shoal.lowlevel.direct_call import needs_dispatch
+
+Vectors = tuple[torch.Tensor, torch.Tensor]
+
+
+class InvertedOp:
+    """`shoal::NAME`, `shoal::NAME_backward` and the same functions over their first operand; differentiable once.
+
+    Attributes:
+        op: the custom op of (x, weight, bias, ...), which returns y and two vectors that carry no gradient.
+        backward_op: of (grad, y, weight, bias, invstd, ...), which returns the gradients of x, weight and bias.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        arguments: str,
+        options: str,
+        *,
+        forward: Callable[..., Vectors],
+        backward: Callable[..., Vectors],
+        saved: Callable[..., tuple[torch.Tensor, tuple[Any, ...]]],
+        vector_shape: Callable[..., Sequence[int]],
+        empty_like: Callable[[torch.Tensor], torch.Tensor] = torch.empty_like,
+    ) -> None:
+        """
+        Args:
+            name: of the op.
+            arguments: schema of what the op takes after weight and bias.
+            options: schema of what the backward op takes after invstd.
+            forward: of (x, y, weight, bias, *arguments): writes y, which may be x, and returns the two vectors.
+            backward: of (grad, result, y, weight, bias, invstd, *options): writes the gradient of x into `result`, which
+                may be `grad`, and returns those of weight and bias.
+            saved: of (arguments, vectors): invstd and the options of the backward op.
+            vector_shape: of (x, *arguments): the shape of both vectors.
+            empty_like: allocates y for an x.
+        """
+        self._forward, self._backward, self._saved, self._empty_like = forward, backward, saved, empty_like
+        vectors = "Tensor? weight, Tensor? bias"
+        self.op = torch.library.custom_op(
+            f"shoal::{name}",
+            self._new,
+            mutates_args=(),
+            schema=f"(Tensor x, {vectors}, {arguments}) -> (Tensor, Tensor, Tensor)",
+        )
+        self.backward_op = torch.library.custom_op(
+            f"shoal::{name}_backward",
+            self._new_gradients,
+            mutates_args=(),
+            schema=f"(Tensor grad, Tensor y, {vectors}, Tensor invstd, {options}) -> (Tensor, Tensor, Tensor)",
+        )
+
+        @self.op.register_fake
+        def _(x: torch.Tensor, weight: Any, bias: Any, *arguments: Any) -> tuple[torch.Tensor, ...]:
+            vector = x.new_empty(vector_shape(x, *arguments), dtype=wide(x.dtype))
+            return empty_like(x), vector, torch.empty_like(vector)
+
+        @self.backward_op.register_fake
+        def _(
+            grad: torch.Tensor, y: torch.Tensor, weight: Any, bias: Any, invstd: torch.Tensor, *options: Any
+        ) -> tuple[torch.Tensor, ...]:
+            vector = invstd.new_empty(y.shape[1])
+            return torch.empty_like(y), *(torch.empty_like(vector if one is None else one) for one in (weight, bias))
+
+        self.op.register_autograd(self._gradients, setup_context=self._setup)
+        self._function = _over_input(self)
+
+    def forward_(self, x: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, ...]:
+        """The op, its result written over `x`."""
+        return x, *self._forward(x, x, *arguments)
+
+    def backward_(self, grad: torch.Tensor, y: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, ...]:
+        """The backward op, the gradient of x written over `grad`, which has the layout of `y`."""
+        return grad, *self._backward(grad, grad, y, *arguments)
+
+    def __call__(self, x: torch.Tensor, overwrite: bool, *arguments: Any) -> tuple[torch.Tensor, ...]:
+        """Call the op, in eager mode without its dispatch.
+
+        Args:
+            overwrite: whether the result may be written over `x`, for callers who know that nothing else reads it;
+                compilers decide that for themselves, and views and leaves are refused as PyTorch's in-place ops do.
+        """
+        if needs_dispatch((x,)):
+            found: tuple[torch.Tensor, ...] = self.op(x, *arguments)
+            return found
+        overwrite = overwrite and not x._is_view() and not (x.is_leaf and x.requires_grad)
+        return self._function.apply(x, overwrite, *arguments)  # type: ignore[no-any-return]
+
+    def _new(self, x: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, ...]:
+        y = self._empty_like(x)
+        if y.stride() != x.stride():
+            x = y.copy_(x)
+        return y, *self._forward(x, y, *arguments)
+
+    def _new_gradients(self, grad: torch.Tensor, y: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, ...]:
+        result = torch.empty_like(y)
+        if grad.stride() != y.stride():
+            grad = result.copy_(grad)
+        return result, *self._backward(grad, result, y, *arguments)
+
+    def _setup(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        _, weight, bias, *arguments = inputs
+        y, *vectors = output
+        invstd, ctx.options = self._saved(arguments, vectors)
+        ctx.mark_non_differentiable(*vectors)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(y, weight, bias, invstd)
+        ctx.inputs = len(inputs)
+
+    def _gradients(self, ctx: Any, grad: torch.Tensor | None, *unused: torch.Tensor | None) -> tuple[Any, ...]:
+        if grad is None:
+            return (None,) * ctx.inputs
+        y, weight, bias, invstd = ctx.saved_tensors
+        gradients = self.backward_op if needs_dispatch((grad,)) else self._new_gradients
+        of_x, of_weight, of_bias = gradients(grad, y, weight, bias, invstd, *ctx.options)
+        vectors = None if weight is None else of_weight, None if bias is None else of_bias
+        return of_x, *vectors, *(None,) * (ctx.inputs - 3)
+
+
+def _over_input(op: InvertedOp) -> type[torch.autograd.Function]:
+    """The op without dispatch, and over its input: custom ops have no autograd there."""
+
+    class Eager(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, overwrite: bool, *arguments: Any) -> tuple[torch.Tensor, ...]:
+            result = (op.forward_ if overwrite else op._new)(x, *arguments)
+            if overwrite:
+                ctx.mark_dirty(x)
+            op._setup(ctx, (x, *arguments), result)
+            return result
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+            of_x, *others = op._gradients(ctx, *grads)
+            return of_x, None, *others
+
+    return Eager
+
+
+def by_pytorch(
+    layer: nn.Module, scale_of: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, activation: str, slope: float
+) -> torch.Tensor:
+    """The same function by PyTorch's own ops, which save more; `scale_of` a weight is what is used for it."""
+    scale = {} if layer.weight is None else {"weight": scale_of(layer.weight)}  # type: ignore[arg-type]
+    z: torch.Tensor = torch.func.functional_call(layer, scale, (x,))
+    if activation == "identity":
+        return z
+    return F.elu(z, slope) if activation == "elu" else F.leaky_relu(z, slope)
