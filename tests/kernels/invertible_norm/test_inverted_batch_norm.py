@@ -416,3 +416,17 @@ def test_a_second_derivative_is_refused() -> None:
     (gradient,) = torch.autograd.grad(run(nn.BatchNorm2d(3), x, "elu", 1.0).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError):
         gradient.sum().backward()
+
+
+def test_an_empty_batch_and_a_transform_of_torch_func_have_the_same_function() -> None:
+    layer = nn.BatchNorm2d(3).double().eval()
+    with torch.no_grad():
+        layer.weight.uniform_(-1, 1)
+        layer.bias.uniform_(-1, 1)
+    x = torch.randn(4, 3, 2, 2, dtype=torch.float64)
+
+    def one(image: torch.Tensor) -> torch.Tensor:
+        return run(layer, image.unsqueeze(0), "leaky_relu", 0.1).squeeze(0)
+
+    torch.testing.assert_close(torch.func.vmap(one)(x), run(layer, x, "leaky_relu", 0.1))
+    assert run(layer, x[:0], "elu", 1.0).shape == (0, 3, 2, 2)

@@ -13,6 +13,7 @@ Triton's kernels on CUDA, native ones for float32 on the CPU, else pointwise ops
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -166,7 +167,7 @@ def run(layer: _BatchNorm, x: torch.Tensor, activation: str, slope: float, overw
     """
     check_batch_norm_input(layer, x)
     if x.numel() == 0 or in_functorch():  # for which the op has no rules
-        return by_pytorch(layer, kept_from_zero, x, activation, slope)
+        return by_pytorch(layer, partial(kept_from_zero, eps=layer.eps), x, activation, slope)
     by_batch = measures(layer)
     if by_batch:
         check_batch_size(x)

@@ -42,8 +42,8 @@ class InvertedOp:
             arguments: schema of what the op takes after weight and bias.
             options: schema of what the backward op takes after invstd.
             forward: of (x, y, weight, bias, *arguments): writes y, which may be x, and returns the two vectors.
-            backward: of (grad, result, y, weight, bias, invstd, *options): writes the gradient of x into `result`, which
-                may be `grad`, and returns those of weight and bias.
+            backward: of (grad, result, y, weight, bias, invstd, *options): writes the gradient of x into `result`,
+                which may be `grad`, and returns those of weight and bias.
             saved: of (arguments, vectors): invstd and the options of the backward op.
             vector_shape: of (x, *arguments): the shape of both vectors.
             empty_like: allocates y for an x.
@@ -97,7 +97,7 @@ class InvertedOp:
             found: tuple[torch.Tensor, ...] = self.op(x, *arguments)
             return found
         overwrite = overwrite and not x._is_view() and not (x.is_leaf and x.requires_grad)
-        return self._function.apply(x, overwrite, *arguments)  # type: ignore[no-any-return]
+        return self._function.apply(x, overwrite, *arguments)
 
     def _new(self, x: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, ...]:
         y = self._empty_like(x)
