@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench import lab_rank
 from bench.gradient_contenders import NOTHING, Runner, bucket_mib, install, step_in_turns
-from shoal.app import models
+from examples import networks as models
 from shoal.errors import InputError
 
 
@@ -74,7 +74,7 @@ _COLUMNS = 64
 
 
 def shapes_of(name: str) -> list[Shape]:
-    """The parameters of a network of `shoal.app.models`, in its order.
+    """The parameters of a network of `examples.networks`, in its order.
 
     `vgg11/2` is the network at half its widths: all sizes of all parameters but the pixels of kernels, the colours
     and the classes are divided by 2. A number is one matrix of about so many elements.

@@ -44,7 +44,7 @@ from bench.conditions import describe, file_name
 from bench.frame import Bench, Run, bar, option, switch
 from bench.processes import HUGE_PAGES, NEVER_UNMAPPED, Ended, Worker, malloc_environment
 from bench.reference import FLOAT32, FLOAT64
-from shoal.app import models
+from examples import networks as models
 from shoal.errors import InputError
 
 NETWORKS = ("densenet121", "resnet50")

@@ -74,7 +74,7 @@ class Asked:
     """What one process measures.
 
     Attributes:
-        network, batch, image: of `shoal.app.models`; images in the batch, pixels along each side.
+        network, batch, image: of `examples.networks`; images in the batch, pixels along each side.
         contenders: names of `CONTENDERS`; eager is the first.
         rounds: steps of each that count.
         threads: of OpenMP.

@@ -30,7 +30,7 @@ from bench.interleave import in_turns, median_ratio, no_collection
 from bench.processes import Stage
 from bench.reference import FLOAT32, FLOAT64, Start, Trained, hold
 from bench.workload import Forward, Workload, make_workload
-from shoal.app import models
+from examples import networks as models
 from shoal.errors import InputError, ShoalError
 
 _SMALL_BATCH, _SMALL_IMAGES, _SMALL_VOLUMES = 4, 64, 32  # images and pixels along each side: of the check in float64

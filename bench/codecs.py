@@ -29,8 +29,8 @@ from bench.codecs_speed import BITSANDBYTES, CUDA_SIZES, SIZES, Row, Verdict, me
 from bench.frame import Bench, Run, WrongResult, comma_separated, integers, option, switch
 from bench.split_accuracy import FULL, NARROW, Pace, images_of
 from bench.tables import cells, new_table
+from examples import networks as models
 from shoal import codecs
-from shoal.app import models
 from shoal.codecs import Codec
 from shoal.codecs.table_codec import TableCodec
 from shoal.errors import InputError

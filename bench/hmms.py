@@ -25,9 +25,9 @@ import shoal
 from bench.frame import Bench, Run, WrongResult
 from bench.layout_step_blocks import three_pools
 from bench.tables import cells, new_table
+from examples import networks as models
 from examples.planners import NAMES
 from shoal import planners
-from shoal.app import models
 from shoal.capture.capture_step import capture_step
 from shoal.core import presets
 from shoal.core.hardware import Hardware, Link

@@ -14,7 +14,7 @@ where it is below zero. Held against the same column normalised in float64; the 
 `training`: CIFAR-10 with narrow networks, three from the same start and over the same batches for each seed: batch norm
 and ReLU; batch norm and LeakyReLU, which is what the inverted form computes; and the inverted form. What the first two
 differ by is the price of the slope, what the last two differ by that of the inversion. Each is then converted and
-restored. It needs the data, see `shoal.app.data`.
+restored. It needs the data, see `examples.data`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from bench.split_accuracy import (
     train,
 )
 from bench.tables import new_table
-from shoal.app.data.cifar10 import open_cifar10
+from examples.data.cifar10 import open_cifar10
 from shoal.kernels.invertible_norm.inverted_batch_norm import (
     inverted_batch_norm,
     inverted_batch_norm_backward,

@@ -24,8 +24,8 @@ from bench.frame import NETWORKS, Bench, Run
 from bench.layout_step_blocks import step_blocks
 from bench.network import Setting
 from bench.tables import new_table
-from shoal.app import models
-from shoal.app.data.source import data_dir
+from examples import networks as models
+from examples.data import data_dir
 from shoal.core.sizes import format_bytes
 from shoal.errors import BudgetError
 from shoal.lowlevel import native

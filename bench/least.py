@@ -24,7 +24,7 @@ from bench.frame import CPU_TIME, NETWORKS, Bench, Run, WrongResult
 from bench.interleave import Clock
 from bench.network import Setting
 from bench.tables import cells, new_table
-from shoal.app import models
+from examples import networks as models
 from shoal.capture.capture_step import in_dynamo
 from shoal.capture.layered import Refused
 from shoal.core.simulate import simulate

@@ -40,7 +40,7 @@ from bench.ours import Ours, run_within
 from bench.plain import Plain, heading, plan_columns
 from bench.tables import cells, new_table
 from bench.workload import Forward, make_workload
-from shoal.app.models.vgg import CONVOLUTIONS, WIDTHS
+from examples.networks.vgg import CONVOLUTIONS, WIDTHS
 from shoal.core import presets
 from shoal.core.hardware import Hardware
 from shoal.core.sizes import format_bytes
@@ -69,7 +69,7 @@ def narrow_vgg(part: int) -> nn.Module:
 @dataclass(frozen=True)
 class Setting:
     """A step: images in the batch, pixels along each side, and the network where it is not one of
-    `shoal.app.models`."""
+    `examples.networks`."""
 
     batch: int
     image: int

@@ -87,7 +87,7 @@ def measure_network(
     """Everything about one network.
 
     Args:
-        name: one of `shoal.app.models.names()`.
+        name: one of `examples.networks.names()`.
         setting, options: on what and how.
         advance: called with what is about to run.
 

@@ -33,7 +33,7 @@ from torch.nn import functional as F
 
 from bench.frame import CPU_TIME, Bench, Run, WrongResult, bar, comma_separated, option, switch
 from bench.interleave import in_turns
-from shoal.app import models
+from examples import networks as models
 from shoal.errors import InputError
 from shoal.kernels.norm.norm_conv import norm_conv
 from shoal.kernels.norm.norm_conv_native import Window
@@ -296,7 +296,7 @@ class Layer:
 
 
 def layers_of(network: str, image: int) -> dict[Layer, int]:
-    """Every convolution of a network of `shoal.app.models`, in the order of its forward pass, and how often it comes.
+    """Every convolution of a network of `examples.networks`, in the order of its forward pass, and how often it comes.
 
     Args:
         network: its name.
@@ -383,7 +383,7 @@ def _run(run: Run) -> None:
 
 main = Bench(
     _run,
-    option("--networks", known=models.names(), default=list(NETWORKS), help="of shoal.app.models"),
+    option("--networks", known=models.names(), default=list(NETWORKS), help="of examples.networks"),
     option("--layers", type=comma_separated, help="parts of names, such as 3x3,@14; default: all"),
     option("--batch", type=int, help=f"images; default: {BATCH}"),
     option("--image", type=int, help=f"pixels along each side of the network's input; default: {IMAGE}"),

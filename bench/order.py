@@ -24,7 +24,7 @@ import shoal
 from bench.frame import Bench, Run, WrongResult, comma_separated, option, some_of
 from bench.network import Setting
 from bench.tables import cells, new_table
-from shoal.app import models
+from examples import networks as models
 from shoal.core import presets
 from shoal.core.plan import Plan
 from shoal.core.step import StepGraph

@@ -37,10 +37,10 @@ from bench.processes import Stage, Worker
 from bench.split_accuracy import PACE_OPTIONS, paced
 from bench.split_accuracy import images_of as cifar10_images
 from bench.tables import new_table
+from examples.parallel.hybrid import hybrid
+from examples.parallel.local_convolution import LocalConv2d
 from shoal.app.data.digits import open_digits
 from shoal.distributed.gradients.compress_gradients import compress_gradients
-from shoal.distributed.papers.hybrid import hybrid
-from shoal.distributed.papers.local_convolution import LocalConv2d
 
 EXACT = "32 bits"
 TYPES = ("dynamic_tree", "linear", "mantissa", "static_tree")

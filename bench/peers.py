@@ -31,12 +31,12 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from bench.interleave import Clock
 from bench.workload import Forward, Workload
-from shoal.app.models.densenet import DenseNet
-from shoal.app.models.googlenet import GoogLeNet
-from shoal.app.models.mobilenet import MobileNetV2
-from shoal.app.models.resnet import ResNet
-from shoal.app.models.unet import UNet
-from shoal.app.models.vgg import VGG
+from examples.networks.densenet import DenseNet
+from examples.networks.googlenet import GoogLeNet
+from examples.networks.mobilenet import MobileNetV2
+from examples.networks.unet import UNet
+from examples.networks.vgg import VGG
+from shoal.app.models import ResNet
 
 ACTIVATION_MEMORY_BUDGET = "activation_memory_budget"
 CHECKPOINT = "checkpoint"

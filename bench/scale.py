@@ -26,8 +26,8 @@ from torch.nn import functional as F
 import shoal
 from bench.frame import CPU_TIME, Bench, Run, option, percentages
 from bench.tables import cells, new_table
-from shoal.app import models
-from shoal.app.models.densenet import DenseNet
+from examples import networks as models
+from examples.networks.densenet import DenseNet
 from shoal.cost import profile
 from shoal.engine import pricing, step_planning
 from shoal.errors import BudgetError

@@ -28,8 +28,8 @@ from torch.nn import functional as F
 import shoal
 from bench.frame import Bench, Run, option, switch
 from bench.tables import new_table
-from shoal.app import models
-from shoal.app.data.cifar10 import open_cifar10
+from examples import networks as models
+from examples.data.cifar10 import open_cifar10
 from shoal.app.data.source import Images
 
 P = TypeVar("P", bound=Any)  # a Pace

@@ -32,8 +32,8 @@ from bench.hmms import captured, paper_machine, planned
 from bench.interleave import in_turns
 from bench.tables import new_table
 from bench.workload import Forward, Workload, make_workload
+from examples import networks as models
 from examples.planners import NAMES
-from shoal.app import models
 from shoal.core.plan import Plan
 from shoal.core.schedule import schedule
 from shoal.core.sizes import format_bytes

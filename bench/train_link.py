@@ -25,7 +25,7 @@ from bench.frame import Bench, Run, option, switch
 from bench.gradient_contenders import CONTENDERS, EXACT, NONE, NOTHING, parse_contenders
 from bench.link_lab import LAB_OPTIONS, link_name
 from bench.tables import cells, new_table
-from shoal.app import models
+from examples import networks as models
 
 _ROUNDS = {0.1: 3, 1.0: 5, 10.0: 7, None: 7}
 
@@ -84,7 +84,7 @@ def _run(run: Run) -> None:
 
 main = Bench(
     _run,
-    option("--network", default="resnet18_cifar", help="a name of shoal.app.models"),
+    option("--network", default="resnet18_cifar", help="a name of examples.networks"),
     option("--batch", type=int, default=4, help="images of each rank"),
     option("--image", type=int, default=32, help="pixels along each side"),
     switch("--sharded", "FSDP2, part by part, in place of DDP"),

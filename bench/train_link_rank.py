@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import shoal
 from bench import lab_rank
 from bench.gradient_contenders import PLANNED, Runner, bucket_mib, install, install_sharded, step_in_turns
-from shoal.app import models
+from examples import networks as models
 
 
 class _Training:

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from bench.frame import Unavailable
 from bench.interleave import Clock, K, in_turns, no_collection, synchronize
-from shoal.app import models
+from examples import networks as models
 from shoal.lowlevel import allocations
 from shoal.memory.storage_bytes import distinct_bytes
 
@@ -143,10 +143,10 @@ def _from_timm(name: str, seed: int) -> nn.Module:
 def make_workload(
     name: str, batch: int, image: int, *, seed: int = 0, device: str = "cpu", model: nn.Module | None = None
 ) -> Workload:
-    """The step of a network of `shoal.app.models` on random images.
+    """The step of a network of `examples.networks` on random images.
 
     Args:
-        name: one of `shoal.app.models.names()`, or `timm/` and one of timm's.
+        name: one of `examples.networks.names()`, or `timm/` and one of timm's.
         batch, image: images in the batch, pixels along each side.
         seed: of weights, images, targets and dropout.
         device: "cpu" or "cuda".

@@ -8,7 +8,6 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,9 @@ import torch
 from typer.testing import CliRunner, Result
 
 import shoal
+from examples.networks.unet import UNet
 from shoal.app import cli, models
 from shoal.app.cli import app
-from shoal.app.models.unet import UNet
 from shoal.app.training import loop
 from shoal.app.training.run_folder import run_folder
 from shoal.core import presets
@@ -33,7 +32,7 @@ from tests.ranks import forked, run_on_ranks
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="a memory limit on the CPU needs a C++ compiler"
 )
-SMALL = ["--model", "mobilenet_v2", "--data", "synthetic", "--batch", "8", "--image", "16", "--epochs", "1"]
+SMALL = ["--model", "resnet34", "--data", "synthetic", "--batch", "8", "--image", "16", "--epochs", "1"]
 PLAIN = [*SMALL, "--planner", "none"]
 
 
@@ -129,9 +128,9 @@ def test_a_run_of_plain_pytorch_leaves_a_checkpoint_and_its_result(here: Path) -
     done = invoke("train", *PLAIN, "--json", "result.json")
     assert done.exit_code == 0, done.output
     assert "epoch 1/1  loss" in done.stdout
-    assert (here / "runs" / "mobilenet_v2-synthetic" / "checkpoint.pt").is_file()
+    assert (here / "runs" / "resnet34-synthetic" / "checkpoint.pt").is_file()
     result = json.loads((here / "result.json").read_text())
-    assert (result["model"], result["data"], result["batch"]) == ("mobilenet_v2", "synthetic", 8)
+    assert (result["model"], result["data"], result["batch"]) == ("resnet34", "synthetic", 8)
     assert result["budget_bytes"] is None and result["predicted_peak_bytes"] is None
     assert len(result["losses"]) == 3
     assert 0 <= result["test_accuracy"] <= 1
@@ -252,17 +251,20 @@ def test_ctrl_c_leaves_a_run_that_resume_finishes(here: Path) -> None:
     assert len(interrupted["losses"]) == 5 and len(finished["losses"]) == 9
 
 
-def test_unets_segment_synthetic_images_unless_told_otherwise(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
-
-    def stop(options: Any, watcher: Any, ranks: Any) -> None:
-        seen.append(options)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(loop, "train", stop)
-    assert invoke("train", "--model", "unet", "--budget", "1GiB").exit_code == 130
-    assert invoke("train", "--budget", "1GiB").exit_code == 130
-    assert [options.data for options in seen] == ["synthetic", "digits"]
+@pytest.mark.parametrize("data", ["synthetic", "digits"])
+def test_a_network_of_ones_own_trains_and_may_answer_per_pixel(here: Path, data: str) -> None:
+    (here / "mine.py").write_text(
+        "from torch import nn\n\n\ndef net(num_classes=2):\n    return nn.Conv3d(1, num_classes, 3, padding=1)\n"
+        if data == "synthetic"
+        else "from torch import nn\n\n\ndef net():\n    return nn.Conv2d(3, 10, 3, padding=1)\n"
+    )
+    arguments = ["--model", "mine.py:net", "--data", data, "--image", "8", "--batch", "64", "--epochs", "1"]
+    done = invoke("train", *arguments, "--planner", "none")
+    if data == "synthetic":
+        assert done.exit_code == 0, done.output
+        assert (here / "runs" / "net-synthetic" / "checkpoint.pt").is_file()
+    else:
+        assert "mine.py:net has an output per pixel, data 'digits' per image; give 'synthetic'" in error_line(done)
 
 
 def test_hardware_lists_this_machine_and_those_that_are_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,7 +297,7 @@ def test_a_folder_that_is_not_there_is_reported(here: Path) -> None:
 @pytest.fixture
 def planned(here: Path, tiny: None) -> Callable[..., Result]:
     def plan(*more: str) -> Result:
-        arguments = ["plan", "--model", "mobilenet_v2", "--batch", "8", "--image", "32", "--planner", "chain"]
+        arguments = ["plan", "--model", "resnet34", "--batch", "8", "--image", "32", "--planner", "chain"]
         return invoke(*arguments, "--budget", "1GiB", "--hardware", "p100-nvlink", *more)
 
     return plan
@@ -310,7 +312,7 @@ def test_a_plan_for_a_machine_that_is_not_here(planned: Callable[..., Result], h
 
 def test_a_plan_as_json(planned: Callable[..., Result]) -> None:
     figures = json.loads(planned("--json").stdout)
-    assert figures["model"] == "mobilenet_v2"
+    assert figures["model"] == "resnet34"
     assert figures["budget_bytes"] == 2**30
     assert 0 < figures["predicted_peak_bytes"] <= figures["plain_peak_bytes"]
 
@@ -368,7 +370,7 @@ def test_a_mistake_about_batch_norms_is_reported(arguments: list[str], said: str
 
 
 def test_without_a_budget_the_device_is_the_budget(here: Path) -> None:
-    arguments = ["plan", "--model", "alexnet", "--image", "64", "--hardware", "titanx-pcie", "--planner", "keep_all"]
+    arguments = ["plan", "--model", "resnet18", "--image", "64", "--hardware", "titanx-pcie", "--planner", "keep_all"]
     figures = json.loads(invoke(*arguments, "--json").stdout)
     assert figures["budget_bytes"] == presets.get("titanx-pcie").device.memory_bytes
 
@@ -381,7 +383,7 @@ def test_a_network_for_a_device_that_is_not_here_takes_no_memory(monkeypatch: py
         raise KeyboardInterrupt
 
     monkeypatch.setattr(shoal, "plan", plan)
-    invoke("plan", "--model", "vgg19", "--batch", "1000000", "--hardware", "p100-nvlink")
+    invoke("plan", "--model", "examples/networks/vgg.py:vgg19", "--batch", "1000000", "--hardware", "p100-nvlink")
     ((network, example),) = networks
     assert example.is_meta and example.shape == (1000000, 3, 224, 224)
     assert all(tensor.is_meta for tensor in network.state_dict().values())
@@ -418,8 +420,7 @@ def test_a_plan_that_does_not_fit_still_has_its_largest_batch(here: Path) -> Non
 
 
 def test_the_largest_patch_is_that_of_fit(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = replace(models._NETWORKS["unet"], make=partial(UNet, 2, 1, 4), levels=1)
-    monkeypatch.setitem(models._NETWORKS, "unet", small)
+    monkeypatch.setattr(models, "find", lambda name: partial(UNet, 2, 1, 4))
     plan = ["plan", "--model", "unet", "--batch", "2", "--hardware", "rtx-3060-12gb", "--planner", "keep_all"]
     done = invoke(*plan, "--allow", "bitwise", "--image", "8", "--budget", "64KiB", "--max-patch", "--json")
     found = json.loads(done.stdout)["max_patch"]
@@ -442,7 +443,7 @@ def test_the_largest_batch_is_found_for_this_machine_too(here: Path) -> None:
         (["--model", "resnet18", "--budget", "1GiB", "--hardware", "p1000"], "hardware='p1000' is not a preset"),
         (["--model", "resnet18", "--budget", "1GiB", "--optimizer", "lion"], "optimizer='lion': no"),
         (["--model", "resnet18", "--budget", "few"], "budget='few' is not a size"),
-        (["--model", "unet", "--image", "50", "--budget", "1GiB"], "multiple of 16"),
+        (["--model", "examples.networks.unet:unet", "--image", "50", "--budget", "1GiB"], "multiple of 16"),
     ],
 )
 def test_a_plan_that_cannot_be_made_is_reported(arguments: list[str], said: str) -> None:
@@ -451,7 +452,7 @@ def test_a_plan_that_cannot_be_made_is_reported(arguments: list[str], said: str)
 
 @pytest.mark.usefixtures("tiny")
 def test_a_plan_may_be_permitted_to_encode_and_tells_what_that_comes_to(here: Path) -> None:
-    arguments = ["plan", "--model", "mobilenet_v2", "--batch", "8", "--image", "32", "--hardware", "p100-nvlink"]
+    arguments = ["plan", "--model", "resnet34", "--batch", "8", "--image", "32", "--hardware", "p100-nvlink"]
     figures = json.loads(invoke(*arguments, "--budget", "1GiB", "--lossy", "dynamic_tree", "--json").stdout)
     assert figures["planner"] == "joint"
     assert figures["encoded_storages"] == figures["encoded_bytes"] == figures["payload_bytes"] == 0

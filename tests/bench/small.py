@@ -1,4 +1,4 @@
-"""A network small enough that whole benchmarks run in a test, under every name of `shoal.app.models`."""
+"""A network small enough that whole benchmarks run in a test, under every name of `examples.networks`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.app import models
+from examples import networks as models
 
 
 class Small(nn.Module):
@@ -26,7 +26,7 @@ class Small(nn.Module):
 
 
 def put_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`Small` is every network that `shoal.app.models` builds."""
+    """`Small` is every network that `examples.networks` builds."""
 
     def build(name: str, *, seed: int | None = None) -> nn.Module:
         with torch.random.fork_rng(devices=()):

@@ -23,7 +23,7 @@ from bench.batchnorm_tables import NOISE
 from bench.frame import WrongResult
 from bench.processes import malloc_environment
 from bench.workload import Forward, Workload
-from shoal.app.models.resnet import BasicBlock
+from shoal.app.models import BasicBlock
 
 ASKED = Asked("resnet18_cifar", 2, 32, (EAGER, A_A, "bnff"), rounds=1, threads=1, limit_side=96)
 

@@ -12,8 +12,8 @@ from bench import batchnorm_steps
 from bench.batchnorm_contenders import pool_first
 from bench.frame import WrongResult
 from bench.workload import Workload
-from shoal.app import models
-from shoal.app.models.densenet import DenseNet
+from examples import networks as models
+from examples.networks.densenet import DenseNet
 
 
 def transition(bias: bool) -> nn.Sequential:

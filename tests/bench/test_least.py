@@ -10,7 +10,7 @@ import torch
 
 import shoal
 from bench import least
-from shoal.app import models
+from examples import networks as models
 from tests.bench.small import put_in_place
 
 

@@ -17,8 +17,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from bench import norm_conv
 from bench.frame import WrongResult
 from bench.norm_conv import Layer, Row, Tensors, collect, layers_of
-from shoal.app import models
-from shoal.app.models.resnet import Bottleneck
+from examples import networks as models
+from shoal.app.models import Bottleneck
 
 ONE = (1, 1)
 POINTWISE = Layer(8, 16, ONE, ONE, (0, 0), ONE, 1, 6, 6, True, True)

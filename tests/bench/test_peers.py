@@ -11,9 +11,9 @@ from torch import nn
 from bench.chain import Chain
 from bench.peers import Candidate, Scouted, checkpointed, extrapolate, fastest_within, least, scout, sequence
 from bench.workload import make_workload
-from shoal.app import models
-from shoal.app.models.densenet import DenseNet
-from shoal.app.models.unet import UNet
+from examples import networks as models
+from examples.networks.densenet import DenseNet
+from examples.networks.unet import UNet
 
 SMALL = {
     "chain": (lambda: Chain(blocks=3, channels=4), (2, 3, 8, 8)),

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shoal
-from shoal.app import models
+from examples import networks as models
 from shoal.capture.capture_step import capture_step
 from shoal.capture.captured import Captured
 from shoal.capture.lower import lower

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import shoal
-from shoal.app import models
+from examples import networks as models
 from shoal.cost import measure_links
 from tests import made_up_machine
 from tests.cuda_standin.counts import Record, device_counts, record_all, recorded, reset_device_peak

@@ -17,7 +17,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import shoal
-import shoal.app.models
+from examples.networks.alexnet import AlexNet
 from shoal.app.cli import app
 from shoal.core.plan import Plan
 from shoal.core.sizes import format_bytes
@@ -134,7 +134,17 @@ def test_a_frontier_stands_where_the_environment_says(monkeypatch: pytest.Monkey
     assert by_batch.budget_bytes == P100_BYTES // 4 and by_batch.means == ("recompute",)
 
 
-COMMAND = ["--model", "alexnet", "--image", "64", "--hardware", P100, "--optimizer", "adamw", "--json"]
+COMMAND = [
+    "--model",
+    "examples.networks.alexnet:AlexNet",
+    "--image",
+    "64",
+    "--hardware",
+    P100,
+    "--optimizer",
+    "adamw",
+    "--json",
+]
 
 
 def command(*arguments: str) -> Any:
@@ -151,12 +161,12 @@ def test_commands_take_them_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     plan = Plan.load(tmp_path / "plan.json")
     assert plan.options["means"] == ["order", "recompute"]
     with torch.device("meta"):
-        parameters = list(shoal.app.models.build("alexnet", seed=0).parameters())
+        parameters = list(AlexNet().parameters())
     assert plan.graph.static_bytes == NamedOptimizer("adamw").state_bytes(parameters)
 
 
 def test_the_batches_of_a_frontier_fit_what_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = ["frontier", "--model", "alexnet", "--batch", "auto", "--points", "1"]
+    arguments = ["frontier", "--model", "resnet18", "--batch", "auto", "--points", "1"]
     assert "needs a budget that all batches have to fit in" in CliRunner().invoke(app, arguments).output
     monkeypatch.setenv("SHOAL_BUDGET", "50%")
     assert "points=1: expected an int from 2 to 100" in CliRunner().invoke(app, arguments).output

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.app import models
+from examples import networks as models
 from shoal.core import presets
 from shoal.core.plan import Plan
 from shoal.core.residence import Recompute

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.app.models.resnet import Bottleneck, ResNet
+from shoal.app.models import Bottleneck, ResNet
 from shoal.errors import InputError
 from shoal.transforms.invert.invert_norm import invert_norm
 from shoal.transforms.split.split import split

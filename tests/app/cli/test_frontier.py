@@ -18,7 +18,7 @@ SMALL = ["--model", "resnet18", "--batch", "2", "--image", "32", "--hardware", "
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shoal.app.models, "build", lambda model, seed: nn.Sequential(*blocks(3, 8, 8, 8), nn.Flatten()))
+    monkeypatch.setattr(shoal.app.models, "find", lambda name: lambda: nn.Sequential(*blocks(3, 8, 8, 8), nn.Flatten()))
 
 
 def frontier(*more: str) -> Result:

@@ -61,21 +61,20 @@ def test_narrow_weights_from_the_host_resume_bit_for_bit(tiny: Options, tmp_path
     assert "weights sent" in bytes_by_kind(whole.traffic)
 
 
+HYBRID = "examples.parallel.strategy:HybridParallel"
 HEADERS = 3.0  # on messages as small as these
 
 
-def chain(name: str, *, num_classes: int = 10, in_channels: int = 3, seed: int | None = None) -> nn.Module:
+def chain(num_classes: int = 10) -> nn.Module:
     """A convolution and two linear layers, in a row."""
-    with torch.random.fork_rng(devices=()):
-        torch.manual_seed(seed or 0)
-        convolution = [nn.Conv2d(in_channels, 4, 3, stride=4), nn.ReLU(), nn.Flatten()]
-        return nn.Sequential(*convolution, nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, num_classes))
+    convolution = [nn.Conv2d(3, 4, 3, stride=4), nn.ReLU(), nn.Flatten()]
+    return nn.Sequential(*convolution, nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, num_classes))
 
 
 EXCHANGED: list[tuple[dict[str, Any], str, float]] = [
     ({"compress_gradients": "one_bit"}, "gradients", 0.4),
-    ({"parallel": "hybrid"}, "activations", HEADERS),
-    ({"parallel": "hybrid", "compress_gradients": "dynamic_tree"}, "activations", HEADERS),
+    ({"parallel": HYBRID}, "activations", HEADERS),
+    ({"parallel": HYBRID, "compress_gradients": "dynamic_tree"}, "activations", HEADERS),
     ({"weights": "sharded"}, "weights", 1.0),
     ({"weights": "sharded", "precision": "16"}, "weights", 0.6),
     ({"weights": "sharded", "compress_gradients": "one_bit"}, "gradients", 0.4),
@@ -90,7 +89,7 @@ def train_plain_and_changed(out: Path) -> list[list[dict[str, Any]]]:
         with pytest.MonkeyPatch.context() as patch:
             tiny, in_a_row = put_in_place(patch, out), "parallel" in change
             if in_a_row:
-                patch.setattr(shoal.app.models, "build", chain)
+                patch.setattr(shoal.app.models, "find", lambda name: chain)
             if in_a_row not in plain:
                 plain[in_a_row] = loop.train(tiny(out=out / f"plain {in_a_row}"), Watched(), ranks)
             whole = loop.train(tiny(**change, out=out / f"whole {number}"), Watched(), ranks)
@@ -136,7 +135,7 @@ def test_ranks_that_exchange_something_else_train_and_resume(
         ({"weights": "cloud"}, "unknown weights 'cloud': give one of host, sharded"),
         ({"precision": "12", "weights": "host"}, "unknown precision '12'"),
         ({"precision": "16"}, "precision '16' is for weights that are sent; give --weights"),
-        ({"weights": "host", "parallel": "hybrid"}, "exclude one another"),
+        ({"weights": "host", "parallel": HYBRID}, "exclude one another"),
         ({"weights": "host", "planner": "joint", "budget_bytes": 2**30}, "give --weights host with --planner none"),
         ({"weights": "host", "amp": "fp16"}, "--amp bf16 is possible"),
         ({"weights": "host", "awp_interval": 3}, "needs --adaptive-precision"),
@@ -144,7 +143,7 @@ def test_ranks_that_exchange_something_else_train_and_resume(
         ({"weights": "host", "compress_gradients": "auto"}, "name a codec"),
         ({"weights": "host", "ranks": 2}, "torchrun started 2; give --weights sharded"),
         ({"weights": "sharded"}, "--weights sharded is between ranks: start them with torchrun"),
-        ({"parallel": "hybrid"}, "--parallel hybrid is between ranks"),
+        ({"parallel": HYBRID}, f"--parallel {HYBRID} is between ranks"),
         ({"compress_gradients": "auto"}, "--compress-gradients is between ranks"),
     ],
 )

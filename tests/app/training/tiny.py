@@ -19,7 +19,7 @@ from shoal.app.training.options import TrainOptions
 class Tiny(nn.Module):
     """Convolutions, batch norm and dropout: everything that has state, and activations that outweigh the weights."""
 
-    def __init__(self, num_classes: int, in_channels: int) -> None:
+    def __init__(self, num_classes: int = 10, in_channels: int = 3) -> None:
         super().__init__()
         self.layers = nn.Sequential()
         for channels in (in_channels, 16, 16, 16):
@@ -34,16 +34,7 @@ class Tiny(nn.Module):
 def put_in_place(monkeypatch: pytest.MonkeyPatch, out: Path) -> Callable[..., TrainOptions]:
     """Arguments for runs of the tiny network: 20 training images in batches of 8 make 3 steps an epoch."""
 
-    def build(name: str, *, num_classes: int = 10, in_channels: int = 3, seed: int | None = None) -> nn.Module:
-        with torch.random.fork_rng(devices=()):
-            torch.manual_seed(0 if seed is None else seed)
-            return Tiny(num_classes, in_channels)
-
-    def example_shape(name: str, batch: int, image: int, *, in_channels: int = 3) -> tuple[int, ...]:
-        return (batch, in_channels, image, image)
-
-    monkeypatch.setattr(shoal.app.models, "build", build)
-    monkeypatch.setattr(shoal.app.models, "example_shape", example_shape)
+    monkeypatch.setattr(shoal.app.models, "find", lambda name: Tiny)
     monkeypatch.setattr(shoal.app.data, "open", partial(shoal.app.data.open, train_samples=20, test_samples=6))
 
     def options(**changed: Any) -> TrainOptions:

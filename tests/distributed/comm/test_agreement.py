@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from examples.parallel.activation_exchange import ActivationExchange
+from examples.parallel.hybrid import hybrid
 from shoal import codecs
 from shoal.app.training.options import TrainOptions
 from shoal.app.training.ranks import Ranks
@@ -21,8 +23,6 @@ from shoal.distributed.gradients import ddp_reducer
 from shoal.distributed.gradients.compress_gradients import CompressedGradients, compress_gradients
 from shoal.distributed.gradients.decisions import decide
 from shoal.distributed.gradients.measure_rates import measure_choice
-from shoal.distributed.papers.activation_exchange import ActivationExchange
-from shoal.distributed.papers.hybrid import hybrid
 from shoal.distributed.weights.precision import AdaptivePrecision
 from shoal.distributed.weights.sharded_weights import ShardedWeights
 from shoal.errors import TransferError
@@ -108,7 +108,7 @@ def _column(out: bool) -> object:
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import parallelize_module
 
-    from shoal.distributed.papers.tensor_parallel import ColumnParallel
+    from examples.parallel.tensor_parallel import ColumnParallel
 
     activations = ActivationExchange(Exchange(timeout_seconds=20), None)
     style = ColumnParallel(activations, output_layouts=Shard(-1) if out else Replicate())

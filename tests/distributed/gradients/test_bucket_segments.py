@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import networks as models
 from shoal import codecs
-from shoal.app import models
 from shoal.codecs.float_codec import FloatCodec
 from shoal.distributed.comm.message import HEADER_BYTES
 from shoal.distributed.comm.traffic import ring_all_reduce_bytes

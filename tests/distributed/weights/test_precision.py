@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from shoal.app import models
+from examples import networks as models
 from shoal.distributed.weights.precision import AdaptivePrecision, NormMonitor, packable, square_sums
 from shoal.errors import InputError
 

@@ -1,4 +1,4 @@
-"""Networks of `shoal.app.models`, of every kind, are captured whole and train as in plain PyTorch, whatever is kept."""
+"""Networks of every kind are captured whole and train as in plain PyTorch, whatever is kept."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.app import models
-from shoal.app.models import mobilenet
-from shoal.app.models.densenet import DenseNet
-from shoal.app.models.googlenet import GoogLeNet, Inception
-from shoal.app.models.resnet import BasicBlock, Bottleneck, ResNet
-from shoal.app.models.unet import UNet
-from shoal.app.models.vgg import VGG
+from examples import networks as models
+from examples.networks import mobilenet
+from examples.networks.densenet import DenseNet
+from examples.networks.googlenet import GoogLeNet, Inception
+from examples.networks.unet import UNet
+from examples.networks.vgg import VGG
+from shoal.app.models import BasicBlock, Bottleneck, ResNet
 from tests.engine.training_laws import assert_same_training, images, keep_by_chance
 
 SIDES = {"alexnet": 67, "unet3d": 8, "densenet121": 32, "unet": 16, "resnet18_cifar": 8}

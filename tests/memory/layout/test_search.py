@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from shoal.app.data.source import data_dir
+from examples.data import data_dir
 from shoal.lowlevel import native
 from shoal.memory.layout import search as searching
 from shoal.memory.layout.csv_file import read_problem

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import shoal
-from shoal.app.models.densenet import DenseNet
+from examples.networks.densenet import DenseNet
 from shoal.transforms.fuse.fused_layers import DenseBlock
 
 fuse_batchnorm = partial(shoal.fuse_batchnorm, when="always")  # tests have small maps

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import shoal
-from shoal.app.models.densenet import DenseNet
-from shoal.app.models.resnet import BasicBlock, Bottleneck, ResNet
+from examples.networks.densenet import DenseNet
+from shoal.app.models import BasicBlock, Bottleneck, ResNet
 from shoal.core.residence import Recompute
 from shoal.errors import InputError
 from shoal.transforms.fuse.fuse_graph import LEVELS, Level

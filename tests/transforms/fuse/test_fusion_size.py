@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import shoal
+from examples.networks.densenet import DenseNet
 from shoal import fuse_batchnorm
-from shoal.app.models.densenet import DenseNet
 from shoal.errors import InputError
 from shoal.kernels.norm.norm_conv_native import Window
 from shoal.lowlevel.native import levels

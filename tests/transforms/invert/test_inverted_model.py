@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import shoal
-from shoal.app import models
-from shoal.app.models.resnet import Bottleneck
+from examples import networks as models
+from shoal.app.models import Bottleneck
 from shoal.core.plan import Plan
 from shoal.lowlevel import allocations
 from shoal.transforms.invert.invert_norm import invert_norm

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from shoal.app import models
+from examples import networks as models
 from shoal.errors import InputError
 from shoal.transforms.split.drawn_cuts import as_sizes, draw, from_sizes, limits
 from shoal.transforms.split.split import split

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from shoal.app import models
+from examples import networks as models
 from shoal.errors import CaptureError, InputError
 from shoal.transforms.split.patches import Region
 from shoal.transforms.split.split import SplitModule, split

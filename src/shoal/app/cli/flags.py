@@ -9,7 +9,7 @@ import typer
 from shoal import planners
 from shoal.memory import optimizer_state
 
-Network = Annotated[str, typer.Option(help="A network, such as resnet50.")]
+Network = Annotated[str, typer.Option(help="resnet18 and others, a name of torchvision or timm, or FILE.py:FUNCTION.")]
 Batch = Annotated[int, typer.Option(help="Images per step.")]
 Pixels = Annotated[int, typer.Option(help="Pixels along each side.")]
 Preset = Annotated[str | None, typer.Option(help="A preset of `shoal hardware`; none means this machine.")]

@@ -55,14 +55,14 @@ def frontier(
     with errors_reported():
         target = None if hardware is None else presets.get(hardware)
         n_images = _images(batch, budget)
-        shape = shoal.app.models.example_shape(model, 1 if n_images is None else n_images, image)
+        with torch.device("cpu" if target is None else "meta"):
+            network = in_form(shoal.app.models.build(model, seed=0), batch_norm)
+        shape = shoal.app.models.example_shape(network, 1 if n_images is None else n_images, image)
         if target is None:
             check_in_memory(shape, torch.device("cpu"))
         if out is not None:
             check_writable(out)
-        with torch.device("cpu" if target is None else "meta"):
-            network = in_form(shoal.app.models.build(model, seed=0), batch_norm)
-            example = torch.empty(shape)
+        example = torch.empty(shape, device="cpu" if target is None else "meta")
 
         def images(count: int) -> torch.Tensor:
             return torch.empty((count, *shape[1:]), device=example.device)

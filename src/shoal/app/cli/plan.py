@@ -61,14 +61,14 @@ def plan(
     with errors_reported():
         target = None if hardware is None else presets.get(hardware)
         within_bytes = _budget_bytes(budget, target)
-        shape = shoal.app.models.example_shape(model, batch, image)
+        with torch.device("cpu" if target is None else "meta"):
+            network = shoal.app.models.build(model, seed=0)
+        shape = shoal.app.models.example_shape(network, batch, image)
         if target is None:
             check_in_memory(shape, torch.device("cpu"))
         if out is not None:
             check_writable(out)
-        with torch.device("cpu" if target is None else "meta"):
-            network = shoal.app.models.build(model, seed=0)
-            example = torch.empty(shape)
+        example = torch.empty(shape, device="cpu" if target is None else "meta")
         network = in_form(network, batch_norm)
         form = described(network)
         patches = None

@@ -36,8 +36,8 @@ from shoal.memory.budget import budget_bytes
 
 @app.command()
 def train(
-    model: Annotated[str, typer.Option(help="A network, such as resnet18.")] = "resnet18",
-    data: Annotated[str | None, typer.Option(help="A data set; by default digits, for U-Nets synthetic.")] = None,
+    model: flags.Network = "resnet18",
+    data: Annotated[str, typer.Option(help="digits, image_folder, synthetic, or FILE.py:FUNCTION.")] = "digits",
     batch: Annotated[int, typer.Option(help="Images per step, over all ranks.")] = 128,
     budget: Annotated[str | None, typer.Option(help="Device bytes a step may use, such as 150MiB or 80%.")] = None,
     budget_of: Annotated[
@@ -106,7 +106,7 @@ def train(
     ] = None,
     awp_interval: Annotated[int | None, typer.Option(help="AWP's INTERVAL in batches; an epoch by default.")] = None,
     parallel: Annotated[
-        str | None, typer.Option(help="hybrid: under torchrun, linear layers are model parallel.")
+        str | None, typer.Option(help="Under torchrun: a strategy of your own, as MODULE:CLASS.")
     ] = None,
     timeout: Annotated[float, typer.Option(help="Under torchrun: seconds that one rank waits for another.")] = 600.0,
 ) -> None:
@@ -121,7 +121,6 @@ def train(
     writes its files; a signal to one rank ends all after the same step, and an error on one names its rank.
     """
     with errors_reported(quiet=rank_of_torchrun() != 0):
-        data = data or ("synthetic" if model.startswith("unet") else "digits")
         if adaptive_precision and precision is not None:
             raise InputError(f"--adaptive-precision chooses what --precision {precision} fixes; give one of them")
         options = TrainOptions(
@@ -162,10 +161,10 @@ def train(
             awp_threshold=awp_threshold,
             awp_interval=awp_interval,
             parallel=parallel,
-            out=out if out is not None else Path("runs") / f"{model}-{data}",
+            out=out if out is not None else Path("runs") / "-".join(each.rpartition(":")[2] for each in (model, data)),
             resume=resume,
         )
-        shoal.app.models.example_shape(model, batch, 64)  # an unknown network is reported before folders are made
+        shoal.app.models.find(model)  # an unknown network is reported before folders are made
         with joined(device, timeout) as ranks:
             code = _train(options, json, ranks)
     raise typer.Exit(code)

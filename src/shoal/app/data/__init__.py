@@ -15,26 +15,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shoal.app.data.cifar10 import open_cifar10
 from shoal.app.data.digits import open_digits
 from shoal.app.data.image_folder import open_image_folder
 from shoal.app.data.loaders import Data, load
 from shoal.app.data.source import Source
 from shoal.app.data.synthetic import open_synthetic
+from shoal.core.named import function_named
 from shoal.errors import InputError, brief
 
 __all__ = ["Data", "names", "open"]
 
 _SOURCES: dict[str, Callable[..., Source]] = {
     "digits": open_digits,
-    "cifar10": open_cifar10,
     "image_folder": open_image_folder,
     "synthetic": open_synthetic,
 }
 
 
 def names() -> tuple[str, ...]:
-    """Every name that `open` knows."""
+    """Every name that `open` knows by itself."""
     return tuple(_SOURCES)
 
 
@@ -54,13 +53,14 @@ def open(
     """Open a data set. Replaces a `torchvision.datasets` class, its transforms and two `DataLoader`s.
 
     Args:
-        name: "digits" (embedded), "cifar10", "image_folder" or "synthetic".
+        name: "digits" (embedded), "image_folder", "synthetic", or MODULE:FUNCTION or FILE.py:FUNCTION, which returns a
+            `shoal.app.data.source.Source`.
         batch: samples in a batch, over all ranks; the last of an epoch may be short.
-        root: where the data lies; "cifar10" looks in SHOAL_DATA by itself.
+        root: where the data lies.
         image: pixels along each side; by default 32, for "image_folder" 224.
         seed: of order, augmentation, held-out samples and synthetic images.
         workers: processes that prepare batches; 0 prepares them in this one.
-        augment: random crops (all but synthetic) and mirroring (cifar10, image_folder) of the training split.
+        augment: random crops (all but synthetic) and mirroring (image_folder) of the training split.
         rank, ranks: load that rank's share of every batch. Together the ranks have what one would have; only a last
             batch that leaves some rank fewer than two training samples is left out.
         options: of the data set: "image_folder" takes `holdout`, "synthetic" takes `num_classes`, `in_channels`,
@@ -86,11 +86,11 @@ def open(
         raise InputError(
             f"rank={rank}, ranks={ranks}, batch={batch}: expected a rank below ranks, and a sample for each"
         )
-    opener = _SOURCES.get(name)
+    opener = function_named(name) if ":" in name else _SOURCES.get(name)
     if opener is None:
         close = difflib.get_close_matches(str(name).lower(), _SOURCES, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
-        raise InputError(f"unknown data {name!r}: {hint}known are {', '.join(_SOURCES)}")
+        raise InputError(f"unknown data {name!r}: {hint}known are {', '.join(_SOURCES)}, and MODULE:FUNCTION")
     known = inspect.signature(opener).parameters
     for option in options.keys() - known.keys():
         own = sorted(known.keys() - {"root", "image", "seed"})

@@ -5,20 +5,13 @@ Raw samples stay numpy arrays or files, so that a memory limit counts the traini
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shoal.app.data.pixels import channels_first, resize
-from shoal.errors import InputError
-
-VARIABLE = "SHOAL_DATA"
-# Beside the project: a folder that several checkouts share.
-DEFAULT = Path("..") / "shared" / "data"
 
 
 class Samples(Protocol):
@@ -81,34 +74,3 @@ class Images:
         """uint8 of shape (channels, side, side), and the class."""
         image = channels_first(resize(self.pixels[index], self.side), self.channels)
         return image, int(self.labels[index])
-
-
-def check_labels(labels: NDArray[Any], classes: int, where: str) -> NDArray[np.int64]:
-    """The labels as int64.
-
-    Raises:
-        InputError: one is not in `range(classes)`, or a class has no sample.
-    """
-    labels = np.asarray(labels, np.int64)
-    outside = np.flatnonzero((labels < 0) | (labels >= classes))
-    if len(outside):
-        raise InputError(
-            f"{where}: sample {outside[0]} has label {labels[outside[0]]}, expected 0 to {classes - 1}; "
-            "correct or remove it"
-        )
-    empty = np.flatnonzero(np.bincount(labels, minlength=classes) == 0)
-    if len(empty):
-        raise InputError(f"{where}: class {empty[0]} has no sample, expected all of {classes}; complete the data set")
-    return labels
-
-
-def data_dir() -> Path:
-    """The folder named by SHOAL_DATA, else `../shared/data` beside the working directory or beside this checkout.
-
-    It need not exist: whoever reads a data set from it reports what is missing.
-    """
-    named = os.environ.get(VARIABLE)
-    if named:
-        return Path(named).expanduser()
-    beside_checkout = Path(__file__).resolve().parents[4] / DEFAULT
-    return beside_checkout if beside_checkout.is_dir() and not DEFAULT.is_dir() else DEFAULT

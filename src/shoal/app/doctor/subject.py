@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.core.named import described, function_named
-from shoal.errors import InputError, brief
+from shoal.app.models import made_by
+from shoal.core.named import function_named
+from shoal.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -73,16 +74,7 @@ def load_subject(where: str, shapes: Sequence[str] = (), device: str | None = No
     Raises:
         InputError: there is no such file or function, it raised, or what it returned is none of these.
     """
-    make = function_named(where)
-    try:
-        made = make()
-    except Exception as error:  # whatever a user's code raises
-        raise InputError(f"{where}() raised {described(error)}") from error
-    model, example = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
-    if not isinstance(model, nn.Module):
-        raise InputError(
-            f"{where}() returned {_kind(model)}; expected a torch.nn.Module, or a pair of one and its input"
-        )
+    model, example = made_by(where, function_named(where))
     if shapes:
         example = tuple(map(tensor_of, shapes))
     elif example is None:
@@ -119,7 +111,3 @@ def tensor_of(text: str) -> torch.Tensor:
     if not dtype.is_floating_point:
         return torch.zeros(shape, dtype=dtype)
     return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
-
-
-def _kind(value: object) -> str:
-    return "None" if value is None else f"{type(value).__name__} ({brief(value)})"

@@ -20,7 +20,6 @@ PRECISIONS = ("none", "bf16", "fp16")
 KERNELS = ("auto", "eager", "compiled")
 WEIGHTS = ("host", "sharded")
 PRECISIONS_OF_WEIGHTS = ("8", "16", "24", "32", "bf16", "adaptive")
-PARALLEL = ("hybrid",)
 
 MAX_SEED = 2**63 - 1  # PyTorch's generators take 64 bits, of which ranks need room for seeds of their own
 _MOST_WORKERS = 8  # a core: PyTorch warns of more than one, and thousands leave no process for anything else
@@ -35,7 +34,7 @@ class TrainOptions:
     """The arguments of one run.
 
     Attributes:
-        model, data: names for `shoal.app.models.build` and `shoal.app.data.open`.
+        model, data: as for `shoal.app.models.build` and `shoal.app.data.open`.
         batch: images per step, over all ranks.
         budget_bytes: for planning and for `enforce`; None only for the planner "none" without `enforce`.
         planner: as of `shoal.compile`; "none" trains with plain PyTorch.
@@ -64,7 +63,7 @@ class TrainOptions:
         precision: in which `weights` are sent: "8", "16", "24" or "32" bits, "bf16", or "adaptive" (AWP).
         one_byte: the codec that stands in for 8 bits of them, such as "dynamic_tree"; None: a float's top byte.
         awp_threshold, awp_interval: AWP's T, and its INTERVAL in batches, None for those of an epoch.
-        parallel: "hybrid" for data parallel convolutions and model parallel linear layers; None for data parallel.
+        parallel: a subclass of `shoal.app.training.strategy.Strategy`, as MODULE:CLASS; None for data parallel.
         out: folder of everything the run writes.
         resume: continue from the checkpoint in `out`.
     """
@@ -170,7 +169,7 @@ class TrainOptions:
         }
 
     def _check_travel(self) -> None:
-        for name, known in (("weights", WEIGHTS), ("precision", PRECISIONS_OF_WEIGHTS), ("parallel", PARALLEL)):
+        for name, known in (("weights", WEIGHTS), ("precision", PRECISIONS_OF_WEIGHTS)):
             if (given := getattr(self, name)) is not None and given not in known:
                 raise InputError(f"unknown {name} {given!r}: give one of {', '.join(known)}")
         what = f"--weights {self.weights}" if self.weights else f"--parallel {self.parallel}" if self.parallel else ""

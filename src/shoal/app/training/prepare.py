@@ -64,14 +64,15 @@ def _leave_signals_to_the_parent(worker: int) -> None:
 
 
 def open_data(options: TrainOptions, ranks: Ranks) -> Data:
-    """A rank's share of the data set, with labels per pixel for networks that answer per pixel."""
-    dense: dict[str, Any] = {}
-    if options.model.startswith("unet"):
-        if options.data != "synthetic":
-            raise InputError(
-                f"{options.model} has an output per pixel, data {options.data!r} per image; give 'synthetic'"
-            )
-        dense = {"dense": True, "dims": 3 if options.model.endswith("3d") else 2}
+    """A rank's share of the data set; synthetic images are of the network's channels and dimensions, with labels per
+    pixel where its output has them."""
+    fitting: dict[str, Any] = {}
+    if options.data == "synthetic":
+        with torch.device("meta"), torch.no_grad():
+            network = shoal.app.models.build(options.model).eval()
+            shape = shoal.app.models.example_shape(network, 1, options.image or 32)
+            outputs = network(torch.empty(shape))
+        fitting = {"in_channels": shape[1], "dims": len(shape) - 2, "dense": outputs.dim() > 2}
     data = shoal.app.data.open(
         options.data,
         batch=options.batch,
@@ -81,7 +82,7 @@ def open_data(options: TrainOptions, ranks: Ranks) -> Data:
         workers=options.workers,
         rank=ranks.rank,
         ranks=ranks.count,
-        **dense,
+        **fitting,
     )
     for loader in (data.train, data.test):
         loader.worker_init_fn = _leave_signals_to_the_parent
@@ -104,20 +105,23 @@ def check_in_memory(shape: tuple[int, ...], device: torch.device) -> None:
 
 def check_fits(options: TrainOptions, data: Data) -> tuple[int, ...]:
     """The shape of a batch, which the network was seen to take."""
-    shape = shoal.app.models.example_shape(
-        options.model, options.batch // (options.ranks or 1), data.image, in_channels=data.in_channels
-    )
+    with torch.device("meta"):
+        network = shoal.app.models.build(options.model, num_classes=data.num_classes)
+    shape = shoal.app.models.example_shape(network, options.batch // (options.ranks or 1), data.image)
     check_in_memory(shape, torch.device(options.device))
     try:
         with torch.device("meta"), torch.no_grad():
-            network = shoal.app.models.build(options.model, num_classes=data.num_classes, in_channels=data.in_channels)
-            network.eval()(torch.empty(shape))
+            outputs = network.eval()(torch.empty(shape))
             in_patches = divided(options, network)
     except RuntimeError as error:
         raise InputError(
             f"{options.model} cannot take images of {data.image} pixels a side "
             f"({str(error).strip().splitlines()[0][:60]}); give a larger --image"
         ) from error
+    if not isinstance(outputs, torch.Tensor):
+        raise InputError(f"{options.model} returns a {type(outputs).__name__}; expected a tensor of scores")
+    if outputs.dim() != 2 and options.data != "synthetic":
+        raise InputError(f"{options.model} has an output per pixel, data {options.data!r} per image; give 'synthetic'")
     if isinstance(in_patches, SplitModule):
         in_patches.check(shape[2:], shape[0])
     return shape

@@ -1,4 +1,4 @@
-"""The strategies of `shoal train`: weights on the host, in shards, hybrid or data parallel, by its options."""
+"""The strategies of `shoal train`: weights on the host or in shards, data parallel, or one of the user's."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from shoal.app.training.prepare import compiled
 from shoal.app.training.ranks import Ranks
 from shoal.app.training.saved_state import Groups
 from shoal.app.training.strategy import DataParallel, Strategy
+from shoal.core.named import function_named
 from shoal.distributed import AdaptivePrecision, HostWeights, ShardedWeights, compress_gradients
-from shoal.distributed.comm.traffic import Sent, Traffic
+from shoal.distributed.comm.traffic import Sent
 from shoal.errors import InputError
 
 _THRESHOLD = -2e-3  # the paper's for VGG
@@ -36,7 +37,7 @@ def strategy_of(options: TrainOptions, network: nn.Module, ranks: Ranks, steps: 
     if options.weights == "host":
         return WeightsOnHost(options, network, ranks, steps)
     asked = (
-        ("--parallel hybrid", options.parallel),
+        (f"--parallel {options.parallel}", options.parallel),
         ("--weights sharded", options.weights),
         ("--compress-gradients", options.compress_gradients),
     )
@@ -44,7 +45,8 @@ def strategy_of(options: TrainOptions, network: nn.Module, ranks: Ranks, steps: 
         if given and not ranks.grouped:
             raise InputError(f"{flag} is between ranks: start them with torchrun --nproc-per-node 2 -m shoal train ...")
     if options.parallel:
-        return HybridParallel(options, network, ranks)
+        strategy: Strategy = function_named(options.parallel)(options, network, ranks)
+        return strategy
     if options.weights:
         return WeightsInShards(options, network, ranks, steps)
     optimizer = _optimizer(options, network)
@@ -145,51 +147,6 @@ class WeightsInShards(Strategy):
         self._reduced = reduced
 
 
-class HybridParallel(Strategy):
-    """Data parallel convolutions, model parallel linear layers (`shoal.distributed.hybrid`)."""
-
-    def __init__(self, options: TrainOptions, network: nn.Module, ranks: Ranks) -> None:
-        from shoal.distributed import hybrid
-
-        codec = options.compress_gradients
-        self._hybrid = hybrid(
-            network,
-            codec="dynamic_tree" if codec == "auto" else codec,
-            gradient_codec=codec,
-            timeout_seconds=ranks.timeout_seconds,
-        )
-        optimizer = _optimizer(options, network, self._hybrid.parameter_groups())
-        super().__init__(self._hybrid, optimizer, ranks)
-
-    def state(self) -> dict[str, Any]:
-        return {
-            "model": self._hybrid.full_state_dict(),
-            "optimizer": self._hybrid.full_optimizer_state(self.optimizer),
-        }
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        self._hybrid.load_full_state_dict(state["model"])
-        self._hybrid.load_full_optimizer_state(self.optimizer, state["optimizer"])
-
-    @property
-    def traffic(self) -> Traffic:
-        return self._hybrid.traffic
-
-    def own_state(self) -> dict[str, Any]:
-        gradients = self._hybrid.gradients
-        return {} if gradients is None else gradients.state_dict()
-
-    def load_own_state(self, state: dict[str, Any]) -> None:
-        if self._hybrid.gradients is not None:
-            self._hybrid.gradients.load_state_dict(state)
-
-    def explain(self) -> str:
-        return self._hybrid.explain()
-
-    def close(self) -> None:
-        self._hybrid.close()
-
-
 def blocks(network: nn.Module) -> Iterator[nn.Module]:
     """What is gathered by itself: each module under the network, or under a container of it, that has parameters.
 
@@ -203,16 +160,13 @@ def blocks(network: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
-def _optimizer(
-    options: TrainOptions, network: nn.Module, groups: list[dict[str, Any]] | None = None
-) -> torch.optim.Optimizer:
+def _optimizer(options: TrainOptions, network: nn.Module) -> torch.optim.Optimizer:
     return optimizer_of(
         options.optimizer,
         network,
         lr=options.lr,
         momentum=options.momentum,
         weight_decay=options.weight_decay,
-        groups=groups,
     )
 
 

@@ -7,6 +7,7 @@ training saves grow with the square of a block's depth: recomputation pays most 
 from __future__ import annotations
 
 from collections import OrderedDict
+from functools import partial
 
 import torch
 from torch import nn
@@ -90,3 +91,6 @@ class DenseNet(nn.Module):
         """(N, C, H, W) → (N, num_classes)."""
         x = F.relu(self.features(x), inplace=True)
         return self.classifier(torch.flatten(F.adaptive_avg_pool2d(x, 1), 1))
+
+
+densenet121 = partial(DenseNet, (6, 12, 24, 16))

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 
 import torch
 
+from examples.parallel.shares import Piece, Share, everything, pieces, shares
 from shoal import codecs
 from shoal.codecs import Codec, Encoded
 from shoal.codecs.memory_order import strides_in_order
 from shoal.distributed.comm.agreement import agree, described
 from shoal.distributed.comm.exchange import Exchange
 from shoal.distributed.comm.traffic import Traffic
-from shoal.distributed.papers.shares import Piece, Share, everything, pieces, shares
 from shoal.errors import CodecError
 
 FLOAT_BYTES = 4  # what plain PyTorch would have sent of each value

@@ -21,7 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from shoal.app.data.source import VARIABLE, Images, Source, check_labels, data_dir
+from examples.data import VARIABLE, data_dir
+from shoal.app.data.source import Images, Source
 from shoal.core.files import cache_dir, write_atomically
 from shoal.errors import InputError
 
@@ -61,6 +62,25 @@ def open_cifar10(*, root: str | Path | None = None, image: int = 32) -> Source:
         padding=image // 8,
         flip=True,
     )
+
+
+def check_labels(labels: NDArray[Any], classes: int, where: str) -> NDArray[np.int64]:
+    """The labels as int64.
+
+    Raises:
+        InputError: one is not in `range(classes)`, or a class has no sample.
+    """
+    labels = np.asarray(labels, np.int64)
+    outside = np.flatnonzero((labels < 0) | (labels >= classes))
+    if len(outside):
+        raise InputError(
+            f"{where}: sample {outside[0]} has label {labels[outside[0]]}, expected 0 to {classes - 1}; "
+            "correct or remove it"
+        )
+    empty = np.flatnonzero(np.bincount(labels, minlength=classes) == 0)
+    if len(empty):
+        raise InputError(f"{where}: class {empty[0]} has no sample, expected all of {classes}; complete the data set")
+    return labels
 
 
 def _find(place: Path) -> Arrays:

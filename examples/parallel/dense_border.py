@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from shoal.distributed.papers.local_convolution import LocalConv2d
+from examples.parallel.local_convolution import LocalConv2d
 from shoal.errors import InputError
 from shoal.transforms.tracing import UntraceableError, trace
 
@@ -132,7 +132,7 @@ def find_border(model: nn.Module) -> Border:
         InputError: it has no such layer, cannot be traced, or what follows that layer is not one chain of linear layers
             and of operations on single features.
 
-    >>> from shoal.app.models import build
+    >>> from examples.networks import build
     >>> find_border(build("alexnet")).layers
     ('classifier.1', 'classifier.4', 'classifier.6')
     """

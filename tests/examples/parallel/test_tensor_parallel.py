@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from examples.parallel.activation_exchange import ActivationExchange
+from examples.parallel.local_convolution import LocalConv2d
 from shoal.distributed.comm.exchange import Exchange
-from shoal.distributed.papers.activation_exchange import ActivationExchange
-from shoal.distributed.papers.local_convolution import LocalConv2d
 from shoal.errors import InputError
 from tests.ranks import run_on_ranks
 
@@ -75,7 +75,7 @@ def _parallel(names: list[str], codec: str | None) -> list[dict[str, Any]]:
     from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.distributed.tensor.parallel import parallelize_module
 
-    from shoal.distributed.papers.tensor_parallel import ColumnParallel, RowParallel, SpaceParallel
+    from examples.parallel.tensor_parallel import ColumnParallel, RowParallel, SpaceParallel
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     activations = ActivationExchange(Exchange(timeout_seconds=200), codec)
@@ -139,7 +139,7 @@ def _refused(style: str, layer: nn.Module, layout: int) -> str:
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.parallel import parallelize_module
 
-    from shoal.distributed.papers import tensor_parallel
+    from examples.parallel import tensor_parallel
 
     activations = ActivationExchange(Exchange(timeout_seconds=200), None)
     mesh = init_device_mesh("cpu", (1,))

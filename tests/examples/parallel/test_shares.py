@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.distributed.papers.shares import everything, in_order, pieces, shares
+from examples.parallel.shares import everything, in_order, pieces, shares
 from shoal.errors import InputError
 
 LENGTHS = st.lists(st.integers(0, 6), min_size=1, max_size=5)

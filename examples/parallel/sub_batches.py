@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from shoal.distributed.papers.activation_exchange import ActivationExchange
-from shoal.distributed.papers.dense_layers import DenseLayers
-from shoal.distributed.papers.shares import Share, in_order, shares
+from examples.parallel.activation_exchange import ActivationExchange
+from examples.parallel.dense_layers import DenseLayers
+from examples.parallel.shares import Share, in_order, shares
 from shoal.errors import ShoalError, TransferError
 from shoal.lowlevel import cuda_calls
 

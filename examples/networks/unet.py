@@ -7,6 +7,7 @@ its forward op to its decoder's, across everything in between: the long-lived st
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.fx
@@ -48,7 +49,7 @@ class UNet(nn.Module):
         in_channels: channels of the input.
     """
 
-    def __init__(self, dims: int, levels: int, base_channels: int, num_classes: int, in_channels: int) -> None:
+    def __init__(self, dims: int, levels: int, base_channels: int, num_classes: int = 2, in_channels: int = 3) -> None:
         super().__init__()
         self.dims = dims
         self.levels = levels
@@ -91,3 +92,7 @@ def _two_convolutions(dims: int, in_channels: int, out_channels: int) -> nn.Sequ
         layers.append(_BATCH_NORM[dims](out_channels))
         layers.append(nn.ReLU(inplace=True))
     return nn.Sequential(*layers)
+
+
+unet = partial(UNet, 2, 4, 64)
+unet3d = partial(UNet, 3, 3, 32)

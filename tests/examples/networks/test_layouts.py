@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.app import models
+from examples import networks as models
 
 LAYOUTS = json.loads((Path(__file__).parent / "torchvision_layouts.json").read_text())
 AUXILIARY = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
 
@@ -59,3 +61,11 @@ class VGG(nn.Module):
         """(N, C, H, W) → (N, num_classes)."""
         x = self.avgpool(self.features(x))
         return self.classifier(torch.flatten(x, 1))
+
+
+vgg11 = partial(VGG, 11, False)
+vgg16 = partial(VGG, 16, False)
+vgg16_bn = partial(VGG, 16, True)
+vgg19 = partial(VGG, 19, False)
+vgg19_bn = partial(VGG, 19, True)
+vgg19_cifar = partial(VGG, 19, True, num_classes=10, cifar=True)

@@ -10,9 +10,9 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from shoal.app.models import build
-from shoal.distributed.papers.dense_border import Border, Dense, Drop, Flatten, Pointwise, find_border
-from shoal.distributed.papers.local_convolution import LocalConv2d
+from examples.networks import build
+from examples.parallel.dense_border import Border, Dense, Drop, Flatten, Pointwise, find_border
+from examples.parallel.local_convolution import LocalConv2d
 from shoal.errors import InputError
 
 

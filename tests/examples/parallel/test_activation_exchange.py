@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from examples.parallel.activation_exchange import ActivationExchange, activation_codec
+from examples.parallel.shares import in_order, shares
 from shoal import codecs
 from shoal.distributed.comm.exchange import Exchange
 from shoal.distributed.comm.message import HEADER_BYTES
-from shoal.distributed.papers.activation_exchange import ActivationExchange, activation_codec
-from shoal.distributed.papers.shares import in_order, shares
 from shoal.errors import CodecError
 from tests.ranks import run_on_ranks
 

@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from PIL import Image
 
 import shoal.app.data
-from shoal.app.data import cifar10
-from shoal.app.data.cifar10 import ARCHIVE, BATCHES, CLASSES
-from shoal.app.data.source import data_dir
+from examples.data import cifar10, data_dir
+from examples.data.cifar10 import ARCHIVE, BATCHES, CLASSES
 from shoal.errors import InputError
 
+CIFAR10 = "examples.data.cifar10:open_cifar10"
 SMALL = {"train": 20, "test": 10}
 
 
@@ -74,7 +74,7 @@ def batches(folder: Path, labels: list[int] | None = None) -> Path:
 @pytest.mark.usefixtures("_small")
 def test_the_archive_gives_every_image_with_its_folders_class(tmp_path: Path) -> None:
     archive(tmp_path)
-    data = shoal.app.data.open("cifar10", root=tmp_path, batch=10, augment=False)
+    data = shoal.app.data.open(CIFAR10, root=tmp_path, batch=10, augment=False)
     ((images, labels),) = list(data.test)
     assert labels.tolist() == list(range(10)) and data.classes == CLASSES
     red = images[:, 0].mean((1, 2)) * cifar10.DEVIATION[0] + cifar10.MEAN[0]
@@ -98,7 +98,7 @@ def test_the_archive_is_decoded_once_and_again_if_the_copy_is_damaged(
     archive(tmp_path)
 
     def pixels() -> np.ndarray:
-        return shoal.app.data.open("cifar10", root=tmp_path, batch=4).train.examples.samples.pixels
+        return shoal.app.data.open(CIFAR10, root=tmp_path, batch=4).train.examples.samples.pixels
 
     first = pixels()
     assert np.array_equal(pixels(), first) and len(decoded) == 1
@@ -121,7 +121,7 @@ def test_torchvisions_folder_gives_its_images(tmp_path: Path, where: str, monkey
     root = batches(tmp_path)
     monkeypatch.setenv("SHOAL_DATA", str(tmp_path))
     arguments = {"root": tmp_path, "folder itself": root, "variable": None}
-    data = shoal.app.data.open("cifar10", root=arguments[where], batch=10)
+    data = shoal.app.data.open(CIFAR10, root=arguments[where], batch=10)
     (_, labels), *_ = list(data.test)
     assert labels.tolist() == list(range(10))
     raw = pickle.loads((root / "test_batch").read_bytes())["data"]
@@ -131,14 +131,14 @@ def test_torchvisions_folder_gives_its_images(tmp_path: Path, where: str, monkey
 @pytest.mark.usefixtures("_small")
 def test_other_sizes_are_resized(tmp_path: Path) -> None:
     archive(tmp_path)
-    images, _ = next(iter(shoal.app.data.open("cifar10", root=tmp_path, batch=2, image=48).train))
+    images, _ = next(iter(shoal.app.data.open(CIFAR10, root=tmp_path, batch=2, image=48).train))
     assert images.shape == (2, 3, 48, 48)
 
 
 def test_where_it_looked_and_how_to_point_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_DATA", str(tmp_path))
     with pytest.raises(InputError, match=f"no CIFAR-10 in {tmp_path}: expected {ARCHIVE} or .* set SHOAL_DATA"):
-        shoal.app.data.open("cifar10", batch=4)
+        shoal.app.data.open(CIFAR10, batch=4)
 
 
 @pytest.mark.usefixtures("_small")
@@ -148,7 +148,7 @@ def test_a_truncated_archive(tmp_path: Path, share: float) -> None:
     content = path.read_bytes()
     path.write_bytes(content[: int(share * len(content))])
     with pytest.raises(InputError, match=f"{ARCHIVE} is truncated or damaged .*; copy it again"):
-        shoal.app.data.open("cifar10", root=tmp_path, batch=4)
+        shoal.app.data.open(CIFAR10, root=tmp_path, batch=4)
     assert not list((tmp_path / "cache").glob("*.npz"))
 
 
@@ -168,7 +168,7 @@ def test_a_truncated_archive(tmp_path: Path, share: float) -> None:
 def test_an_archive_with_a_bad_member(tmp_path: Path, files: dict[str, bytes], message: str) -> None:
     archive(tmp_path, members() | files)
     with pytest.raises(InputError, match=message) as caught:
-        shoal.app.data.open("cifar10", root=tmp_path, batch=4)
+        shoal.app.data.open(CIFAR10, root=tmp_path, batch=4)
     assert "\n" not in str(caught.value)
 
 
@@ -177,7 +177,7 @@ def test_an_archive_whose_class_is_empty(tmp_path: Path) -> None:
     files = {name.replace("test/truck/", "test/ship/1"): content for name, content in members().items()}
     archive(tmp_path, files)
     with pytest.raises(InputError, match="test: class 9 has no sample, expected all of 10"):
-        shoal.app.data.open("cifar10", root=tmp_path, batch=4)
+        shoal.app.data.open(CIFAR10, root=tmp_path, batch=4)
 
 
 @pytest.mark.usefixtures("_small")
@@ -185,7 +185,7 @@ def test_an_archive_whose_class_is_empty(tmp_path: Path) -> None:
 def test_a_label_out_of_range(tmp_path: Path, label: int) -> None:
     batches(tmp_path, [label, *list(range(10)) * 3][:30])
     with pytest.raises(InputError, match=f"train: sample 0 has label {label}, expected 0 to 9"):
-        shoal.app.data.open("cifar10", root=tmp_path, batch=4)
+        shoal.app.data.open(CIFAR10, root=tmp_path, batch=4)
 
 
 class Harm:
@@ -216,7 +216,7 @@ def test_a_bad_pickle(
     else:
         path.write_bytes(path.read_bytes()[:2000] if isinstance(content, str) else content)
     with pytest.raises(InputError, match=message) as caught:
-        shoal.app.data.open("cifar10", root=tmp_path, batch=4)
+        shoal.app.data.open(CIFAR10, root=tmp_path, batch=4)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "harm").exists()
 
@@ -242,7 +242,7 @@ def test_the_real_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         return np.zeros((32, 32, 3), np.uint8) if next(asked) % 50 else decode(content, name)
 
     monkeypatch.setattr(cifar10, "_decode", every_fiftieth)
-    data = shoal.app.data.open("cifar10", batch=128)
+    data = shoal.app.data.open(CIFAR10, batch=128)
     train, test = data.train.examples.samples, data.test.examples.samples
     assert np.bincount(train.labels).tolist() == [5000] * 10 and np.bincount(test.labels).tolist() == [1000] * 10
     measured = train.pixels[train.pixels.any((1, 2, 3))].reshape(-1, 3)

@@ -1,6 +1,6 @@
 """Tensor-parallel layers whose activations are sent encoded: DTensor's parallel styles with another exchange.
 
-    activations = shoal.distributed.ActivationExchange(shoal.distributed.Exchange(), "dynamic_tree")
+    activations = ActivationExchange(shoal.distributed.Exchange(), "dynamic_tree")
     parallelize_module(model, mesh, {"fc1": ColumnParallel(activations), "fc2": RowParallel(activations)})
 
 Parameters become DTensors as `ColwiseParallel` and `RowwiseParallel` make them: the names and shapes stay.
@@ -21,9 +21,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 from torch.nn import functional as F
 
-from shoal.distributed.comm.agreement import agree
-from shoal.distributed.papers.activation_exchange import ActivationExchange
-from shoal.distributed.papers.activation_functions import (
+from examples.parallel.activation_exchange import ActivationExchange
+from examples.parallel.activation_functions import (
     gathered,
     own_share,
     replicated,
@@ -31,8 +30,9 @@ from shoal.distributed.papers.activation_functions import (
     summed_in_backward,
     summed_to_shares,
 )
-from shoal.distributed.papers.local_convolution import LocalConv2d
-from shoal.distributed.papers.shares import Share, shares
+from examples.parallel.local_convolution import LocalConv2d
+from examples.parallel.shares import Share, shares
+from shoal.distributed.comm.agreement import agree
 from shoal.errors import InputError
 
 

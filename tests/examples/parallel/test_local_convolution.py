@@ -8,8 +8,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from shoal.distributed.papers.local_convolution import LocalConv2d
-from shoal.distributed.papers.shares import shares
+from examples.parallel.local_convolution import LocalConv2d
+from examples.parallel.shares import shares
 from shoal.errors import InputError
 
 

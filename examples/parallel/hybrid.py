@@ -1,6 +1,6 @@
 """Hybrid parallelism in one call: convolutions data parallel, dense layers model parallel (Dettmers 2016, section 2.4).
 
-model = shoal.distributed.hybrid(shoal.app.models.build("alexnet"))
+model = hybrid(AlexNet())
 optimizer = torch.optim.SGD(model.parameter_groups(), lr=0.01, momentum=0.9)
 F.cross_entropy(model(images), labels).backward()  # of this rank's images
 """
@@ -16,16 +16,16 @@ import torch.distributed as dist
 from torch import fx, nn
 from torch.nn import functional as F
 
+from examples.parallel.activation_exchange import ActivationExchange, activation_codec
+from examples.parallel.dense_border import Border, find_border
+from examples.parallel.dense_layers import DenseLayers
+from examples.parallel.shares import Share
+from examples.parallel.sub_batches import SubBatches
 from shoal.codecs import Codec
 from shoal.distributed.comm.agreement import agree, fingerprint
 from shoal.distributed.comm.exchange import Exchange
 from shoal.distributed.comm.traffic import Traffic
 from shoal.distributed.gradients.compress_gradients import CompressedGradients, compress_gradients
-from shoal.distributed.papers.activation_exchange import ActivationExchange, activation_codec
-from shoal.distributed.papers.dense_border import Border, find_border
-from shoal.distributed.papers.dense_layers import DenseLayers
-from shoal.distributed.papers.shares import Share
-from shoal.distributed.papers.sub_batches import SubBatches
 from shoal.errors import InputError, ShoalError
 
 SAME = "same"
@@ -122,7 +122,7 @@ class Hybrid(nn.Module):
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.tensor.parallel import parallelize_module
 
-        from shoal.distributed.papers.tensor_parallel import ColumnParallel
+        from examples.parallel.tensor_parallel import ColumnParallel
 
         device = next(model.parameters()).device
         whole = group if group is not None else dist.group.WORLD

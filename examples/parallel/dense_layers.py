@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.distributed.papers.activation_exchange import ActivationExchange
-from shoal.distributed.papers.activation_functions import gathered
-from shoal.distributed.papers.dense_border import Border, Dense, Drop, Flatten, Pointwise
-from shoal.distributed.papers.shares import Share, shares
+from examples.parallel.activation_exchange import ActivationExchange
+from examples.parallel.activation_functions import gathered
+from examples.parallel.dense_border import Border, Dense, Drop, Flatten, Pointwise
+from examples.parallel.shares import Share, shares
 from shoal.errors import InputError
 
 _GOLDEN = 0x9E3779B97F4A7C15

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from shoal.distributed.papers.activation_exchange import ActivationExchange
-from shoal.distributed.papers.shares import Share
+from examples.parallel.activation_exchange import ActivationExchange
+from examples.parallel.shares import Share
 
 
 def gathered(

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from shoal.distributed.papers.hybrid import hybrid
-from shoal.distributed.papers.local_convolution import LocalConv2d
+from examples.parallel.hybrid import hybrid
+from examples.parallel.local_convolution import LocalConv2d
 from shoal.errors import InputError, TransferError
 from tests.ranks import meet, run_on_ranks
 
