@@ -443,7 +443,7 @@ def test_the_largest_batch_is_found_for_this_machine_too(here: Path) -> None:
         (["--model", "resnet18", "--budget", "1GiB", "--hardware", "p1000"], "hardware='p1000' is not a preset"),
         (["--model", "resnet18", "--budget", "1GiB", "--optimizer", "lion"], "optimizer='lion': no"),
         (["--model", "resnet18", "--budget", "few"], "budget='few' is not a size"),
-        (["--model", "examples.networks.unet:unet", "--image", "50", "--budget", "1GiB"], "multiple of 16"),
+        (["--model", "examples.networks.unet:unet", "--image", "50", "--budget", "1GiB"], "multiples of 16x16"),
     ],
 )
 def test_a_plan_that_cannot_be_made_is_reported(arguments: list[str], said: str) -> None:
