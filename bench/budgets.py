@@ -37,7 +37,7 @@ from bench.frame import (
     switch,
     use_exact_kernels,
 )
-from bench.network import SHARES, Options, Setting, measure_network
+from bench.network import SHARES, Measuring, Setting, measure_network
 from bench.peers import ACTIVATION_MEMORY_BUDGET, CHECKPOINT, PEERS
 from bench.plain import heading
 from bench.tables import cells, new_table
@@ -183,7 +183,7 @@ def _run(run: Run) -> int:
     asked = run.asked
     settings = run.chosen(CUDA_SETTINGS if run.device.type == "cuda" else SETTINGS, QUICK_SETTINGS)
     settings = {name: one.resized(asked.batch, asked.image) for name, one in settings.items()}
-    options = Options(
+    options = Measuring(
         shares=tuple(asked.budgets or run.pick(SHARES, QUICK_SHARES)),
         values=sweep(asked.sweep or run.pick(SWEEP, QUICK_SWEEP)),
         peers=not asked.no_peers,

@@ -24,6 +24,7 @@ from bench.plain import PLAIN, Plain
 from bench.tables import new_table
 from bench.workload import Forward, Workload
 from shoal.core.sizes import format_bytes
+from shoal.engine.options import Options
 from shoal.errors import BudgetError
 
 BLOCKS = 16
@@ -77,7 +78,7 @@ def measure_chain(
     for share in LADDER:
         budget_bytes = plain.budget_bytes(share)
         try:
-            ladder.append((budget_bytes, run_within(plain, budget_bytes, planner=planner)))
+            ladder.append((budget_bytes, run_within(plain, budget_bytes, options=Options(planner=planner))))
         except BudgetError as error:
             infeasible = error
             break
@@ -85,7 +86,7 @@ def measure_chain(
             raise WrongResult(f"at {share} %: {error}") from error
     least_bytes = least_budget(workload, planner, min([plain.peak_bytes, *(b for b, _ in ladder)]))
     if all(least_bytes < budget_bytes for budget_bytes, _ in ladder):
-        ladder.append((least_bytes, run_within(plain, least_bytes, planner=planner)))
+        ladder.append((least_bytes, run_within(plain, least_bytes, options=Options(planner=planner))))
     check_falling([(budget_bytes, run.measured_peak_bytes) for budget_bytes, run in ladder])
 
     scouted, failed = scout(candidates(workload, VALUES), workload, advance=lambda what: None)

@@ -24,6 +24,7 @@ from bench.interleave import Clock, turns
 from bench.network import Setting
 from bench.workload import Forward, Workload, make_workload
 from shoal.engine.api import compile as compile_model
+from shoal.engine.options import Options
 from shoal.errors import BudgetError
 
 EAGER, INDUCTOR = "eager", "torch.compile"
@@ -245,7 +246,11 @@ def measure_network(
             advance(who)
             try:
                 model = compile_model(
-                    workload.shared_copy(), budget_bytes, kernels=ours.split()[1], allow=allow, name=name
+                    workload.shared_copy(),
+                    budget_bytes,
+                    allow=allow,
+                    name=name,
+                    options=Options(kernels=ours.split()[1]),
                 )
                 found.add_ours(who, model, budget_bytes=budget_bytes, share=share)
             except BudgetError as error:

@@ -28,7 +28,8 @@ def processors():
     return sum(used.ru_utime + used.ru_stime for used in map(resource.getrusage, whose))
 begun, in_use = time.perf_counter(), processors()
 kernels = {kernels!r}
-model = shoal.compile(work.shared_copy(), kernels=kernels) if kernels else by_inductor(work, None)
+options = shoal.Options(kernels=kernels or "auto")
+model = shoal.compile(work.shared_copy(), options=options) if kernels else by_inductor(work, None)
 for _ in range(2):
     work.reset(); work.step(model)
 seconds = time.perf_counter() - begun

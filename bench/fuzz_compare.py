@@ -262,8 +262,10 @@ class Comparison:
         began = False
         try:
             offload_to = {"device": None, "host": "host", "file": tempfile.gettempdir()}[setting.residence]
-            how: dict[str, Any] = {"planner": setting.planner, "allow": setting.allow, "offload_to": offload_to}
-            shoal.compile(model, budget_bytes, optimizer=optimizer, **how)
+            options = shoal.Options(planner=setting.planner)
+            shoal.compile(
+                model, budget_bytes, optimizer=optimizer, allow=setting.allow, offload_to=offload_to, options=options
+            )
             began = True
             trace, _, peaks = fuzz_step.train(
                 model,

@@ -155,7 +155,8 @@ def planned(budget):
         model = build()
         optimizer = optimizer_of(model)
         try:
-            shoal.compile(model, budget, planner=PLANNER, optimizer=optimizer, offload_to=OFFLOAD_TO, allow=ALLOW)
+            options = shoal.Options(planner=PLANNER)
+            shoal.compile(model, budget, optimizer=optimizer, allow=ALLOW, offload_to=OFFLOAD_TO, options=options)
             reported = lambda: model.shoal.predicted_peak_bytes
             found, _, peaks = train(model, optimizer, globals(), course, reported, metered=True)
             print(f"budget {budget}: (measured, predicted) {peaks}, {model.shoal.repairs} repairs")

@@ -51,6 +51,7 @@ from bench.workload import Workload
 from shoal.core.files import write_json
 from shoal.cost.measure import measure
 from shoal.cost.measure_links import measure_links
+from shoal.engine.options import Options
 from shoal.kernels.norm.norm_sweeps import TRITON_KERNELS
 from shoal.offload.links.cuda_link import StreamCopy
 
@@ -149,7 +150,7 @@ def contract(run: Run, rows: Rows) -> None:
             repairs=status.repairs,
         )
     rows.add(row="Shoal against eager", **compared(gradients_of(workload, model, start), eager))
-    exact = planned_copy(workload, plain_bytes, share, allow="bitwise", kernels="eager")
+    exact = planned_copy(workload, plain_bytes, share, allow="bitwise", options=Options(kernels="eager"))
     for _ in range(2):
         ours = gradients_of(workload, exact, start)
     rows.add(row="Shoal op by op against eager", **compared(ours, eager))

@@ -56,7 +56,7 @@ def in_bfloat16(model: Callable[[torch.Tensor], torch.Tensor]) -> Forward:
 
 
 def planned_copy(workload: Workload, plain_bytes: int, share: float, **chosen: Any) -> Any:
-    """The network compiled by Shoal for a share of what plain PyTorch takes; `chosen` are options of shoal.compile."""
+    """The network compiled by Shoal for a share of what plain PyTorch takes; `chosen` as of shoal.compile."""
     return shoal.compile(workload.shared_copy(), budget=int(share * plain_bytes), **chosen)
 
 
@@ -89,7 +89,9 @@ def contenders(run: Run, workload: Workload, plain_bytes: int) -> dict[str, Call
         "plain PyTorch": lambda: Contender("plain PyTorch", in_bfloat16(workload.model)),
         "torch.compile": compiled("torch.compile", None),
         **{(name := f"Shoal at {share:.0%}"): shoal_at(share, name) for share in shares},
-        graphs: shoal_at(shares[0], graphs, cuda_graphs=True),  # after those whose peaks its pool would be in
+        graphs: shoal_at(
+            shares[0], graphs, options=shoal.Options(cuda_graphs=True)
+        ),  # after those whose peaks its pool would be in
         **{(name := f"activation_memory_budget={value:g}"): compiled(name, value) for value in values},
     }
 

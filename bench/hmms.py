@@ -203,8 +203,8 @@ def figure_10(networks: Iterable[str], image: int, memory_bytes: int) -> list[di
                 memory_bytes,
                 hardware=paper_machine(),
                 allow="bitwise",
-                planner=planner,
                 name=network,
+                options=shoal.Options(planner=planner),
             )
             found[planner] = {
                 "batch": largest.batch,

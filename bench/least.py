@@ -86,7 +86,9 @@ def measure(name: str, setting: Setting, clock: Clock) -> dict[str, Any]:
         model = models.build(name)
         images = torch.empty(models.example_shape(name, setting.batch, setting.image))
     started = clock()
-    pricing = Pricing.of(model, 1, hardware=HARDWARE, optimizer=None, offload_to=None, allow="exact", name=name)
+    pricing = Pricing.of(
+        model, 1, hardware=HARDWARE, optimizer=None, offload_to=None, allow="exact", options=None, name=name
+    )
 
     def read(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[dict[str, Any]]:
         variants, price = Variants(gm, pricing.options.means), pricing.prices(gm, inputs)

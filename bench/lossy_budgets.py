@@ -1,4 +1,4 @@
-"""What may be encoded against what must be exact: `joint` with `lossy=` beside `joint` without, at small budgets.
+"""What encoding costs and saves: `joint` with and without "encode" in `allow=`, at small budgets.
 
     python -m bench.lossy_budgets                            both networks at 50, 33, 25, 20 and 15 % of plain PyTorch
     python -m bench.lossy_budgets --quick                    a tiny network: does it run?
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -44,11 +44,13 @@ from examples.networks.vgg import CONVOLUTIONS, WIDTHS
 from shoal.core import presets
 from shoal.core.hardware import Hardware
 from shoal.core.sizes import format_bytes
+from shoal.engine.options import Options
 from shoal.errors import BudgetError
 
 SHARES = (50.0, 33.0, 25.0, 20.0, 15.0)
 QUICK_SHARES = (90.0, 78.0)  # parameters are a large part of so small a step
-CONTENDERS = ("exact", "lossy")
+ALLOW = {"exact": "exact", "lossy": "exact, encode"}
+CONTENDERS = tuple(ALLOW)
 
 
 def narrow_vgg(part: int) -> nn.Module:
@@ -97,7 +99,13 @@ def check_forward(plain: Plain, forward: Forward, who: str) -> str:
 
 
 def measure_network(
-    name: str, setting: Setting, shares: Sequence[float], lossy: Any, link: Hardware | None, repeats: int, seed: int
+    name: str,
+    setting: Setting,
+    shares: Sequence[float],
+    encoding: Options,
+    link: Hardware | None,
+    repeats: int,
+    seed: int,
 ) -> dict[str, Any]:
     """Both contenders at every budget, as plain values."""
     made = None
@@ -111,11 +119,14 @@ def measure_network(
     gradient_errors: dict[tuple[float, str], dict[str, float]] = {}
     refused: dict[tuple[float, str], BudgetError] = {}
     for share in shares:
-        for contender, permitted in zip(CONTENDERS, (None, lossy), strict=True):
+        for contender in CONTENDERS:
+            how = replace(encoding if contender == "lossy" else Options(), rehearse=link)
             try:
-                check = None if permitted is None else partial(check_forward, plain)
+                check = partial(check_forward, plain) if contender == "lossy" else None
                 budget_bytes = plain.budget_bytes(share)
-                runs[share, contender] = run_within(plain, budget_bytes, check=check, lossy=permitted, rehearse=link)
+                runs[share, contender] = run_within(
+                    plain, budget_bytes, check=check, allow=ALLOW[contender], options=how
+                )
                 gradient_errors[share, contender] = plain.reference.gradient_errors()
             except BudgetError as error:
                 refused[share, contender] = error
@@ -139,7 +150,7 @@ def measure_network(
     return {
         "network": name,
         "setting": {"batch": setting.batch, "image": setting.image},
-        "lossy": lossy,
+        "lossy": encoding.encoding.describe(),
         "link": link.link.name if link is not None else None,
         "plain": plain.columns(times),
         "rows": [
@@ -181,18 +192,18 @@ def summary_line(results: Sequence[dict[str, Any]]) -> str:
 
     >>> row = {"exact": {"feasible": False}, "lossy": {"feasible": False}}
     >>> summary_line([{"rows": [row]}])
-    '1 budgets: with lossy= faster in 0, as fast in 0, slower in 0, alone feasible in 0, infeasible in 1'
+    '1 budgets: with encoding faster in 0, as fast in 0, slower in 0, alone feasible in 0, infeasible in 1'
     """
     counts = dict.fromkeys(("faster", "as fast", "slower", "alone feasible", "infeasible"), 0)
     rows = [row for result in results for row in result["rows"]]
     for row in rows:
         counts[verdict(row)] += 1
     reported = ", ".join(f"{verdict} in {count}" for verdict, count in counts.items())
-    return f"{len(rows)} budgets: with lossy= {reported}"
+    return f"{len(rows)} budgets: with encoding {reported}"
 
 
 def verdict(row: dict[str, Any]) -> str:
-    """How `joint` with lossy= fares beside `joint` without, by measured time; 2 % of the plain step are noise."""
+    """How `joint` with encoding fares beside `joint` without, by measured time; 2 % of the plain step are noise."""
     exact, lossy = row["exact"], row["lossy"]
     if not lossy["feasible"]:
         return "infeasible" if not exact["feasible"] else "slower"
@@ -206,12 +217,12 @@ def _run(run: Run) -> int:
     asked, settings = run.asked, run.chosen(SETTINGS, QUICK_SETTINGS)
     shares = asked.budgets or run.pick(SHARES, QUICK_SHARES)
     exempt = ("first_layer",) if asked.encode_batch_norms else ("batch_norm", "first_layer")
-    lossy = {"codec": asked.codec, "block": asked.block or None, "exempt": exempt}
+    encoding = Options(codec=asked.codec, codec_block=asked.block or None, codec_exempt=exempt)
     link = presets.get(asked.rehearse) if asked.rehearse else None
     use_exact_kernels()
     results: list[dict[str, Any]] = []
     for name, setting in settings.items():
-        results.append(measure_network(name, setting, shares, lossy, link, asked.repeats, asked.seed))
+        results.append(measure_network(name, setting, shares, encoding, link, asked.repeats, asked.seed))
         run.say(network_table(results[-1]))
         run.save(results=results)
     run.say(f"{summary_line(results)}")

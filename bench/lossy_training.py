@@ -45,14 +45,15 @@ from shoal.core.lossy import LossyOptions
 from shoal.core.plan import Plan
 from shoal.core.sizes import format_bytes
 from shoal.engine.lossy_report import plan_of_encoded
+from shoal.engine.options import Options
 from shoal.errors import InputError
 
 EXACT = "exact"
-WAYS: Mapping[str, LossyOptions] = {
-    "dynamic_tree": LossyOptions("dynamic_tree"),
-    "dynamic_tree, stochastic": LossyOptions("dynamic_tree", seed=1),
-    "linear": LossyOptions("linear"),
-    "linear, stochastic": LossyOptions("linear", seed=1),
+WAYS: Mapping[str, Options] = {
+    "dynamic_tree": Options(codec="dynamic_tree"),
+    "dynamic_tree, stochastic": Options(codec="dynamic_tree", codec_seed=1),
+    "linear": Options(codec="linear"),
+    "linear, stochastic": Options(codec="linear", codec_seed=1),
 }
 DEFAULT_WAYS = ("dynamic_tree",)
 # Whole batches only: a plan is for one shape.
@@ -81,11 +82,11 @@ def encodes_all(net: nn.Module, images: torch.Tensor, lossy: LossyOptions) -> Pl
     return plan_of_encoded(captured, [offer.storage for offer in offers(captured, lossy)], lossy)
 
 
-def compiled(net: nn.Module, images: torch.Tensor, lossy: LossyOptions | None) -> nn.Module:
+def compiled(net: nn.Module, images: torch.Tensor, options: Options | None) -> nn.Module:
     """The network, in place: exact with everything kept, or with all that may be encoded."""
-    if lossy is None:
-        return shoal.compile(net, planner="keep_all", offload_to=None)
-    return shoal.compile(net, plan=encodes_all(net, images, lossy), offload_to=None)
+    if options is None:
+        return shoal.compile(net, offload_to=None, options=shoal.Options(planner="keep_all"))
+    return shoal.compile(net, offload_to=None, options=shoal.Options(plan=encodes_all(net, images, options.encoding)))
 
 
 def bytes_of_a_step(build: Callable[[], nn.Module], batch: Split, ways: Sequence[str]) -> dict[str, dict[str, float]]:
@@ -98,16 +99,16 @@ def bytes_of_a_step(build: Callable[[], nn.Module], batch: Split, ways: Sequence
     found: dict[str, dict[str, float]] = {}
     for way in ("plain PyTorch", EXACT, *ways):
         net = built(build, batch, seed=0).train()
-        lossy = WAYS.get(way)
-        model = net if way == "plain PyTorch" else compiled(net, images, lossy)
+        options = WAYS.get(way)
+        model = net if way == "plain PyTorch" else compiled(net, images, options)
         workload = Workload(way, model, images, labels)
         for _ in range(3):  # the first ones are captured, profiled and measured
             workload.reset()
             workload.step(model)
         found[way] = {"peak_bytes": workload.peak_bytes(model), "saved_bytes": saved_bytes(workload, model)}
-        if lossy is not None:
+        if options is not None:
             status = shoal.compile(built(build, batch, seed=0)).shoal
-            report = status.lossy_report(images, lossy, loss=lambda outputs: F.cross_entropy(outputs, labels))
+            report = status.lossy_report(images, options, loss=lambda outputs: F.cross_entropy(outputs, labels))
             if not report.same_outputs or not report.layers:
                 raise WrongResult(f"{way}: the forward pass gave other bits, or nothing is encoded")
             found[way] |= {

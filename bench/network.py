@@ -17,6 +17,7 @@ from bench.peers import PEERS, Confirmed, Scouted, candidates, fastest_within, l
 from bench.plain import Plain, plan_columns
 from bench.workload import Forward, Workload, make_workload
 from shoal.core.sizes import format_bytes
+from shoal.engine.options import Options
 from shoal.errors import BudgetError
 
 _SLOW_SECONDS = 12.0  # a step that takes longer is repeated twice, without a warm-up of its own
@@ -44,7 +45,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Options:
+class Measuring:
     """How to measure, the same for every network.
 
     Attributes:
@@ -82,7 +83,7 @@ Advance = Callable[[str], None]
 
 
 def measure_network(
-    name: str, setting: Setting, options: Options, advance: Advance = lambda what: None
+    name: str, setting: Setting, options: Measuring, advance: Advance = lambda what: None
 ) -> dict[str, Any]:
     """Everything about one network.
 
@@ -111,7 +112,7 @@ def measure_network(
 
 
 class _Network:
-    def __init__(self, workload: Workload, setting: Setting, options: Options, advance: Advance) -> None:
+    def __init__(self, workload: Workload, setting: Setting, options: Measuring, advance: Advance) -> None:
         self.workload = workload
         self.setting = setting
         self.options = options
@@ -189,9 +190,9 @@ class _Network:
         self.advance(f"Shoal inside {share:g} % ({format_bytes(budget_bytes)}), {allow}")
         reference = self.plain.reference
         check = reference.check if who == "shoal" else reference.check_function
-        options = {"planner": self.options.planner, "allow": allow}
+        options = Options(planner=self.options.planner)
         try:
-            return run_within(self.plain, budget_bytes, check=check, brief=self.slow, **options)
+            return run_within(self.plain, budget_bytes, check=check, brief=self.slow, allow=allow, options=options)
         except (BudgetError, Unsettled) as error:
             return error
 
@@ -224,8 +225,8 @@ class _Network:
         budget_bytes = least_budget(self.workload, self.options.planner, known_bytes)
         run: Ours | BudgetError | Unsettled
         try:
-            options = {"planner": self.options.planner, "allow": OURS["shoal"]}
-            run = run_within(self.plain, budget_bytes, brief=self.slow, **options)
+            options = Options(planner=self.options.planner)
+            run = run_within(self.plain, budget_bytes, brief=self.slow, allow=OURS["shoal"], options=options)
         except Unsettled as error:
             run = error
         except BudgetError as error:  # the measured peak was over it, and with that set aside nothing fits

@@ -41,6 +41,7 @@ from shoal.core import presets
 from shoal.core.hardware import Hardware
 from shoal.core.plan import Plan
 from shoal.core.sizes import format_bytes
+from shoal.engine.options import Options
 from shoal.errors import BudgetError
 from shoal.offload.eager import offload_activations
 
@@ -145,7 +146,9 @@ def planned(
         WrongResult: it trains otherwise than plain PyTorch.
         Unsettled: every plan was over the budget when measured.
     """
-    run = run_within(plain, budget_bytes, planner=NAMES.get(planner, planner), rehearse=link, offload_to=offload_to)
+    run = run_within(
+        plain, budget_bytes, offload_to=offload_to, options=Options(planner=NAMES.get(planner, planner), rehearse=link)
+    )
     return Measured(planner, setting, run.forward, run.measured_peak_bytes, run.plan, inside)
 
 

@@ -10,6 +10,7 @@ from bench.plain import Plain
 from bench.workload import Forward, Workload
 from shoal.core.plan import Plan
 from shoal.engine.api import compile as compile_model
+from shoal.engine.options import Options
 from shoal.engine.plan import plan as plan_model
 from shoal.engine.session import Status
 from shoal.errors import BudgetError
@@ -51,7 +52,13 @@ class Ours:
 
 
 def run_within(
-    plain: Plain, budget_bytes: int, *, brief: bool = False, check: Check | None = None, **options: Any
+    plain: Plain,
+    budget_bytes: int,
+    *,
+    brief: bool = False,
+    check: Check | None = None,
+    options: Options | None = None,
+    **arguments: Any,
 ) -> Ours:
     """Compile, step until no plan is repaired any more, and measure.
 
@@ -59,7 +66,7 @@ def run_within(
         plain: the step as plain PyTorch runs it.
         budget_bytes: not to be exceeded.
         check: takes a step and raises where it is wrong; None: all bits, by `Reference.check`.
-        options: of `shoal.compile`.
+        options, arguments: of `shoal.compile`.
         brief: one checked step instead of two, for slow steps on the CPU.
 
     Raises:
@@ -68,9 +75,16 @@ def run_within(
         Unsettled: repairs did not end.
     """
     check = check or plain.reference.check
-    model = compile_model(plain.workload.shared_copy(), budget_bytes, name=plain.workload.name, **options)
+    model = compile_model(
+        plain.workload.shared_copy(), budget_bytes, name=plain.workload.name, options=options, **arguments
+    )
     status: Status = model.shoal  # type: ignore[assignment]  # nn.Module's attributes are tensors to mypy
-    who = ", ".join([f"shoal inside {budget_bytes} bytes", *(f"{key}={value}" for key, value in options.items())])
+    who = ", ".join(
+        [
+            f"shoal inside {budget_bytes} bytes",
+            *(f"{key}={value}" for key, value in {**arguments, **(options or Options()).given}.items()),
+        ]
+    )
     exactness = check(model, who)
     for _ in range(_MAX_REPAIRS):
         repairs = status.repairs
@@ -97,8 +111,14 @@ def least_budget(workload: Workload, planner: str, known_bytes: int) -> int:
     for _ in range(_HALVINGS):
         asked_bytes = (hopeless_bytes + known_bytes) // 2
         try:
-            options = {"planner": planner, "allow": "bitwise", "name": workload.name}
-            made = plan_model(workload.model, workload.images, asked_bytes, **options)
+            made = plan_model(
+                workload.model,
+                workload.images,
+                asked_bytes,
+                allow="bitwise",
+                name=workload.name,
+                options=Options(planner=planner),
+            )
             known_bytes = min(asked_bytes, made.predicted_peak_bytes)
         except BudgetError as error:
             hopeless_bytes = asked_bytes

@@ -93,7 +93,13 @@ def simulated(name: str, image: int, memory_bytes: int, *, exact: bool = False) 
         with torch.device("meta"):
             model = network_of(name, how)
         largest = shoal.fit(
-            model, images, memory_bytes, hardware=machine, allow="bitwise", planner=planner, first=plain_batch
+            model,
+            images,
+            memory_bytes,
+            hardware=machine,
+            allow="bitwise",
+            first=plain_batch,
+            options=shoal.Options(planner=planner),
         )
         found.append(_row(contender, largest.plan, largest.batch, memory_bytes))
     return with_ratios(found)
@@ -156,7 +162,7 @@ def rehearsed(
             workload = make_workload(name, batch, image, model=model)
             if planner is None:
                 return workload, model
-            return workload, shoal.compile(model, limit_bytes, planner=planner, rehearse=target)
+            return workload, shoal.compile(model, limit_bytes, options=shoal.Options(planner=planner, rehearse=target))
 
         largest = max((row["batch"] for row in rows), default=0)
         apart, most = max(1, plain_batch // 4), _MAX_TIMES * plain_batch

@@ -23,6 +23,7 @@ from shoal.core.hardware import Hardware
 from shoal.core.plan import Plan
 from shoal.core.step import StepGraph
 from shoal.engine.fit import fit
+from shoal.engine.options import Options
 from shoal.engine.plan import plan
 from shoal.errors import BudgetError
 from shoal.planners.joint import joint
@@ -185,7 +186,12 @@ def largest_patch(
         advance(f"the largest patch, Shoal: {side}")
         try:
             made[side] = plan(
-                network, batch((side,) * 3), budget_bytes, hardware=hardware, allow=allow, planner=_searched_shortly
+                network,
+                batch((side,) * 3),
+                budget_bytes,
+                hardware=hardware,
+                allow=allow,
+                options=Options(planner=_searched_shortly),
             )
         except BudgetError as error:
             return error.least_feasible_bytes

@@ -32,10 +32,11 @@ def test_a_plan_can_be_loaded_by_its_public_name() -> None:
     assert "Plan" in shoal.__all__ and shoal.Plan is Plan
 
 
-def test_there_are_fourteen_names_beside_the_exceptions() -> None:
+def test_there_are_fifteen_names_beside_the_exceptions() -> None:
     names = {name for name in shoal.__all__ if not name.endswith("Error")}
     assert names == {
         "Budget",
+        "Options",
         "Plan",
         "codecs",
         "compile",

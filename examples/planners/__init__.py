@@ -1,4 +1,4 @@
-"""Planners as their papers have them, for comparison: `shoal.compile(model, planner="examples.planners.sqrt:sqrt")`.
+"""Planners as their papers have them, for comparison: `shoal.Options(planner="examples.planners.sqrt:sqrt")`.
 
 `sqrt` (Chen et al.), `layerwise` (vDNN), `hascoet` (CPU offloading) and `hmms_recompute` (Split-CNN; its `hmms` is the
 library's, as `joint` starts from it). `joint` plans better than any of them.

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from shoal.engine.api import compile
     from shoal.engine.fit import fit
     from shoal.engine.frontier import frontier
+    from shoal.engine.options import Options
     from shoal.engine.plan import plan
     from shoal.engine.shared_budget import Budget
 
@@ -27,6 +28,7 @@ __all__ = [
     "CaptureError",
     "CodecError",
     "InputError",
+    "Options",
     "Plan",
     "PlanError",
     "ShoalError",
@@ -49,6 +51,7 @@ __all__ = [
 # process which loads images, or runs an exported model, does not need.
 _LATE = {
     "Budget": "shoal.engine.shared_budget",
+    "Options": "shoal.engine.options",
     "compile": "shoal.engine.api",
     "fit": "shoal.engine.fit",
     "frontier": "shoal.engine.frontier",

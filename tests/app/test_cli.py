@@ -453,7 +453,7 @@ def test_a_plan_that_cannot_be_made_is_reported(arguments: list[str], said: str)
 @pytest.mark.usefixtures("tiny")
 def test_a_plan_may_be_permitted_to_encode_and_tells_what_that_comes_to(here: Path) -> None:
     arguments = ["plan", "--model", "resnet34", "--batch", "8", "--image", "32", "--hardware", "p100-nvlink"]
-    figures = json.loads(invoke(*arguments, "--budget", "1GiB", "--lossy", "dynamic_tree", "--json").stdout)
+    figures = json.loads(invoke(*arguments, "--budget", "1GiB", "--allow", "bitwise,encode", "--json").stdout)
     assert figures["planner"] == "joint"
     assert figures["encoded_storages"] == figures["encoded_bytes"] == figures["payload_bytes"] == 0
     assert figures["codec_seconds"] == 0 and figures["encoding_errors"] == {}
@@ -462,9 +462,9 @@ def test_a_plan_may_be_permitted_to_encode_and_tells_what_that_comes_to(here: Pa
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--lossy", "dynamic"], "the codec 'dynamic' is unknown; give one of dynamic_tree, "),
-        (["--lossy", "one_bit"], "'one_bit' is not for activations; give one of dynamic_tree, "),
-        (["--lossy", "linear", "--planner", "chain"], "lossy needs planner='joint'; 'chain' does not"),
+        (["--codec", "dynamic"], "codec='dynamic' is unknown; type one of dynamic_tree, "),
+        (["--codec", "one_bit"], "codec='one_bit' is not for activations; type one of dynamic_tree, "),
+        (["--allow", "encode", "--planner", "chain"], "may encode, which needs planner='joint'; 'chain' does not"),
     ],
 )
 @pytest.mark.usefixtures("tiny")
@@ -475,6 +475,19 @@ def test_a_mistake_about_encoding_is_reported(arguments: list[str], said: str) -
 
 @pytest.mark.usefixtures("tiny")
 def test_a_run_may_be_permitted_to_encode(here: Path) -> None:
-    done = invoke("train", *SMALL, "--budget", "1GiB", "--lossy", "linear", "--out", "run", "--json", "result.json")
+    done = invoke(
+        "train",
+        *SMALL,
+        "--budget",
+        "1GiB",
+        "--allow",
+        "bitwise,encode",
+        "--codec",
+        "linear",
+        "--out",
+        "run",
+        "--json",
+        "result.json",
+    )
     assert done.exit_code == 0, done.output
-    assert json.loads((here / "result.json").read_text())["lossy"] == "linear"
+    assert json.loads((here / "result.json").read_text())["codec"] == "linear"

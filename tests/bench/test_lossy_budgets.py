@@ -51,7 +51,7 @@ def test_it_runs_and_keeps_its_promises(tmp_path: Path, capsys: pytest.CaptureFi
                 assert all(0 < error < 0.1 for error in found["gradient_errors"].values())
         assert not each["exact"]["feasible"] or each["exact"]["encoded_storages"] == 0
     shown = capsys.readouterr().out
-    assert "exact adds" in shown and "1 budgets: with lossy=" in shown
+    assert "exact adds" in shown and "1 budgets: with encoding" in shown
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def test_buffers_are_moved_as_in_plain_pytorch(model: Callable[[], nn.Module], p
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Conv2d(3, 3, 1), model())
     planned = copy.deepcopy(plain)
-    step = shoal.compile(planned, budget="1GiB", planner=planner)
+    step = shoal.compile(planned, budget="1GiB", options=shoal.Options(planner=planner))
     for _ in range(3):
         plain.zero_grad(), planned.zero_grad()
         x = torch.randn(4, 3, 9, 9)
@@ -102,7 +102,7 @@ def test_an_exception_leaves_buffers_as_it_does_in_plain_pytorch() -> None:
     torch.manual_seed(0)
     plain = Failing()
     planned = copy.deepcopy(plain)
-    step = shoal.compile(planned, budget="1GiB", planner="keep_all")
+    step = shoal.compile(planned, budget="1GiB", options=shoal.Options(planner="keep_all"))
     x = torch.randn(4, 3, 9, 9)
     for model in (plain, step):
         for _ in range(3):

@@ -110,7 +110,7 @@ def test_a_step_is_planned_without_them_saved_loaded_and_measured(tmp_path: Path
     net(x).square().mean().backward()
     expected = [parameter.grad.clone() for parameter in net.parameters()]
     net.zero_grad()
-    model = shoal.compile(net, plan=shoal.Plan.load(tmp_path / "plan.json"))
+    model = shoal.compile(net, options=shoal.Options(plan=shoal.Plan.load(tmp_path / "plan.json")))
     model(x).square().mean().backward()
     for ours, theirs in zip(net.parameters(), expected, strict=True):
         torch.testing.assert_close(ours.grad, theirs, rtol=1e-8, atol=1e-12)

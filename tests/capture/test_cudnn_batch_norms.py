@@ -100,7 +100,7 @@ def test_results_gradients_and_statistics_are_those_of_plain_pytorch(norm: str) 
     dtype, same = (torch.float64, torch.allclose) if norm == "transposed" else (torch.float32, torch.equal)
     plain = network(norm).to(dtype)
     planned = copy.deepcopy(plain)
-    step = shoal.compile(planned, budget="1GiB", planner="chain")  # recomputes
+    step = shoal.compile(planned, budget="1GiB", options=shoal.Options(planner="chain"))  # recomputes
     for _ in range(2):
         plain.zero_grad(), planned.zero_grad()
         x = torch.randn(4, 3, 9, 7, dtype=dtype)
@@ -125,7 +125,7 @@ def test_what_cudnn_can_do_is_left_to_it(norm: str) -> None:
 
 def test_a_second_backward_pass_finds_the_reserve_as_the_first_did(monkeypatch: pytest.MonkeyPatch) -> None:
     model = network("plain")
-    loss = shoal.compile(model, budget="1GiB", planner="keep_all")(torch.randn(4, 3, 9, 7)).sum()
+    loss = shoal.compile(model, budget="1GiB", options=shoal.Options(planner="keep_all"))(torch.randn(4, 3, 9, 7)).sum()
     monkeypatch.setattr(sys.modules[__name__], "WRITES_INTO_RESERVE", True)
     loss.backward(retain_graph=True)
     loss.backward()

@@ -49,7 +49,7 @@ def test_a_step_with_them_is_one_graph_inside_its_budget_and_moves_the_same_stat
     momentum: float | None, later: Callable[[nn.Module], None], captures: int, memory_format: torch.memory_format
 ) -> None:
     net = network(momentum, memory_format)
-    planned = shoal.compile(copy.deepcopy(net), budget="1500KiB", allow="bitwise", strict=True)
+    planned = shoal.compile(copy.deepcopy(net), budget="1500KiB", allow="bitwise", options=shoal.Options(strict=True))
     for batches in (images(2, 8, 3, 32, 32), images(3, 8, 3, 32, 32)):
         ours, theirs = train(planned, batches), train(net, batches)
         assert not differences(ours, theirs)

@@ -149,7 +149,7 @@ def test_a_plan_of_it_is_saved_loaded_and_run(tmp_path: Path) -> None:
     plan.save(tmp_path / "plan.json")
     loaded = shoal.Plan.load(tmp_path / "plan.json")
     assert loaded.variant.invert and str(loaded.variant).startswith("instance and group norms inverted")
-    model = shoal.compile(net, plan=loaded)
+    model = shoal.compile(net, options=shoal.Options(plan=loaded))
     model(x).sum().backward()
     assert model.shoal.plan.variant == plan.variant
     assert model.shoal.measured_peak_bytes <= budget

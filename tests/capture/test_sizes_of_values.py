@@ -43,7 +43,7 @@ def test_what_a_mask_selects_trains_as_in_plain_pytorch(kind: type[Picking]) -> 
 @pytest.mark.parametrize(
     "ask",
     [
-        lambda model, x: shoal.compile(model, "1GiB", strict=True)(x),
+        lambda model, x: shoal.compile(model, "1GiB", options=shoal.Options(strict=True))(x),
         lambda model, x: shoal.plan(model, x, budget="1GiB"),
         lambda model, x: torch.compile(model, backend="shoal", options={"budget": "1GiB"}, fullgraph=True)(x),
     ],

@@ -35,7 +35,7 @@ def pooled() -> nn.Module:
 def ops_of_a_step(model: nn.Module, x: torch.Tensor) -> list[str]:
     """The ops of a planned step whose output and gradients have eager PyTorch's bits."""
     plain = copy.deepcopy(model)
-    planned = shoal.compile(model, budget="1GiB", allow="bitwise", kernels="eager")
+    planned = shoal.compile(model, budget="1GiB", allow="bitwise", options=shoal.Options(kernels="eager"))
     for _ in range(2):
         outputs = []
         for one in (plain, planned):

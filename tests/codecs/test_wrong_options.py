@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shoal.codecs import from_bytes, get, names, registry
-from shoal.engine.options import lossy_options
+from shoal.engine.compile_options import lossy_options
 from shoal.errors import CodecError, InputError
 from tests.codecs.every_codec import POOL
 from tests.engine.compile.wrong_values import WRONG, in_one_short_line

@@ -121,7 +121,7 @@ def _given() -> tuple[StepGraph, Hardware]:
         given.append((graph, hardware))
         return planners.get("keep_all")(graph, hardware, budget_bytes)
 
-    shoal.plan(_net(), _batch(), "1GiB", planner=watching, hardware="h200", offload_to=None)
+    shoal.plan(_net(), _batch(), "1GiB", hardware="h200", offload_to=None, options=shoal.Options(planner=watching))
     return given[-1]
 
 
@@ -141,7 +141,7 @@ def test_nothing_runs_of_a_broken_plan(make: Callable[[StepGraph], Any]) -> None
     net = _net()
     before = {name: value.clone() for name, value in net.state_dict().items()}
     budget = shoal.plan(_net(), _batch()).predicted_peak_bytes - 1
-    model = shoal.compile(net, budget, planner=_planner(make), offload_to=None)
+    model = shoal.compile(net, budget, offload_to=None, options=shoal.Options(planner=_planner(make)))
     with pytest.raises(PlanError) as told:
         model(_batch())
     assert in_one_short_line(told.value)
@@ -157,7 +157,7 @@ def test_a_sound_plan_of_ones_own_planner_runs_with_the_costs_it_was_given() -> 
     net, plain = _net(), _net()
     plain.load_state_dict(net.state_dict())
     x = _batch()
-    model = shoal.compile(net, "1GiB", planner=mine, offload_to="host")
+    model = shoal.compile(net, "1GiB", offload_to="host", options=shoal.Options(planner=mine))
     for trained in (model, plain):
         trained(x).square().sum().backward()
     assert model.shoal.plan.planner == "mine"
@@ -180,13 +180,15 @@ def test_a_plan_given_to_compile_is_held_against_the_rules_and_the_budget(caplog
         (made, peak - 1, f"over the budget of {peak - 1}"),
     ]
     for plan, budget, said in broken:
-        model = shoal.compile(_net(), budget, plan=plan, offload_to=None)
+        model = shoal.compile(_net(), budget, offload_to=None, options=shoal.Options(plan=plan))
         with pytest.raises(PlanError) as told:
             model(x)
         assert said in str(told.value) and in_one_short_line(told.value)
-    shoal.compile(_net(), peak, plan=made, offload_to=None)(x).sum().backward()
+    shoal.compile(_net(), peak, offload_to=None, options=shoal.Options(plan=made))(x).sum().backward()
     assert not caplog.records
-    shoal.compile(_net(), plan=replace(made, budget_bytes=peak - 1), offload_to=None)(x).sum().backward()
+    shoal.compile(_net(), offload_to=None, options=shoal.Options(plan=replace(made, budget_bytes=peak - 1)))(
+        x
+    ).sum().backward()
     assert "but takes" in caplog.text
 
 

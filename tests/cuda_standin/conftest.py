@@ -20,5 +20,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def kernels_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is compiled that is not asked for: compilers take long, and here their code does nothing."""
     monkeypatch.setattr(
-        "shoal.engine.options.CompileOptions.compiles", lambda options, _: options.kernels == "compiled"
+        "shoal.engine.compile_options.CompileOptions.compiles", lambda options, _: options.kernels == "compiled"
     )

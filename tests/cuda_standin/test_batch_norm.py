@@ -143,19 +143,22 @@ def test_a_step_with_everything_kept_launches_what_eager_pytorch_launches(channe
     """Nothing is copied before or after: neither statistics nor counters."""
     model, x = Layer(2, nn.BatchNorm2d(4)).cuda(), example(2, channels_last)
     plain = launches(model, x)
-    assert launches(shoal.compile(model, budget="1GiB", planner="keep_all"), x) == plain
+    assert launches(shoal.compile(model, budget="1GiB", options=shoal.Options(planner="keep_all")), x) == plain
 
 
 def test_a_kept_step_of_resnet50_launches_little_more_than_eager_pytorch() -> None:
     model, x = models.build("resnet50").cuda(), torch.empty(2, 3, 64, 64, device="cuda")
     plain = launches(model, x)
-    assert launches(shoal.compile(model, budget="4GiB", planner="keep_all"), x) <= 1.15 * plain
+    assert launches(shoal.compile(model, budget="4GiB", options=shoal.Options(planner="keep_all")), x) <= 1.15 * plain
 
 
 def test_pooling_of_large_images_does_not_wait_for_the_device() -> None:
     """An image of 127 pixels and more looks its codes up in a table, which is made on the device."""
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.MaxPool2d(3, 2, 1), nn.Conv2d(4, 4, 1)).cuda()
-    step, x = shoal.compile(model, budget="1GiB", planner="keep_all"), torch.empty(2, 3, 160, 160, device="cuda")
+    step, x = (
+        shoal.compile(model, budget="1GiB", options=shoal.Options(planner="keep_all")),
+        torch.empty(2, 3, 160, 160, device="cuda"),
+    )
     launches(step, x)
     before = device_counts()
     step(x).sum().backward()
@@ -198,7 +201,7 @@ def test_a_gradient_that_cudnn_lays_out_as_its_input_departs_from_nothing(caplog
     net = nn.Sequential(*body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 4))
     net = net.cuda().to(memory_format=torch.channels_last)
     x = torch.empty(4, 3, 8, 8, device="cuda").to(memory_format=torch.channels_last)
-    model = shoal.compile(net, budget="1GiB", kernels="eager")
+    model = shoal.compile(net, budget="1GiB", options=shoal.Options(kernels="eager"))
     for _ in range(2):
         model.zero_grad()
         model(x).sum().backward()
@@ -224,7 +227,7 @@ def test_kernels_that_lay_out_otherwise_than_traced_depart_from_nothing(
 ) -> None:
     net = nn.Sequential(*layers()).cuda().to(memory_format=torch.channels_last)
     x = torch.empty(4, 3, 8, 8, device="cuda").to(memory_format=torch.channels_last)
-    model = shoal.compile(net, budget="1GiB", kernels="eager")
+    model = shoal.compile(net, budget="1GiB", options=shoal.Options(kernels="eager"))
     for _ in range(2):
         model.zero_grad()
         with torch.autocast("cuda", dtype=torch.bfloat16):

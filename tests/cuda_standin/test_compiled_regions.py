@@ -66,7 +66,7 @@ def test_a_step_launches_less_and_takes_the_predicted_bytes(
     net = nn.Sequential(*body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10)).cuda()
     x = torch.randn(8, 3, 32, 32, device="cuda")
     one_by_one, joined = (
-        shoal.compile(copy.deepcopy(net), kernels=kernels, budget="1GiB", allow="recompute")
+        shoal.compile(copy.deepcopy(net), budget="1GiB", allow="recompute", options=shoal.Options(kernels=kernels))
         for kernels in ("eager", "compiled")
     )
     assert launches_of_a_step(joined, x) <= launches_of_a_step(one_by_one, x) - 10  # an op for each of its regions
@@ -78,7 +78,7 @@ def test_after_the_first_step_kernels_are_launched_without_a_look_at_each(monkey
     monkeypatch.setattr(compiled_regions, "_SLOWER", math.inf)
     torch.manual_seed(0)
     net = nn.Sequential(*blocks(3, 32), Residual(32), nn.Flatten(), nn.Linear(32 * 16, 10)).cuda()
-    model = shoal.compile(net, kernels="compiled", budget="1GiB", allow="recompute")
+    model = shoal.compile(net, budget="1GiB", allow="recompute", options=shoal.Options(kernels="compiled"))
     x, looked, launch = torch.randn(8, 3, 4, 4, device="cuda"), list[str](), CachingAutotuner.run
 
     def run(kernel: Any, *args: Any, **kwargs: Any) -> Any:
@@ -134,7 +134,7 @@ def test_a_language_models_products_have_no_odd_sizes_and_its_gelu_is_written_on
     monkeypatch.setattr(longer_operands, "_MOST_COPIED_BYTES", 0)
     torch.manual_seed(0)
     network = LanguageModel(classes_second=classes_second).cuda()
-    model = shoal.compile(network, kernels="compiled", budget="1GiB", allow="recompute")
+    model = shoal.compile(network, budget="1GiB", allow="recompute", options=shoal.Options(kernels="compiled"))
     tokens = torch.randint(5025, (4, 128), device="cuda")
 
     def step() -> None:

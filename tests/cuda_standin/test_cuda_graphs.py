@@ -69,7 +69,9 @@ def batch(n: int = 8) -> torch.Tensor:
 @pytest.mark.parametrize("kernels", ["eager", "compiled"])
 def test_a_replayed_step_is_two_launches_of_the_same_kernels(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled_regions, "_SLOWER", math.inf)
-    model = shoal.compile(network(), budget="1GiB", allow="recompute", kernels=kernels, cuda_graphs=True)
+    model = shoal.compile(
+        network(), budget="1GiB", allow="recompute", options=shoal.Options(kernels=kernels, cuda_graphs=True)
+    )
     x = batch()
     _, last, recorded, *replayed = [stepped(model, x, amp=True) for _ in range(5)]
     for forward, backward, _ in (recorded, *replayed):
@@ -89,7 +91,9 @@ def test_its_bytes_are_as_predicted_and_the_pool_is_little_more(budget: str) -> 
     gc.collect()
     torch.cuda.empty_cache()
     others_bytes = torch.cuda.memory_allocated()
-    model = shoal.compile(network(), budget=budget, allow="recompute", kernels="eager", cuda_graphs=True)
+    model = shoal.compile(
+        network(), budget=budget, allow="recompute", options=shoal.Options(kernels="eager", cuda_graphs=True)
+    )
     x = batch(64)
     static_bytes = torch.cuda.memory_allocated() - others_bytes
     peaks = [stepped(model, x)[2] - others_bytes for _ in range(4)]
@@ -111,7 +115,9 @@ def test_a_loss_that_takes_much_memory_outside_of_the_pool_counts_beside_it() ->
     others_bytes = torch.cuda.memory_allocated()
     torch.manual_seed(0)
     dense = nn.Sequential(*blocks(3, 32, 32, 32), nn.Conv2d(32, 64, 1)).to(CUDA)
-    model = shoal.compile(dense, budget="2GiB", allow="recompute", kernels="eager", cuda_graphs=True)
+    model = shoal.compile(
+        dense, budget="2GiB", allow="recompute", options=shoal.Options(kernels="eager", cuda_graphs=True)
+    )
     x = batch(64)
     target = torch.zeros(64, 64, 64, dtype=torch.int64, device=CUDA)
     for _ in range(5):
@@ -129,7 +135,7 @@ def test_the_pool_is_given_back_with_the_model_and_by_steps_of_other_sizes() -> 
     gc.collect()
     torch.cuda.empty_cache()
     before_bytes = device_counts().used_bytes
-    model = shoal.compile(network(), budget="1GiB", kernels="eager", cuda_graphs=True)
+    model = shoal.compile(network(), budget="1GiB", options=shoal.Options(kernels="eager", cuda_graphs=True))
     for _ in range(4):
         stepped(model, batch())
     large_bytes = model.shoal.graph_bytes
@@ -145,7 +151,7 @@ def test_the_pool_is_given_back_with_the_model_and_by_steps_of_other_sizes() -> 
 
 
 def test_a_result_is_valid_until_the_next_call_and_says_so_afterwards() -> None:
-    model = shoal.compile(network(), kernels="eager", cuda_graphs=True)
+    model = shoal.compile(network(), options=shoal.Options(kernels="eager", cuda_graphs=True))
     x = batch()
     for _ in range(4):
         stepped(model, x)
@@ -161,7 +167,7 @@ def test_a_result_is_valid_until_the_next_call_and_says_so_afterwards() -> None:
 
 def test_a_replay_moves_the_generator_as_the_step_does() -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Dropout(0.5), nn.AdaptiveAvgPool2d(1), nn.Flatten()).to(CUDA)
-    shoal.compile(model, kernels="eager", cuda_graphs=True)
+    shoal.compile(model, options=shoal.Options(kernels="eager", cuda_graphs=True))
     generator, offsets = torch.cuda.default_generators[0], []
     for _ in range(6):
         stepped(model, batch())
@@ -185,7 +191,7 @@ def test_a_step_that_waits_for_the_device_is_refused_in_one_line() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return waits(self.layer(x)).mean((2, 3))
 
-    model = shoal.compile(Waiting().to(CUDA), kernels="eager", cuda_graphs=True)
+    model = shoal.compile(Waiting().to(CUDA), options=shoal.Options(kernels="eager", cuda_graphs=True))
     for _ in range(2):
         stepped(model, batch())
     with pytest.raises(CaptureError, match="the forward pass cannot be recorded: CUDA error") as refused:

@@ -41,7 +41,7 @@ from torch import nn
 head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10)]
 model = nn.Sequential(nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 32, 3), *head).cuda()
 beside = torch.empty(200 << 20, dtype=torch.uint8, device="cuda")
-model = shoal.compile(model, budget="256MiB", budget_of="reserved")
+model = shoal.compile(model, budget="256MiB", options=shoal.Options(budget_of="reserved"))
 try:
     model(torch.zeros(32, 3, 128, 128, device="cuda")).sum().backward()
 except shoal.errors.BudgetError as error:

@@ -19,7 +19,9 @@ def planned() -> Callable[[], None]:
     """A step whose storages are offloaded, each at some place of its own."""
     net = nn.Sequential(*blocks(3, 8, 8, 8, 8)).cuda()
     batch = torch.empty(4, 3, 8, 8, device="cuda")
-    model = shoal.compile(net, budget="70GiB", planner=offload_by_chance(1, 0.0, 0.0), offload_to="host")
+    model = shoal.compile(
+        net, budget="70GiB", offload_to="host", options=shoal.Options(planner=offload_by_chance(1, 0.0, 0.0))
+    )
     return lambda: model(batch).sum().backward()
 
 

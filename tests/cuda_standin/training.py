@@ -233,8 +233,7 @@ def _run(case: Case, budget_bytes: int) -> Run:
             budget=budget_bytes,
             optimizer=optimizer,
             allow=case.allow,
-            budget_of=case.budget_of,
-            kernels=case.kernels,
+            options=shoal.Options(budget_of=case.budget_of, kernels=case.kernels),
         )
     elif case.kernels == "torch.compile":
         model.compile()

@@ -115,5 +115,5 @@ def emulate(monkeypatch: Any) -> list[EmulatedGraph]:
     monkeypatch.setattr(EmulatedPool, "graphs", graphs, raising=False)
     monkeypatch.setattr(tested, "GraphPool", EmulatedPool)
     monkeypatch.setattr(tested, "invalidate", lambda storage, why: None)  # a CPU build of PyTorch has it not
-    monkeypatch.setattr("shoal.engine.options.CompileOptions.check_device", lambda options, device_type: None)
+    monkeypatch.setattr("shoal.engine.compile_options.CompileOptions.check_device", lambda options, device_type: None)
     return graphs

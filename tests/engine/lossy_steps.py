@@ -1,4 +1,4 @@
-"""Networks whose convolution inputs are encoded, and plans that encode them, for the tests of `lossy=`."""
+"""Networks whose convolution inputs are encoded, and plans that encode them, for the tests of "encode"."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from shoal.core.plan import Plan
 from shoal.cost import profile as profiling
 from shoal.cost.profile import Costs
 from shoal.engine.lossy_report import plan_of_encoded
-from shoal.engine.options import lossy_options
 from tests.joint_graphs import captured_step
 
 CODEC_OP = "encoded_activation."
@@ -35,19 +34,17 @@ def chain(*widths: int, act: type[nn.Module] = nn.ReLU, **options: Any) -> nn.Se
 
 def everything_encoded(captured: Captured, lossy: LossyOptions | None = None) -> Captured:
     """The step with all encoded that may be."""
-    lossy = lossy or lossy_options("dynamic_tree")
-    assert lossy is not None
+    lossy = lossy or LossyOptions("dynamic_tree")
     found = [offer.storage for offer in offers(captured, lossy)]
     assert found, "the test shows nothing: there is nothing to encode"
     return encoded(captured, found, lossy)
 
 
-def plan_encoding_everything(model: nn.Module, example: torch.Tensor, lossy: Any = "dynamic_tree") -> Plan:
+def plan_encoding_everything(model: nn.Module, example: torch.Tensor, codec: str = "dynamic_tree", **how: Any) -> Plan:
     """A plan that keeps everything, and encodes all that may be."""
-    permitted = lossy_options(lossy)
-    assert permitted is not None
+    lossy = LossyOptions(codec, **how)
     captured = captured_step(model, example)
-    return plan_of_encoded(captured, [offer.storage for offer in offers(captured, permitted)], permitted)
+    return plan_of_encoded(captured, [offer.storage for offer in offers(captured, lossy)], lossy)
 
 
 @contextmanager

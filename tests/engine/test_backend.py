@@ -91,10 +91,8 @@ def test_a_budget_that_no_plan_fits_names_what_would_do() -> None:
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        (
-            {"buget": "2GiB"},
-            "options ['buget'] are unknown; there are budget, budget_of, planner, kernels, cuda_graphs",
-        ),
+        ({"buget": "2GiB"}, "options= of the backend 'shoal' has no 'buget'; type 'budget'"),
+        ({"plan": None}, "options= of the backend 'shoal' has no 'plan'; type 'planner'"),
         ({"budget": "much"}, "budget='much' is not a size"),
         ({"budget": 0}, "budget=0 is less than a byte; it must be positive"),
         ({"planner": "keepall"}, "no planner is called 'keepall'; did you mean 'keep_all'?"),

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shoal
 from shoal.core.plan import Plan
+from tests.engine.keywords import keywords
 from tests.engine.training_laws import costs_that_do_not_matter, images, keep_nothing, mean_square
 
 STEPS = 3
@@ -63,7 +64,7 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
 
 
 def planned(model: nn.Module, **how: Any) -> nn.Module:
-    return shoal.compile(copy.deepcopy(model), allow="bitwise" if "budget" in how else None, **how)
+    return shoal.compile(copy.deepcopy(model), allow="bitwise" if "budget" in how else None, **keywords(how))
 
 
 @pytest.mark.parametrize(("reentrant", "breaks"), [(False, False), (True, False), (True, True)])

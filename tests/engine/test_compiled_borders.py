@@ -162,7 +162,7 @@ def test_running_statistics_move_once_a_step_however_often_a_norm_is_made_again(
 
 
 def test_each_size_has_regions_of_its_own() -> None:
-    planned, plain = shoal.compile(a_model("random"), kernels="compiled"), a_model("random")
+    planned, plain = shoal.compile(a_model("random"), options=shoal.Options(kernels="compiled")), a_model("random")
     for size in (12, 15, 12):
         (batch,) = images(1, 4, 3, size, size)
         torch.manual_seed(7)
@@ -182,7 +182,9 @@ def test_cuts_that_are_drawn_anew_train_as_with_eager_kernels() -> None:
     batches = images(2, 4, 3, 12, 12)
 
     def trained(kernels: str) -> tuple[dict[str, torch.Tensor], nn.Module]:
-        model = shoal.compile(shoal.split(copy.deepcopy(net), 0.5, (2, 1), stochastic=0.3), kernels=kernels)
+        model = shoal.compile(
+            shoal.split(copy.deepcopy(net), 0.5, (2, 1), stochastic=0.3), options=shoal.Options(kernels=kernels)
+        )
         return train(model, batches, loss_of=loss_of), model
 
     (found, planned), (expected, _) = trained("compiled"), trained("eager")
@@ -202,7 +204,7 @@ def test_one_region_that_cannot_be_compiled_leaves_the_others(monkeypatch: pytes
 
     monkeypatch.setattr("shoal.kernels.compiled_region.compile_each", each)
     (batch,) = images(1, 4, 3, 12, 12)
-    planned = shoal.compile(a_model("statistics"), kernels="compiled")
+    planned = shoal.compile(a_model("statistics"), options=shoal.Options(kernels="compiled"))
     planned(batch).sum().backward()
     regions, *failed = planned.shoal.plan.compiled
     assert "regions of" in regions

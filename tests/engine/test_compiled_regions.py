@@ -90,7 +90,7 @@ def test_in_bfloat16_gradients_are_no_further_from_float64_than_eager_ones(all_r
     def trained(model: nn.Module) -> dict[str, torch.Tensor]:
         return train(model, batches, around_forward=lambda: torch.autocast("cpu", torch.bfloat16))
 
-    planned = shoal.compile(copy.deepcopy(net), kernels="compiled")
+    planned = shoal.compile(copy.deepcopy(net), options=shoal.Options(kernels="compiled"))
     found = trained(planned)
     exact = train(copy.deepcopy(net).double(), [batch.double() for batch in batches])
     assert "_softmax" in "".join(region.words for region in compiled_region._compiled.values())
@@ -101,11 +101,13 @@ def test_in_bfloat16_gradients_are_no_further_from_float64_than_eager_ones(all_r
 def test_a_budget_holds_and_the_prediction_is_exact(monkeypatch: pytest.MonkeyPatch, all_regions: None) -> None:
     interpreted(monkeypatch)
     net, (batch,) = network(), images(1, 16, 3, 24, 24)
-    roomy = shoal.plan(net, batch, kernels="compiled")
+    roomy = shoal.plan(net, batch, options=shoal.Options(kernels="compiled"))
     with pytest.raises(BudgetError) as refused:  # what a region takes for itself, op by op, differs by processor
-        shoal.plan(net, batch, budget=1, kernels="compiled")
+        shoal.plan(net, batch, budget=1, options=shoal.Options(kernels="compiled"))
     budget_bytes = (refused.value.least_feasible_bytes + roomy.predicted_peak_bytes) // 2
-    planned = shoal.compile(copy.deepcopy(net), budget=budget_bytes, kernels="compiled", allow="bitwise")
+    planned = shoal.compile(
+        copy.deepcopy(net), budget=budget_bytes, allow="bitwise", options=shoal.Options(kernels="compiled")
+    )
     for _ in range(2):
         planned(batch).sum().backward()
         planned.zero_grad()
@@ -123,7 +125,7 @@ def test_a_saved_plan_runs_with_the_regions_that_it_has(
         first = compiled(net, kernels="compiled")
         first(batch).sum().backward()
         path = first.shoal.plan.save(tmp_path / "plan.json")
-        again = shoal.compile(copy.deepcopy(net), plan=shoal.Plan.load(path), kernels="compiled")
+        again = shoal.compile(copy.deepcopy(net), options=shoal.Options(plan=shoal.Plan.load(path), kernels="compiled"))
         again(batch).sum().backward()
     ours, theirs = ([op.name for op in one.shoal.plan.graph.ops] for one in (again, first))
     assert [name for name in theirs if name.startswith("region_")] == [n for n in ours if n.startswith("region_")]
@@ -135,9 +137,9 @@ def test_a_plan_is_of_the_regions_that_the_step_has_and_runs_as_it_is(
 ) -> None:
     interpreted(monkeypatch)
     net, (batch,) = network(), images(1, 4, 3, 12, 12)
-    made = shoal.plan(net, batch, kernels="compiled")
+    made = shoal.plan(net, batch, options=shoal.Options(kernels="compiled"))
     assert "regions of" in made.explain()
-    planned = shoal.compile(copy.deepcopy(net), plan=made, kernels="compiled")
+    planned = shoal.compile(copy.deepcopy(net), options=shoal.Options(plan=made, kernels="compiled"))
     planned(batch).sum().backward()
     assert [op.target for op in planned.shoal.plan.graph.ops] == [op.target for op in made.graph.ops]
     assert planned.shoal.plan.compiled == made.compiled
@@ -146,7 +148,7 @@ def test_a_plan_is_of_the_regions_that_the_step_has_and_runs_as_it_is(
 def test_for_a_machine_that_is_not_here_the_step_is_in_regions_where_that_is_asked_for() -> None:
     net, batch = network().to("meta"), torch.empty(64, 3, 12, 12, device="meta")
     plans = {
-        kernels: shoal.plan(net, batch, hardware="a100-pcie4", kernels=kernels)
+        kernels: shoal.plan(net, batch, hardware="a100-pcie4", options=shoal.Options(kernels=kernels))
         for kernels in ("auto", "eager", "compiled")
     }
     assert plans["auto"].graph == plans["eager"].graph and plans["eager"].compiled == ()
@@ -157,7 +159,9 @@ def test_for_a_machine_that_is_not_here_the_step_is_in_regions_where_that_is_ask
 
 def test_on_the_meta_device_a_plan_says_that_nothing_is_compiled() -> None:
     net, batch = network().to("meta"), torch.empty(4, 3, 12, 12, device="meta")
-    assert shoal.plan(net, batch, kernels="compiled").compiled == ("nothing: there is no compiler for meta",)
+    assert shoal.plan(net, batch, options=shoal.Options(kernels="compiled")).compiled == (
+        "nothing: there is no compiler for meta",
+    )
 
 
 def test_what_cannot_be_compiled_runs_one_by_one_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,10 +244,10 @@ def test_of_regions_that_differ_in_sizes_the_largest_speaks_for_all_and_is_measu
     monkeypatch.setattr(compiled_regions, "_SLOWER", 0.0)
     calls = counting(monkeypatch)
     net, (batch,) = widening(), images(1, 4, 3, 14, 14)
-    shoal.compile(copy.deepcopy(net), kernels="compiled")(batch).sum().backward()
+    shoal.compile(copy.deepcopy(net), options=shoal.Options(kernels="compiled"))(batch).sum().backward()
     assert sum(calls) == 4  # both passes of a stage, and of the last one, which the pooling joins; not those of four
     calls = counting(monkeypatch)  # with no region known, as a new process starts
-    shoal.compile(copy.deepcopy(net), kernels="compiled")(batch).sum().backward()
+    shoal.compile(copy.deepcopy(net), options=shoal.Options(kernels="compiled"))(batch).sum().backward()
     assert calls == []
 
 
@@ -251,10 +255,10 @@ def test_a_region_that_takes_longer_than_its_ops_is_taken_apart(monkeypatch: pyt
     interpreted(monkeypatch)
     monkeypatch.setattr(compiled_regions, "_SLOWER", 0.0)
     net, (batch,) = network(), images(1, 4, 3, 12, 12)
-    planned = shoal.compile(copy.deepcopy(net), kernels="compiled")
+    planned = shoal.compile(copy.deepcopy(net), options=shoal.Options(kernels="compiled"))
     planned(batch).sum().backward()
     assert not any("compiled_region" in op.target for op in planned.shoal.plan.graph.ops)
-    plain = shoal.compile(copy.deepcopy(net), kernels="eager")
+    plain = shoal.compile(copy.deepcopy(net), options=shoal.Options(kernels="eager"))
     plain(batch).sum().backward()
     assert planned.shoal.plan.graph.fingerprint == plain.shoal.plan.graph.fingerprint
 

@@ -14,9 +14,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import shoal
-from shoal.engine.options import CompileOptions
+from shoal.engine.compile_options import CompileOptions
+from shoal.engine.options import Options
 from shoal.errors import CaptureError, InputError
 from tests.engine.emulated_graphs import EmulatedGraph, emulate
+from tests.engine.keywords import keywords
 from tests.engine.training_laws import classifier, images, keep_nothing
 
 
@@ -47,7 +49,7 @@ def trained(model: nn.Module, batches: list[torch.Tensor]) -> list[float]:
 def test_replayed_steps_have_the_bits_of_plain_pytorch(graphs: list[EmulatedGraph], how: dict[str, Any]) -> None:
     plain = network()
     model = copy.deepcopy(plain)
-    shoal.compile(model, kernels="eager", cuda_graphs=True, **how)
+    shoal.compile(model, **keywords({"kernels": "eager", "cuda_graphs": True, **how}))
     batches = images(7, 4, 3, 16, 16)
     assert trained(model, batches) == trained(plain, batches)
     assert [graph.replays for graph in graphs] == [5, 5]  # two steps are metered
@@ -59,7 +61,7 @@ def test_replayed_steps_have_the_bits_of_plain_pytorch(graphs: list[EmulatedGrap
 def test_a_replay_draws_random_numbers_anew(graphs: list[EmulatedGraph]) -> None:
     plain = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 5))
     model = copy.deepcopy(plain)
-    shoal.compile(model, kernels="eager", cuda_graphs=True)
+    shoal.compile(model, options=shoal.Options(kernels="eager", cuda_graphs=True))
     batches = images(6, 4, 8)
     torch.manual_seed(0)
     ours = trained(model, batches)
@@ -70,7 +72,7 @@ def test_a_replay_draws_random_numbers_anew(graphs: list[EmulatedGraph]) -> None
 
 def test_a_plan_that_draws_them_a_second_time_is_refused(graphs: list[EmulatedGraph]) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 5))
-    shoal.compile(model, budget="1GiB", planner=keep_nothing, kernels="eager", cuda_graphs=True)
+    shoal.compile(model, budget="1GiB", options=shoal.Options(planner=keep_nothing, kernels="eager", cuda_graphs=True))
     with pytest.raises(CaptureError, match="draws the random numbers of an op a second time"):
         trained(model, images(1, 4, 8))
 
@@ -78,7 +80,7 @@ def test_a_plan_that_draws_them_a_second_time_is_refused(graphs: list[EmulatedGr
 def test_a_step_of_another_shape_is_recorded_by_itself_and_the_other_again(graphs: list[EmulatedGraph]) -> None:
     plain = network()
     model = copy.deepcopy(plain)
-    shoal.compile(model, kernels="eager", cuda_graphs=True)
+    shoal.compile(model, options=shoal.Options(kernels="eager", cuda_graphs=True))
     long, short = images(8, 4, 3, 16, 16), images(4, 2, 3, 16, 16)
     batches = [*long[:4], *short, *long[4:]]
     assert trained(model, batches) == trained(plain, batches)
@@ -88,7 +90,7 @@ def test_a_step_of_another_shape_is_recorded_by_itself_and_the_other_again(graph
 def test_parameters_that_lie_elsewhere_are_recorded_anew(graphs: list[EmulatedGraph]) -> None:
     plain = network()
     model = copy.deepcopy(plain)
-    shoal.compile(model, kernels="eager", cuda_graphs=True)
+    shoal.compile(model, options=shoal.Options(kernels="eager", cuda_graphs=True))
     batches = images(8, 4, 3, 16, 16)
     losses = trained(model, batches[:4])
     for parameter in model.parameters():
@@ -100,7 +102,7 @@ def test_parameters_that_lie_elsewhere_are_recorded_anew(graphs: list[EmulatedGr
 def test_a_call_without_a_backward_pass_leaves_nothing_behind(graphs: list[EmulatedGraph]) -> None:
     plain = network()
     model = copy.deepcopy(plain)
-    shoal.compile(model, kernels="eager", cuda_graphs=True)
+    shoal.compile(model, options=shoal.Options(kernels="eager", cuda_graphs=True))
     batches = images(6, 4, 3, 16, 16)
     for one in (model, plain):
         trained(one, batches[:2])
@@ -154,7 +156,7 @@ def step_in_hooks(model: nn.Module) -> None:
     ],
 )
 def test_loops_that_a_replay_would_train_wrongly_are_refused(graphs: list[EmulatedGraph], use: Any, said: str) -> None:
-    model = shoal.compile(network(), kernels="eager", cuda_graphs=True)
+    model = shoal.compile(network(), options=shoal.Options(kernels="eager", cuda_graphs=True))
     with pytest.raises(CaptureError, match=f"^cuda_graphs=True: .*{said}"):
         use(model)
 
@@ -171,14 +173,14 @@ class Breaking(nn.Module):
 
 
 def test_a_model_of_several_graphs_is_refused(graphs: list[EmulatedGraph]) -> None:
-    model = shoal.compile(Breaking(), kernels="eager", cuda_graphs=True)
+    model = shoal.compile(Breaking(), options=shoal.Options(kernels="eager", cuda_graphs=True))
     with pytest.raises(CaptureError, match="cuda_graphs=True needs a model of one graph"):
         model(torch.randn(2, 8)).sum().backward()
 
 
 def test_under_a_budget_of_several_models_it_is_refused() -> None:
     with pytest.raises(InputError, match="cuda_graphs"):
-        shoal.compile(network(), shoal.Budget("1GiB"), cuda_graphs=True)
+        shoal.compile(network(), shoal.Budget("1GiB"), options=shoal.Options(cuda_graphs=True))
 
 
 @pytest.mark.parametrize(
@@ -192,18 +194,18 @@ def test_under_a_budget_of_several_models_it_is_refused() -> None:
 )
 def test_what_it_cannot_be_combined_with(given: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said):
-        CompileOptions.of(**given)
+        CompileOptions.of(**keywords(given))
 
 
 def test_it_is_off_by_default_and_may_be_text() -> None:
     assert not CompileOptions.of().cuda_graphs
-    assert CompileOptions.of(cuda_graphs="true").cuda_graphs
-    assert "offload" not in CompileOptions.of(budget="1GiB", cuda_graphs=True).means
+    assert CompileOptions.of(options=Options(cuda_graphs="true")).cuda_graphs
+    assert "offload" not in CompileOptions.of(budget="1GiB", options=Options(cuda_graphs=True)).means
 
 
 def test_on_the_cpu_it_is_refused_by_name() -> None:
     with pytest.raises(InputError, match="cuda_graphs=True needs a CUDA device; the model is on cpu"):
-        shoal.compile(nn.Linear(4, 4), cuda_graphs=True)
+        shoal.compile(nn.Linear(4, 4), options=shoal.Options(cuda_graphs=True))
     model = torch.compile(nn.Linear(4, 4), backend="shoal", options={"cuda_graphs": True})
     with pytest.raises(InputError, match="needs a CUDA device"):
         model(torch.randn(2, 4)).sum().backward()

@@ -105,7 +105,7 @@ def test_every_draw_trains_as_in_eager_pytorch_and_one_capture_serves_all(
     monkeypatch.setattr(backend, "capture", counted)
     ours = divided(batch_norm=batch_norm, grid=grid)
     theirs = copy.deepcopy(ours)
-    shoal.compile(ours, "1TiB", planner=planner, offload_to="host")
+    shoal.compile(ours, "1TiB", offload_to="host", options=shoal.Options(planner=planner))
     with costs_that_do_not_matter():
         drawn = same_steps(ours, theirs, images(12, 2, 3, 64, 64))
     assert len(drawn) > 3
@@ -127,7 +127,7 @@ def test_poolings_in_one_two_and_three_dimensions(kind: str, size: tuple[int, ..
     layers = [convolution(2, 4, 3, padding=1), nn.ReLU(), pooling(**window), nn.Tanh()]
     ours = split(nn.Sequential(*layers), 1.0, (2, 2, 1)[:dims], stochastic=0.3)
     theirs = copy.deepcopy(ours)
-    shoal.compile(ours, "1TiB", planner=keep_nothing)
+    shoal.compile(ours, "1TiB", options=shoal.Options(planner=keep_nothing))
     with costs_that_do_not_matter():
         assert len(same_steps(ours, theirs, images(6, 2, 2, *size))) > 2
     assert len(ours.shoal.plans) == 1
@@ -136,7 +136,7 @@ def test_poolings_in_one_two_and_three_dimensions(kind: str, size: tuple[int, ..
 def test_a_last_short_batch_and_accumulated_gradients_have_their_plans() -> None:
     ours = small()
     theirs = copy.deepcopy(ours)
-    shoal.compile(ours, "1TiB", planner=keep_nothing)
+    shoal.compile(ours, "1TiB", options=shoal.Options(planner=keep_nothing))
     with costs_that_do_not_matter():
         same_steps(ours, theirs, [*images(2, 4, 3, 48, 48), *images(1, 3, 3, 48, 48)], accumulate=2)
     assert len(ours.shoal.plans) == 3  # the second step begins with gradients of the first
@@ -145,7 +145,7 @@ def test_a_last_short_batch_and_accumulated_gradients_have_their_plans() -> None
 def test_in_channels_last() -> None:
     ours = small().to(memory_format=torch.channels_last)
     theirs = copy.deepcopy(ours)
-    shoal.compile(ours, "1TiB", planner=keep_nothing)
+    shoal.compile(ours, "1TiB", options=shoal.Options(planner=keep_nothing))
     with costs_that_do_not_matter():
         same_steps(ours, theirs, [x.to(memory_format=torch.channels_last) for x in images(4, 2, 3, 48, 48)])
 
@@ -153,7 +153,7 @@ def test_in_channels_last() -> None:
 def test_with_autocast_it_is_nearer_to_float64_than_eager_pytorch() -> None:
     planned = small()
     eager, exact = copy.deepcopy(planned), copy.deepcopy(planned).double()
-    shoal.compile(planned, "1TiB", planner=keep_nothing)
+    shoal.compile(planned, "1TiB", options=shoal.Options(planner=keep_nothing))
     for number, x in enumerate(images(4, 2, 3, 24, 24)):
         for model in (planned, eager, exact):
             model.zero_grad()
@@ -206,8 +206,8 @@ def test_a_plan_of_a_file_serves_every_draw(tmp_path: Path) -> None:
     batches = images(4, 2, 3, 48, 48)
     with costs_that_do_not_matter():
         torch.manual_seed(7)
-        shoal.plan(ours, batches[0], "1TiB", planner=keep_nothing).save(tmp_path / "plan.json")
-        shoal.compile(ours, plan=Plan.load(tmp_path / "plan.json"))
+        shoal.plan(ours, batches[0], "1TiB", options=shoal.Options(planner=keep_nothing)).save(tmp_path / "plan.json")
+        shoal.compile(ours, options=shoal.Options(plan=Plan.load(tmp_path / "plan.json")))
         same_steps(ours, theirs, batches)
 
 

@@ -83,7 +83,7 @@ def test_gradients_are_as_near_to_float64_as_those_of_eager_pytorch(
     right = gradients(exact, x.double())
     allowed = 3 * error(gradients(plain, x), right) + 1e-5
     with costs_that_do_not_matter():
-        shoal.compile(planned, "1TiB", planner=keep_nothing)
+        shoal.compile(planned, "1TiB", options=shoal.Options(planner=keep_nothing))
         for _ in range(2):  # the first run is not of the code that later ones run
             assert error(gradients(planned, x), right) <= allowed
 
@@ -110,7 +110,7 @@ def test_an_activation_before_a_global_pool_trains_bit_for_bit_in_channels_last(
     inputs = [x.to(memory_format=torch.channels_last) for x in images(3, batch, 3, 9, 9)]
     planned = copy.deepcopy(model)
     with costs_that_do_not_matter():
-        shoal.compile(planned, "1TiB", planner=keep_nothing)
+        shoal.compile(planned, "1TiB", options=shoal.Options(planner=keep_nothing))
         for x in inputs:
             assert all(map(torch.equal, gradients(planned, x), gradients(model, x)))
     assert copies(planned.shoal.plan) == []
@@ -161,7 +161,7 @@ def test_a_layout_that_the_fake_kernel_lied_about_is_restored_by_a_copy_that_the
     planner: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain = Lies()
-    planned = shoal.compile(copy.deepcopy(plain), "1GiB", planner=planner)
+    planned = shoal.compile(copy.deepcopy(plain), "1GiB", options=shoal.Options(planner=planner))
     expected = gradients(plain, rows())
     with caplog.at_level(logging.WARNING, "shoal"):
         for step in range(4):
@@ -185,9 +185,9 @@ def test_where_the_copy_cannot_be_planned_the_step_is_refused() -> None:
         gradients(model, rows())
     planned = Lies()
     with costs_that_do_not_matter():
-        made = shoal.plan(planned, rows(), "1GiB", planner="keep_all")
+        made = shoal.plan(planned, rows(), "1GiB", options=shoal.Options(planner="keep_all"))
         with pytest.raises(PlanError, match="does not count the copy"):
-            shoal.compile(planned, plan=made)(rows()).square().mean().backward()
+            shoal.compile(planned, options=shoal.Options(plan=made))(rows()).square().mean().backward()
 
 
 def test_without_a_budget_a_torch_compile_backend_goes_on_with_the_copy() -> None:
@@ -260,7 +260,7 @@ def test_results_of_our_own_kernels_lie_as_traced(batch: int, layout: str, monke
         nn.Conv2d(channels, 3, 1),
     )
     with costs_that_do_not_matter():
-        shoal.compile(model, "1TiB", planner=keep_nothing)
+        shoal.compile(model, "1TiB", options=shoal.Options(planner=keep_nothing))
         model(x.detach().requires_grad_()).square().mean().backward()
     assert departed == []
 

@@ -11,6 +11,7 @@ from torch import nn
 import shoal
 from shoal.core.variant import WHOLE
 from shoal.errors import BudgetError, CaptureError, InputError
+from tests.engine.keywords import keywords
 from tests.engine.search.test_best_variant import FUSED, normalised
 from tests.engine.training_laws import blocks
 
@@ -88,7 +89,7 @@ def test_with_a_function_it_is_images_per_second_by_batch_as_every_plan_by_itsel
         ({"points": True}, "points=True: expected an int"),
         ({"points": "ten"}, "points='ten': expected an int"),
         ({"allow": "magic"}, "allow has an unknown name 'magic'"),
-        ({"allow": "recompute", "lossy": "dynamic_tree"}, "lossy= needs 'encode'"),
+        ({"allow": "recompute", "codec": "linear"}, "type allow='exact, encode'"),
         ({"budget": "few"}, "budget='few' is not a size"),
         ({"hardware": "p1000"}, "hardware='p1000' is not a preset"),
         ({"optimizer": 7}, "optimizer is a int; expected"),
@@ -101,7 +102,7 @@ def test_with_a_function_it_is_images_per_second_by_batch_as_every_plan_by_itsel
 )
 def test_a_mistake_is_told(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said):
-        shoal.frontier(**{"model": normalised(), "example": IMAGES, **arguments})
+        shoal.frontier(**{"model": normalised(), "example": IMAGES, **keywords(arguments)})
 
 
 def test_what_is_no_model_or_no_graph_is_told() -> None:

@@ -36,27 +36,27 @@ def step_of(model: Any) -> None:
 @pytest.mark.parametrize("dropouts", [0, 1, 3])
 def test_a_plan_that_is_not_run_counts_one_for_each_random_op_and_one_to_put_back(dropouts: int) -> None:
     with costs_that_do_not_matter():
-        plan = shoal.plan(dropping(dropouts), X, "1GiB", planner=keep_nothing)
+        plan = shoal.plan(dropping(dropouts), X, "1GiB", options=shoal.Options(planner=keep_nothing))
     assert states_of(plan) == (dropouts + 1 if dropouts else 0)
     assert plan.graph.static_bytes == states_of(plan) * EACH_BYTES
 
 
 def test_they_count_where_a_step_may_recompute_alone() -> None:
     with costs_that_do_not_matter():
-        plan = shoal.plan(dropping(3), X, "1GiB", planner=keep_nothing, allow="recompute")
+        plan = shoal.plan(dropping(3), X, "1GiB", allow="recompute", options=shoal.Options(planner=keep_nothing))
     assert plan.graph.static_bytes == states_of(plan) * EACH_BYTES
 
 
 def test_on_a_gpu_they_are_on_the_host() -> None:
-    plan = shoal.plan(dropping(3), X, "1GiB", planner=keep_nothing, hardware="p100-nvlink")
+    plan = shoal.plan(dropping(3), X, "1GiB", hardware="p100-nvlink", options=shoal.Options(planner=keep_nothing))
     assert states_of(plan)
     assert plan.graph.static_bytes == 0
 
 
 @needs_compiler
 def test_the_peak_of_a_plan_is_that_of_the_step_that_runs_by_it() -> None:
-    plan = shoal.plan(dropping(3), X, "1GiB", planner=keep_nothing)
-    model: Any = shoal.compile(dropping(3), plan=plan)
+    plan = shoal.plan(dropping(3), X, "1GiB", options=shoal.Options(planner=keep_nothing))
+    model: Any = shoal.compile(dropping(3), options=shoal.Options(plan=plan))
     for _ in range(3):
         step_of(model)
     assert model.shoal.plan.graph.static_bytes >= plan.graph.static_bytes
@@ -125,7 +125,9 @@ def test_in_a_step_of_several_graphs_those_of_its_plan_count_and_not_those_of_it
 
     plain: Any = shoal.compile(TwoGraphs(), None)
     step(plain)
-    model: Any = shoal.compile(TwoGraphs(), times * (plain.shoal.measured_peak_bytes + 8 * EACH_BYTES), planner=planner)
+    model: Any = shoal.compile(
+        TwoGraphs(), times * (plain.shoal.measured_peak_bytes + 8 * EACH_BYTES), options=shoal.Options(planner=planner)
+    )
     for _ in range(3):
         step(model)
     plan, peak_bytes = model.shoal.plan, true_peak(model, lambda: step(model), [x])

@@ -43,7 +43,9 @@ def least(graph: StepGraph, hardware: Hardware, budget_bytes: int) -> Plan:
 def test_at_its_least_a_split_network_has_the_planned_peak_and_right_gradients() -> None:
     (batch,) = images(1, 4, 3, 64, 64)
     split = shoal.split(network(), 1.0, (2, 1), halo="exact")
-    compiled = shoal.compile(split, budget="1GiB", planner=least, offload_to=None, allow="bitwise")
+    compiled = shoal.compile(
+        split, budget="1GiB", offload_to=None, allow="bitwise", options=shoal.Options(planner=least)
+    )
     for _ in range(2):
         found = gradients(compiled, batch)
     status = compiled.shoal

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import shoal
 from shoal.engine.lossy_report import LossyReport
-from shoal.errors import CodecError, InputError
+from shoal.errors import InputError
 from tests.engine.lossy_steps import chain, plan_encoding_everything
 from tests.engine.training_laws import images, same_bits
 
@@ -31,7 +31,7 @@ def report_of(model: nn.Module, **how: Any) -> LossyReport:
 
 def test_each_convolution_behind_the_first_has_its_error() -> None:
     model = chain(3, 8, 8, 12)
-    report = report_of(model, lossy={"codec": "dynamic_tree", "block": 512})
+    report = report_of(model, options=shoal.Options(codec_block=512))
     assert [layer.parameter for layer in report.layers] == ["2.weight", "4.weight"]
     assert report.same_outputs
     assert set(report.differing) == {"2.weight", "4.weight"}
@@ -49,7 +49,10 @@ def test_the_errors_are_those_of_a_step_under_such_a_plan() -> None:
     model, batch = chain(3, 8, 8, 12), images(1, 4, 3, 16, 16)[0]
     plan = plan_encoding_everything(model, batch, "linear")
     report = report_of(model, plan=plan)
-    exact, lossy = copy.deepcopy(model), shoal.compile(copy.deepcopy(model), plan=plan, offload_to=None)
+    exact, lossy = (
+        copy.deepcopy(model),
+        shoal.compile(copy.deepcopy(model), offload_to=None, options=shoal.Options(plan=plan)),
+    )
     for one in (exact, lossy):
         loss(one(batch)).backward()
     off = (lossy[4].weight.grad - exact[4].weight.grad).norm() / exact[4].weight.grad.norm()
@@ -59,8 +62,8 @@ def test_the_errors_are_those_of_a_step_under_such_a_plan() -> None:
 def test_fewer_values_a_scale_err_less_and_chance_errs_more() -> None:
     model = chain(3, 8, 8, 12)
     whole, blocks, drawn = (
-        report_of(model, lossy={"codec": "linear", **how}).layers[0].activation_error
-        for how in ({"block": None}, {"block": 64}, {"block": 64, "stochastic": 1})
+        report_of(model, options=shoal.Options(codec="linear", **how)).layers[0].activation_error
+        for how in ({"codec_block": None}, {"codec_block": 64}, {"codec_block": 64, "codec_seed": 1})
     )
     assert blocks < whole and blocks < drawn
 
@@ -85,7 +88,7 @@ def test_where_nothing_may_be_encoded_there_is_nothing_to_report() -> None:
 @pytest.mark.parametrize(
     ("call", "error"),
     [
-        (lambda: report_of(chain(3, 4, 5), lossy="one_bit"), CodecError),
+        (lambda: report_of(chain(3, 4, 5), options="one_bit"), InputError),
         (lambda: report_of(chain(3, 4, 5), plan=shoal.plan(chain(3, 4, 5), torch.ones(2, 3, 8, 8))), InputError),
     ],
 )

@@ -19,17 +19,21 @@ from shoal.errors import BudgetError, CodecError, InputError, PlanError
 from shoal.lowlevel import allocations
 from shoal.memory.storage_bytes import distinct_bytes
 from shoal.transforms.split.split import split
+from tests.engine.keywords import keywords
 from tests.engine.lossy_steps import chain, codecs_of_no_time, plan_encoding_everything
 from tests.engine.training_laws import images, mean_square, needs_compiler, same_bits, train
 
 WIDTHS = (3, 16, 16, 16, 16)
+ENCODE = "bitwise, encode"
 
 
-def trained(model: nn.Module, batches: list[Any], lossy: Any = "dynamic_tree", **how: Any) -> tuple[Any, Any, Any]:
+def trained(
+    model: nn.Module, batches: list[Any], codec: str = "dynamic_tree", seed: int | None = None, **how: Any
+) -> tuple[Any, Any, Any]:
     """A planned copy that encodes all it may, what it and a plain copy leave behind."""
     plain, planned = copy.deepcopy(model), copy.deepcopy(model)
-    plan = plan_encoding_everything(copy.deepcopy(model), batches[0], lossy)
-    shoal.compile(planned, plan=plan, offload_to=None)
+    plan = plan_encoding_everything(copy.deepcopy(model), batches[0], codec, seed=seed)
+    shoal.compile(planned, offload_to=None, options=shoal.Options(plan=plan))
     found = train(planned, batches, **how)
     assert planned.shoal.plan.encoded
     return planned, found, train(plain, batches, **how)
@@ -76,7 +80,7 @@ def test_autocast(dtype: torch.dtype) -> None:
     with autocast():
         plan = plan_encoding_everything(copy.deepcopy(model), batches[0])
     assert all(storage.dtype == str(dtype).removeprefix("torch.") for storage in plan.encoded)
-    planned = shoal.compile(copy.deepcopy(model), plan=plan, offload_to=None)
+    planned = shoal.compile(copy.deepcopy(model), offload_to=None, options=shoal.Options(plan=plan))
     how: Any = {"around_forward": autocast, "scaled": dtype == torch.float16}
     found, expected = train(planned, batches, **how), train(model, batches, **how)
     assert_near(found, expected, share=0.03)
@@ -84,7 +88,7 @@ def test_autocast(dtype: torch.dtype) -> None:
 
 def test_stochastic_rounding_repeats_itself_and_differs_by_seed() -> None:
     model, batches = chain(*WIDTHS), images(3, 4, 3, 16, 16)
-    results = [trained(model, batches, {"codec": "linear", "stochastic": seed})[1] for seed in (1, 1, 2)]
+    results = [trained(model, batches, "linear", seed)[1] for seed in (1, 1, 2)]
     weight = "0: gradient of 2.weight"
     assert all(same_bits(results[0][name], results[1][name]) for name in results[0])
     assert not same_bits(results[0][weight], results[2][weight])
@@ -118,7 +122,9 @@ def test_inside_a_budget_the_measured_peak_is_the_predicted_one() -> None:
     net, batches = large_enough()
     budget = int(0.5 * peak_of_a_step(copy.deepcopy(net), batches[0]))
     with codecs_of_no_time():
-        planned = shoal.compile(copy.deepcopy(net), budget=budget, lossy={"codec": "dynamic_tree", "block": 2048})
+        planned = shoal.compile(
+            copy.deepcopy(net), budget=budget, allow=ENCODE, options=shoal.Options(codec_block=2048)
+        )
         found = train(planned, batches)
     status = planned.shoal
     assert status.plan.encoded and status.repairs == 0
@@ -134,8 +140,8 @@ def test_encoding_makes_the_faster_plan_and_the_exact_one_where_there_is_room() 
     plain = peak_of_a_step(copy.deepcopy(net), batches[0])
     with codecs_of_no_time():
         exact = shoal.plan(net, batches[0], int(0.5 * plain))
-        lossy = shoal.plan(net, batches[0], int(0.5 * plain), lossy="dynamic_tree")
-        roomy = shoal.plan(net, batches[0], 2 * plain, lossy="dynamic_tree")
+        lossy = shoal.plan(net, batches[0], int(0.5 * plain), allow=ENCODE)
+        roomy = shoal.plan(net, batches[0], 2 * plain, allow=ENCODE)
     assert lossy.encoded and lossy.predicted_seconds < exact.predicted_seconds
     assert lossy.plain_seconds == pytest.approx(exact.plain_seconds)
     assert lossy.plain_peak_bytes == exact.plain_peak_bytes
@@ -156,8 +162,8 @@ def test_payloads_are_offloaded_as_they_are(tmp_path: Path) -> None:
             residences[payload.name] = Offload(graph.ops[graph.producer[payload.id]].name, readers[0].name)
     sent = Plan(graph, residences, "by hand", exact_graph=plan.exact_graph)
     assert sent.host_bytes >= plan.payload_bytes
-    planned = shoal.compile(copy.deepcopy(net), plan=sent, offload_to=tmp_path)
-    kept = shoal.compile(copy.deepcopy(net), plan=plan, offload_to=None)
+    planned = shoal.compile(copy.deepcopy(net), offload_to=tmp_path, options=shoal.Options(plan=sent))
+    kept = shoal.compile(copy.deepcopy(net), offload_to=None, options=shoal.Options(plan=plan))
     found, expected = train(planned, batches[:2]), train(kept, batches[:2])
     assert all(same_bits(found[name], expected[name]) for name in expected)
     assert planned.shoal.plan.offloaded
@@ -171,7 +177,7 @@ def test_a_short_last_batch_and_eval_mode() -> None:
     batches[-1] = batches[-1][:5]
     plain_bytes = peak_of_a_step(copy.deepcopy(net), batches[0])
     with codecs_of_no_time():
-        planned = shoal.compile(copy.deepcopy(net), budget=int(0.6 * plain_bytes), lossy="dynamic_tree")
+        planned = shoal.compile(copy.deepcopy(net), budget=int(0.6 * plain_bytes), allow=ENCODE)
         found = train(planned, batches)
     assert planned.shoal.plan.encoded and len(planned.shoal.plans) == 2
     assert_near(found, train(copy.deepcopy(net), batches))
@@ -186,7 +192,7 @@ def test_drawn_cuts_are_encoded_like_any_other_size() -> None:
     plain, batches = copy.deepcopy(net), images(2, 4, 3, 32, 32)
     with codecs_of_no_time():
         peak = shoal.plan(copy.deepcopy(net), batches[0]).predicted_peak_bytes
-        planned = shoal.compile(net, budget=int(0.8 * peak), lossy="dynamic_tree")
+        planned = shoal.compile(net, budget=int(0.8 * peak), allow=ENCODE)
         for number, batch in enumerate(batches):
             outputs = []
             for model in (planned, plain):
@@ -202,16 +208,16 @@ def test_drawn_cuts_are_encoded_like_any_other_size() -> None:
 
 def test_a_saved_plan_encodes_the_same(tmp_path: Path) -> None:
     net, batches = chain(*WIDTHS), images(2, 4, 3, 16, 16)
-    plan = plan_encoding_everything(copy.deepcopy(net), batches[0], {"codec": "linear", "block": None, "stochastic": 4})
+    plan = plan_encoding_everything(copy.deepcopy(net), batches[0], "linear", block_elems=0, seed=4)
     loaded = Plan.load(plan.save(tmp_path / "plan.json"))
     assert loaded == plan and loaded.encoded == plan.encoded and loaded.errors == plan.errors
     results = []
     for one in (plan, loaded):
-        planned = shoal.compile(copy.deepcopy(net), plan=one, offload_to=None)
+        planned = shoal.compile(copy.deepcopy(net), offload_to=None, options=shoal.Options(plan=one))
         results.append(train(planned, batches))
         assert planned.shoal.plan.residences == plan.residences
     assert all(same_bits(results[0][name], results[1][name]) for name in results[0])
-    other = shoal.compile(chain(3, 8, 8), plan=loaded, offload_to=None)
+    other = shoal.compile(chain(3, 8, 8), offload_to=None, options=shoal.Options(plan=loaded))
     with pytest.raises(PlanError, match="plan it anew"):
         other(batches[0])
 
@@ -221,10 +227,12 @@ def test_what_an_earlier_run_encoded_is_chosen_again() -> None:
     net, batches = large_enough()
     budget = int(0.6 * peak_of_a_step(copy.deepcopy(net), batches[0]))
     with codecs_of_no_time():
-        first = shoal.compile(copy.deepcopy(net), budget=budget, lossy="linear")
+        first = shoal.compile(copy.deepcopy(net), budget=budget, allow=ENCODE, options=shoal.Options(codec="linear"))
         expected = train(first, batches)
     assert any(first.shoal.encoded.values())
-    again = shoal.compile(copy.deepcopy(net), budget=budget, lossy="linear")  # by times that would choose otherwise
+    again = shoal.compile(
+        copy.deepcopy(net), budget=budget, allow=ENCODE, options=shoal.Options(codec="linear")
+    )  # by times that would choose otherwise
     again.shoal.encoded.update(first.shoal.encoded)
     found = train(again, batches)
     assert again.shoal.encoded == first.shoal.encoded
@@ -237,7 +245,7 @@ def test_as_an_option_of_torch_compile() -> None:
     budget = int(0.6 * peak_of_a_step(copy.deepcopy(net), batches[0]))
     plain = copy.deepcopy(net)
     with codecs_of_no_time():
-        compiled = torch.compile(net, backend=backend, options={"budget": budget, "lossy": {"codec": "linear"}})
+        compiled = torch.compile(net, backend=backend, options={"budget": budget, "allow": ENCODE, "codec": "linear"})
         outputs = compiled(batches[0])
         mean_square(outputs).backward()
     mean_square(plain(batches[0])).backward()
@@ -248,31 +256,30 @@ def test_as_an_option_of_torch_compile() -> None:
 def test_too_small_a_budget_is_told_with_the_least_that_would_do() -> None:
     net, batch = chain(3, 16, 16, 16, 16), images(1, 8, 3, 32, 32)[0]
     with pytest.raises(BudgetError, match="the least found needs"):
-        shoal.plan(net, batch, "200KiB", lossy="dynamic_tree")
+        shoal.plan(net, batch, "200KiB", allow=ENCODE)
 
 
 @pytest.mark.parametrize(
     ("how", "error", "complaint"),
     [
-        ({"lossy": "dynamic_three"}, CodecError, "'dynamic_three' is unknown; give one of dynamic_tree, "),
-        ({"lossy": "one_bit"}, CodecError, "'one_bit' is not for activations; give one of dynamic_tree, "),
-        ({"lossy": {"codec": "truncate2"}}, CodecError, "is not for activations"),
-        ({"lossy": 8}, InputError, "a codec's name"),
-        ({"lossy": {"block": 64}}, InputError, "'codec'"),
-        ({"lossy": {"codec": "linear", "blocks": 64}}, InputError, "block, stochastic, exempt"),
-        ({"lossy": {"codec": "linear", "block": 0}}, InputError, "block=0"),
-        ({"lossy": {"codec": "linear", "stochastic": -1}}, InputError, "stochastic=-1"),
-        ({"lossy": {"codec": "linear", "exempt": "batch_norm"}}, InputError, "exempt='batch_norm'"),
-        ({"lossy": {"codec": "linear", "exempt": ["loss"]}}, InputError, "batch_norm, first_layer"),
-        ({"lossy": "linear", "planner": "chain"}, InputError, "needs planner='joint'; 'chain' does not"),
-        ({"lossy": "linear", "budget": None}, InputError, "give budget= too"),
+        ({"codec": "dynamic_three"}, CodecError, "codec='dynamic_three' is unknown; type one of dynamic_tree, "),
+        ({"codec": "one_bit"}, CodecError, "codec='one_bit' is not for activations; type one of dynamic_tree, "),
+        ({"codec": "truncate2"}, CodecError, "is not for activations"),
+        ({"codec": 8}, CodecError, "codec=8 is unknown"),
+        ({"codec_block": 0}, InputError, "codec_block=0"),
+        ({"codec_seed": -1}, InputError, "codec_seed=-1"),
+        ({"codec_exempt": "batch_norm"}, InputError, "codec_exempt='batch_norm'"),
+        ({"codec_exempt": ["loss"]}, InputError, "batch_norm, first_layer"),
+        ({"planner": "chain"}, InputError, "needs planner='joint'; 'chain' does not"),
+        ({"codec": "linear", "allow": "exact"}, InputError, "codec= is for convolution inputs that are encoded; type "),
+        ({"budget": None}, InputError, "give budget="),
     ],
 )
 def test_what_cannot_be_meant_is_refused_in_one_line(how: dict[str, Any], error: Any, complaint: str) -> None:
-    arguments = {"budget": "1GiB", **how}
+    arguments = {"budget": "1GiB", "allow": ENCODE, **how}
     for call in (
-        lambda: shoal.compile(chain(3, 4, 4), **arguments),
-        lambda: shoal.plan(chain(3, 4, 4), torch.empty(2, 3, 8, 8), **arguments),
+        lambda: shoal.compile(chain(3, 4, 4), **keywords(arguments)),
+        lambda: shoal.plan(chain(3, 4, 4), torch.empty(2, 3, 8, 8), **keywords(arguments)),
         lambda: torch.compile(chain(3, 4, 4), backend=backend, options=arguments)(torch.randn(2, 3, 8, 8)),
     ):
         with pytest.raises((error, RuntimeError)) as caught:

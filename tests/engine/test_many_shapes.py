@@ -120,7 +120,7 @@ def same_training(ours: nn.Module, theirs: nn.Module, every: Sequence[torch.Tens
 
 
 def compiled(net: nn.Module, planner: planners.Planner = keep_nothing, budget: int | str = "1TiB") -> nn.Module:
-    return shoal.compile(copy.deepcopy(net), budget, planner=planner, offload_to="host")
+    return shoal.compile(copy.deepcopy(net), budget, offload_to="host", options=shoal.Options(planner=planner))
 
 
 @pytest.mark.parametrize(

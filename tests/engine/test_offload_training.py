@@ -21,6 +21,7 @@ from shoal.core.hardware import Device, Hardware, Link
 from shoal.errors import InputError, PlanError, TransferError
 from shoal.memory.limit import memory_limit
 from shoal.offload.links import file, host
+from tests.engine.keywords import keywords
 from tests.engine.training_laws import (
     assert_same_training,
     blocks,
@@ -119,9 +120,9 @@ def test_a_loss_can_be_sent_back_twice(tmp_path: Path) -> None:
     assert_same_training(a_few_layers(), images(2, 4, 3, 8, 8), offload_by_chance(5), str(tmp_path), backwards=2)
 
 
-def offloaded(net: nn.Module, place: str = "host", seed: int = 0, **options: object) -> nn.Module:
-    planner = offload_by_chance(seed)
-    return shoal.compile(copy.deepcopy(net), budget="1TiB", planner=planner, offload_to=place, **options)
+def offloaded(net: nn.Module, place: str = "host", seed: int = 0, host_budget: int | None = None) -> nn.Module:
+    options = shoal.Options(planner=offload_by_chance(seed), host_budget=host_budget)
+    return shoal.compile(copy.deepcopy(net), budget="1TiB", offload_to=place, options=options)
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
@@ -258,7 +259,7 @@ def test_threads_and_host_bytes_go_with_the_model(place: str) -> None:
 
 def test_a_plan_that_offloads_is_refused_where_nothing_may_leave_the_device() -> None:
     net, (batch,) = classifier(3, 8, 8), images(1, 4, 3, 8, 8)
-    planned = shoal.compile(net, budget="1TiB", planner=offload_by_chance(0))
+    planned = shoal.compile(net, budget="1TiB", options=shoal.Options(planner=offload_by_chance(0)))
     with costs_that_do_not_matter(), pytest.raises(PlanError, match="offload_to"):
         planned(batch)
 
@@ -274,7 +275,7 @@ def test_a_plan_that_offloads_is_refused_where_nothing_may_leave_the_device() ->
 )
 def test_an_argument_that_cannot_be_is_refused(wrong: dict[str, object], complaint: str) -> None:
     with pytest.raises(InputError, match=complaint):
-        shoal.compile(classifier(3, 8), budget="1GiB", **wrong)
+        shoal.compile(classifier(3, 8), budget="1GiB", **keywords(wrong))
 
 
 @needs_compiler
@@ -294,7 +295,9 @@ def test_inside_its_budget_joint_offloads_and_the_measured_peak_is_the_predicted
 
 def test_a_rehearsed_link_is_as_slow_beside_this_machine_as_the_target_beside_its_own() -> None:
     target = Hardware("target", Device("fast", 1 << 34, 1e15, 1e12, 1e-6), Link("wire", 1e12, 1e12, 0.0), "made up")
-    planned = shoal.compile(classifier(3, 8, 8), budget="1TiB", planner=offload_by_chance(0), rehearse=target)
+    planned = shoal.compile(
+        classifier(3, 8, 8), budget="1TiB", options=shoal.Options(planner=offload_by_chance(0), rehearse=target)
+    )
     with costs_that_do_not_matter(), warnings.catch_warnings():
         mean_square(planned(images(1, 4, 3, 8, 8)[0])).backward()
     here = shoal.cost.measure.measure("cpu")

@@ -13,16 +13,20 @@ import shoal
 from shoal.core.lossy import LossyOptions
 from shoal.core.means import BITWISE
 from shoal.core.presets import get as preset
-from shoal.engine.options import KERNELS, CompileOptions, OffloadOptions
+from shoal.engine.compile_options import CompileOptions, OffloadOptions
+from shoal.engine.options import KERNELS, Options
 from shoal.errors import InputError, ShoalError
 from shoal.memory.optimizer_state import NamedOptimizer
+from tests.engine.keywords import keywords
 from tests.engine.training_laws import keep_nothing
 
 WRITTEN: dict[str, Any] = {
     "budget": "2GiB",
     "host_budget": "1GiB",
     "offload_to": "host",
-    "lossy": {"codec": "linear", "block": 64},
+    "allow": "bitwise, encode",
+    "codec": "linear",
+    "codec_block": 64,
 }
 MEANT = CompileOptions(
     2**31, offload=OffloadOptions("host", 2**30), lossy=LossyOptions("linear", 64), means=BITWISE | {"encode"}
@@ -30,11 +34,13 @@ MEANT = CompileOptions(
 
 
 def test_texts_and_objects_mean_the_same() -> None:
-    assert CompileOptions.of(**WRITTEN) == MEANT
-    given = {"budget": 2**31, "host_budget": 2**30, "offload_to": "host", "lossy": LossyOptions("linear", 64)}
-    assert CompileOptions.of(**given) == MEANT
+    assert CompileOptions.of(**keywords(WRITTEN)) == MEANT
+    given = WRITTEN | {"budget": 2**31, "host_budget": 2**30, "allow": [*BITWISE, "encode"]}
+    assert CompileOptions.of(**keywords(given)) == MEANT
     assert CompileOptions.of(budget=1, offload_to=Path("/tmp")).offload.to == "/tmp"
-    assert CompileOptions.of(budget=1, rehearse="p100-nvlink").offload.rehearse == preset("p100-nvlink")
+    assert CompileOptions.of(budget=1, options=Options(rehearse="p100-nvlink")).offload.rehearse == preset(
+        "p100-nvlink"
+    )
 
 
 def test_the_mapping_of_a_backend_means_the_same_as_keywords() -> None:
@@ -57,33 +63,42 @@ def test_the_mapping_of_a_backend_means_the_same_as_keywords() -> None:
         ({"planner": keep_nothing}, "keep_nothing plans for a budget"),
         ({"offload_to": "host"}, "offload_to='host' is for what a budget leaves no room for"),
         ({"rehearse": "p100-nvlink"}, "give budget= too"),
-        ({"planner": "chain", "has_plan": True}, "beside plan=, which is run as it is"),
         ({"rehearse": "p1000"}, "did you mean"),
         ({"rehearse": 3}, "expected a preset's name or a Hardware"),
-        ({"lossy": "linear"}, "give budget= too"),
-        ({"lossy": "linear", "budget": 1, "planner": "chain"}, "needs planner='joint'"),
-        ({"lossy": "fp16", "budget": 1}, "not for activations"),
+        ({"codec": "linear"}, "type allow='exact, encode' and budget="),
+        ({"codec": "linear", "budget": 1, "allow": "exact"}, "type allow='exact, encode' and budget="),
+        ({"allow": "encode", "budget": 1, "planner": "chain"}, "needs planner='joint'"),
+        ({"codec": "fp16", "budget": 1}, "not for activations"),
+        ({"plan": "plan.json"}, "plan is a str; type plan=shoal.Plan.load"),
+        ({"kernel": "eager"}, "shoal.Options has no 'kernel'; type 'kernels'"),
+        ({"quick": True}, "shoal.Options has no 'quick'; type one of planner, kernels, plan, "),
+        ({"options": {"planner": "chain"}}, r"options is a dict; type options=shoal.Options\(planner='chain'\)"),
+        ({"options": "chain"}, "options is a str; type options=shoal.Options"),
     ],
 )
 def test_what_makes_no_sense_is_refused_in_one_line(given: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ShoalError, match=complaint) as refused:
-        CompileOptions.of(**given)
+        CompileOptions.of(**keywords(given))
     assert "\n" not in str(refused.value)
 
 
 def test_a_place_to_offload_to_names_offload_as_allow_does() -> None:
     assert CompileOptions.of(budget=1).named == CompileOptions.of(budget=1, offload_to=None).named == frozenset()
-    assert CompileOptions.of(budget=1, offload_to="host", host_budget=2).named == {"offload"}
+    assert CompileOptions.of(budget=1, offload_to="host", options=Options(host_budget=2)).named == {"offload"}
 
 
 def test_with_a_plan_no_budget_is_needed() -> None:
-    assert CompileOptions.of(has_plan=True, offload_to="host").offload.to == "host"
-    assert CompileOptions.of(planner="keep_all") == CompileOptions(planner="keep_all")
+    plan = shoal.plan(nn.Conv2d(3, 4, 3), torch.randn(2, 3, 8, 8))
+    assert CompileOptions.of(offload_to="host", options=Options(plan=plan)).offload.to == "host"
+    for wrong in ({"budget_of": "reserved"}, {"planner": "chain"}, {"codec": "linear"}):
+        with pytest.raises(InputError):
+            CompileOptions.of(budget=1, options=Options(plan=plan, **wrong))
+    assert CompileOptions.of(options=Options(planner="keep_all")) == CompileOptions(planner="keep_all")
 
 
 def test_what_a_backend_does_not_know_is_refused() -> None:
-    with pytest.raises(InputError, match=r"options \['split'\] are unknown"):
-        CompileOptions.of_backend({"split": "auto"})
+    with pytest.raises(InputError, match="options= of the backend 'shoal' has no 'offload'; type 'offload_to'"):
+        CompileOptions.of_backend({"offload": "host"})
     with pytest.raises(InputError, match="has no modes"):
         CompileOptions.of_backend({}, "max-autotune")
     with pytest.raises(InputError, match="expected a torch.optim.Optimizer"):
@@ -92,7 +107,7 @@ def test_what_a_backend_does_not_know_is_refused() -> None:
 
 def test_a_link_is_rehearsed_on_the_cpu_alone() -> None:
     with pytest.raises(InputError, match="runs on the CPU"):
-        CompileOptions.of(budget=1, rehearse="p100-nvlink").offloading("cuda")
+        CompileOptions.of(budget=1, options=Options(rehearse="p100-nvlink")).offloading("cuda")
 
 
 def test_regions_are_compiled_on_cuda_unless_asked_for() -> None:
@@ -104,11 +119,14 @@ def test_a_plan_says_what_it_was_made_with(tmp_path: Path) -> None:
     net, images = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3)), torch.randn(2, 3, 8, 8)
     planned = shoal.plan(net, images, "1GiB", hardware="p100-nvlink")
     assert shoal.Plan.load(planned.save(tmp_path / "plan.json")).options == CompileOptions.of(budget="1GiB").to_json()
-    shoal.compile(net, "1GiB", planner="chain", offload_to=None)(images).sum().backward()
-    assert net.shoal.plan.options == CompileOptions.of(budget="1GiB", planner="chain", offload_to=None).to_json()
+    shoal.compile(net, "1GiB", offload_to=None, options=shoal.Options(planner="chain"))(images).sum().backward()
+    assert (
+        net.shoal.plan.options
+        == CompileOptions.of(budget="1GiB", offload_to=None, options=Options(planner="chain")).to_json()
+    )
 
 
 def test_pieces_are_for_the_planner_that_chooses() -> None:
     assert "pieces" in CompileOptions.of(budget=1, allow="bitwise").form_means
     assert "pieces" not in CompileOptions.of(budget=1, allow="recompute").form_means
-    assert "pieces" not in CompileOptions.of(budget=1, allow="bitwise", planner="chain").form_means
+    assert "pieces" not in CompileOptions.of(budget=1, allow="bitwise", options=Options(planner="chain")).form_means

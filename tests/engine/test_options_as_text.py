@@ -25,6 +25,7 @@ from shoal.engine.backend import backend
 from shoal.errors import BudgetError, InputError
 from shoal.memory import budget
 from shoal.memory.optimizer_state import NamedOptimizer
+from tests.engine.keywords import keywords
 from tests.engine.training_laws import costs_that_do_not_matter, keep_nothing
 
 P100 = "p100-nvlink"
@@ -61,7 +62,7 @@ def train_step(model: Callable[..., Any]) -> None:
 
 
 def by_compile(**given: Any) -> None:
-    train_step(shoal.compile(network(), **given))
+    train_step(shoal.compile(network(), **keywords(given)))
 
 
 def by_backend(**given: Any) -> None:
@@ -69,11 +70,11 @@ def by_backend(**given: Any) -> None:
 
 
 def by_plan(**given: Any) -> None:
-    shoal.plan(network("meta"), on_meta(), hardware=P100, **given)
+    shoal.plan(network("meta"), on_meta(), hardware=P100, **keywords(given))
 
 
 def by_fit(**given: Any) -> None:
-    shoal.fit(network("meta"), on_meta, hardware=P100, max_batch=1, **given)
+    shoal.fit(network("meta"), on_meta, hardware=P100, max_batch=1, **keywords(given))
 
 
 ENTRIES: dict[str, tuple[Callable[..., None], int]] = {

@@ -106,7 +106,7 @@ def test_joint_orders_a_step_runs_it_and_its_file_runs_it_again(tmp_path: Path) 
     assert status.measured_peak_bytes == pytest.approx(status.predicted_peak_bytes, rel=0.02)
 
     path = status.plan.save(tmp_path / "plan.json")
-    again = shoal.compile(inception_copy(model), plan=Plan.load(path))
+    again = shoal.compile(inception_copy(model), options=shoal.Options(plan=Plan.load(path)))
     assert not differences(train(again, batches), expected)
     order = op_names(again.shoal.plan.graph)
     assert again.shoal.plan.captured_order and order == tuple(n for n in op_names(status.plan.graph) if n in order)
@@ -126,7 +126,9 @@ def test_readers_that_run_later_for_their_copies_train_as_plain_pytorch_does_in_
     torch.manual_seed(0)
     model, batches = inception(), images(3, 4, 3, 32, 32)
     expected = train(inception_copy(model), batches)
-    planned = shoal.compile(inception_copy(model), budget="1GiB", planner=later_readers, offload_to="host")
+    planned = shoal.compile(
+        inception_copy(model), budget="1GiB", offload_to="host", options=shoal.Options(planner=later_readers)
+    )
     assert not differences(train(planned, batches), expected)
     status = planned.shoal
     assert status.plan.offloaded and status.plan.captured_order
@@ -147,4 +149,4 @@ def test_a_planner_whose_order_cannot_run_is_refused() -> None:
         return Plan(reordered(graph, names), {}, "mine", captured_order=op_names(graph))
 
     with pytest.raises(PlanError, match="breaks a rule"):
-        shoal.plan(UNet(), images(1, 2, 3, 16, 16)[0], "1GiB", planner=planner)
+        shoal.plan(UNet(), images(1, 2, 3, 16, 16)[0], "1GiB", options=shoal.Options(planner=planner))

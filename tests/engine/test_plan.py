@@ -20,6 +20,7 @@ from shoal.core.schedule import schedule
 from shoal.core.validate import check_runs
 from shoal.errors import BudgetError, CaptureError, InputError, PlanError
 from shoal.memory.storage_bytes import distinct_bytes
+from tests.engine.keywords import keywords
 from tests.engine.training_laws import (
     blocks,
     classifier,
@@ -156,8 +157,8 @@ def most_bytes() -> int:
 @pytest.mark.parametrize(("offload_to", "host_budget"), [(None, None), ("host", "8KiB")])
 def test_a_device_that_is_not_here_offloads_only_what_it_may(offload_to: str | None, host_budget: str | None) -> None:
     net, most = classifier(3, 8, 8, 8, 8), most_bytes()
-    where = {"offload_to": offload_to, "host_budget": host_budget}
-    plan = shoal.plan(net, BATCH, int(0.7 * most), hardware=P100, **where)
+    options = shoal.Options(host_budget=host_budget)
+    plan = shoal.plan(net, BATCH, int(0.7 * most), hardware=P100, offload_to=offload_to, options=options)
     assert plan.recomputed
     assert plan.host_bytes <= (8192 if offload_to else 0)
 
@@ -166,7 +167,7 @@ def test_a_network_too_large_for_this_machine_can_be_planned() -> None:
     with torch.device("meta"):
         net = models.build("vgg16")
         batch = torch.empty(4096, 3, 224, 224)
-    plan = shoal.plan(net, batch, "147GiB", hardware=P100, planner="examples.planners.sqrt:sqrt")
+    plan = shoal.plan(net, batch, "147GiB", hardware=P100, options=shoal.Options(planner="examples.planners.sqrt:sqrt"))
     assert plan.plain_peak_bytes > 148 * 2**30
     assert plan.predicted_peak_bytes <= 147 * 2**30
     assert plan.recomputed
@@ -175,7 +176,7 @@ def test_a_network_too_large_for_this_machine_can_be_planned() -> None:
 @pytest.mark.parametrize("planner", ["joint", "chain", "examples.planners.sqrt:sqrt"])
 def test_a_plan_is_inside_its_budget_by_the_independent_check(planner: str) -> None:
     net, most = classifier(3, 8, 8, 8, 8), most_bytes()
-    plan = shoal.plan(net, BATCH, int(0.7 * most), hardware=P100, planner=planner)
+    plan = shoal.plan(net, BATCH, int(0.7 * most), hardware=P100, options=shoal.Options(planner=planner))
     assert plan.planner == planner.rpartition(":")[2] and (plan.recomputed or plan.offloaded)
     assert plan.budget_bytes == int(0.7 * most)
     runs = schedule(plan.graph, plan.residences)
@@ -211,10 +212,12 @@ def test_several_inputs_are_given_as_a_tuple() -> None:
 
 def test_a_saved_plan_is_used_as_it_is(tmp_path: Path) -> None:
     net, batches = nn.Sequential(*classifier(3, 8, 8), nn.Dropout(0.3)), images(2, 4, 3, 16, 16)
-    saved = shoal.plan(net, BATCH, budget="1GiB", planner=keep_nothing).save(tmp_path / "plan.json")
+    saved = shoal.plan(net, BATCH, budget="1GiB", options=shoal.Options(planner=keep_nothing)).save(
+        tmp_path / "plan.json"
+    )
     plan = Plan.load(saved)
     assert any(isinstance(residence, Recompute) for residence in plan.residences.values())
-    planned = shoal.compile(copy.deepcopy(net), plan=plan)
+    planned = shoal.compile(copy.deepcopy(net), options=shoal.Options(plan=plan))
     with costs_that_do_not_matter():
         assert not differences(train(planned, batches), train(net, batches))
     assert planned.shoal.plan.residences == plan.residences
@@ -232,7 +235,7 @@ def test_a_saved_plan_is_used_as_it_is(tmp_path: Path) -> None:
     ids=["other batch size", "other image size", "deeper", "wider"],
 )
 def test_a_plan_for_another_model_or_shape_is_refused(other: nn.Module, batch: torch.Tensor) -> None:
-    planned = shoal.compile(other, plan=shoal.plan(classifier(3, 8, 8), BATCH, hardware=P100))
+    planned = shoal.compile(other, options=shoal.Options(plan=shoal.plan(classifier(3, 8, 8), BATCH, hardware=P100)))
     with costs_that_do_not_matter(), pytest.raises(PlanError, match="the plan is for Sequential with inputs") as caught:
         planned(batch)
     assert str((4, 3, 16, 16)) in str(caught.value) and str(tuple(batch.shape)) in str(caught.value)
@@ -260,7 +263,7 @@ def test_a_budget_that_no_plan_fits_is_refused_with_the_least_that_one_does() ->
 )
 def test_wrong_arguments_are_refused(wrong: dict[str, Any], complaint: str) -> None:
     with pytest.raises(InputError, match=complaint) as caught:
-        shoal.plan(nn.Conv2d(3, 4, 3), BATCH, **wrong)
+        shoal.plan(nn.Conv2d(3, 4, 3), BATCH, **keywords(wrong))
     assert "\n" not in str(caught.value)
 
 

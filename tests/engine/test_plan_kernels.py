@@ -72,11 +72,11 @@ def test_a_saved_plan_is_refused_where_the_references_alone_run(
     path = plan.save(tmp_path / "plan.json")
     with monkeypatch.context() as patch, pytest.raises(PlanError) as refused:
         patch.setenv(dispatch.VARIABLE, "reference")
-        shoal.compile(fusing(), plan=shoal.Plan.load(path))(batch).sum().backward()
+        shoal.compile(fusing(), options=shoal.Options(plan=shoal.Plan.load(path)))(batch).sum().backward()
     assert str(refused.value) == (
         "the plan was made with 'fuse' by native kernels, which SHOAL_KERNELS leaves out on cpu; unset SHOAL_KERNELS, "
         "or plan it anew"
     )
-    again = shoal.compile(fusing(), plan=shoal.Plan.load(path))
+    again = shoal.compile(fusing(), options=shoal.Options(plan=shoal.Plan.load(path)))
     again(batch).sum().backward()
     assert again.shoal.plan.kernels == ("native",)

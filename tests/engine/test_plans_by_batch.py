@@ -18,10 +18,7 @@ from tests.engine.training_laws import blocks
 
 HOW: dict[str, Any] = {
     "hardware": "p100-nvlink",
-    "planner": "joint",
     "offload_to": None,
-    "host_budget": None,
-    "lossy": None,
     "allow": "recompute, fuse",
 }
 
@@ -58,7 +55,9 @@ def plans_of(
     max_batch: int = 2**16,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> PlansByBatch:
-    return PlansByBatch(Pricing.of(net, budget, optimizer=optimizer, name=None, **HOW), make_example, max_batch)
+    return PlansByBatch(
+        Pricing.of(net, budget, optimizer=optimizer, name=None, options=None, **HOW), make_example, max_batch
+    )
 
 
 def test_each_is_the_plan_of_its_batch_and_few_steps_are_captured(net: nn.Module, captured: list[int]) -> None:
@@ -138,7 +137,7 @@ def test_slices_of_the_batch_are_looked_at_too(captured: list[int], monkeypatch:
     def images_of(batch: int) -> torch.Tensor:
         return torch.empty(batch, 3, 16, 16, device="meta")
 
-    plans = PlansByBatch(Pricing.of(net, 1_000_000, optimizer=None, name=None, **how), images_of, 2**16)
+    plans = PlansByBatch(Pricing.of(net, 1_000_000, optimizer=None, name=None, options=None, **how), images_of, 2**16)
     made = plans(18)
     assert made.variant.slices > 1 and sorted(set(captured)) == [4, 16, 18, 64]
     assert made == shoal.plan(net, images_of(18), 1_000_000, **how)

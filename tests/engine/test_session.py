@@ -107,7 +107,7 @@ def test_a_step_that_is_captured_while_a_profiler_runs_is_planned_as_without(
 def test_so_it_is_with_the_other_planners(planner: str) -> None:
     net, batches = large_enough()
     budget = int(0.8 * peak_of_a_step(net, batches[0]))
-    planned = shoal.compile(net, budget=budget, planner=planner)
+    planned = shoal.compile(net, budget=budget, options=shoal.Options(planner=planner))
     train(planned, batches)
     status = planned.shoal
     assert (status.plan.planner, status.repairs) == (planner.rpartition(":")[2], 0)
@@ -170,7 +170,7 @@ def test_where_gradients_of_an_earlier_step_fill_the_budget_the_error_says_how_t
     net, batches = large_enough()
     sized = shoal.compile(copy.deepcopy(net))
     mean_square(sized(batches[0])).backward()
-    planned = shoal.compile(net, budget=sized.shoal.predicted_peak_bytes, planner="keep_all")
+    planned = shoal.compile(net, budget=sized.shoal.predicted_peak_bytes, options=shoal.Options(planner="keep_all"))
     mean_square(planned(batches[0])).backward()
     with pytest.raises(BudgetError, match=r"gradients of an earlier step take .*: call optimizer.zero_grad") as caught:
         planned(batches[1])
@@ -240,8 +240,8 @@ def test_a_plan_that_was_given_is_refused_where_it_is_over_the_budget() -> None:
     everything = shoal.plan(net, batches[0])
     budget = everything.predicted_peak_bytes // 2
     with pytest.raises(PlanError, match=f"over the budget of {budget}$"):
-        shoal.compile(copy.deepcopy(net), budget=budget, plan=everything)(batches[0])
-    planned = shoal.compile(net, plan=everything)
+        shoal.compile(copy.deepcopy(net), budget=budget, options=shoal.Options(plan=everything))(batches[0])
+    planned = shoal.compile(net, options=shoal.Options(plan=everything))
     train(planned, batches)
     status = planned.shoal
     assert (status.repairs, status.plan.residences) == (0, everything.residences)

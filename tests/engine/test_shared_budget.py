@@ -238,9 +238,20 @@ def test_what_cannot_be_is_refused_in_one_line() -> None:
         ("image is in shoal.Budget", lambda: shoal.compile(image, budget=other)),
         ("image is in shoal.Budget", lambda: shoal.compile(image, budget="1MiB")),
         ("part '0' has a budget of its own", lambda: shoal.compile(inner, budget=shared)),
-        ("lossy: not for models that share", lambda: shoal.compile(pair()[0], budget=shared, lossy="dynamic_tree")),
-        ("strict, plan|plan, strict", lambda: shoal.compile(pair()[0], budget=shared, strict=True, plan=3)),  # type: ignore[arg-type]
-        ("have the same planner=", lambda: shoal.compile(pair()[0], budget=shared, planner="chain")),
+        (
+            "codec: not for models that share",
+            lambda: shoal.compile(pair()[0], budget=shared, options=shoal.Options(codec="linear")),
+        ),
+        (
+            "host_budget, strict, offload_to: not for",
+            lambda: shoal.compile(
+                pair()[0], budget=shared, offload_to="host", options=shoal.Options(strict=True, host_budget=3)
+            ),
+        ),
+        (
+            "have the same planner=",
+            lambda: shoal.compile(pair()[0], budget=shared, options=shoal.Options(planner="chain")),
+        ),
         ("cannot be copied", lambda: copy.deepcopy({"budget": shared})),
         ("cannot be copied", lambda: copy.copy(shared)),
         ("cannot be pickled", lambda: pickle.dumps(shared)),

@@ -38,7 +38,7 @@ def train(model: nn.Module, *batches: int) -> None:
 @pytest.fixture(scope="module")
 def trained() -> Any:
     """After steps of three images, and of two."""
-    model = shoal.compile(network(), BUDGET, planner=keep_nothing, name="small [net]")
+    model = shoal.compile(network(), BUDGET, name="small [net]", options=shoal.Options(planner=keep_nothing))
     train(model, 3, 3, 2)
     return model
 
@@ -83,7 +83,7 @@ def test_a_reason_is_that_of_this_call_and_not_of_the_last_capture() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.layer(2 * x if self.doubled else x)
 
-    model: Any = shoal.compile(Switched(), BUDGET, planner=keep_nothing)
+    model: Any = shoal.compile(Switched(), BUDGET, options=shoal.Options(planner=keep_nothing))
 
     def step(batch: int) -> str:
         with costs_that_do_not_matter():
@@ -101,7 +101,7 @@ def test_a_reason_is_that_of_this_call_and_not_of_the_last_capture() -> None:
 
 
 def test_gradients_that_are_there_are_a_reason_too() -> None:
-    model = shoal.compile(network(), BUDGET, planner=keep_nothing)
+    model = shoal.compile(network(), BUDGET, options=shoal.Options(planner=keep_nothing))
     with costs_that_do_not_matter():
         for _ in range(2):
             model(torch.randn(2, 3, 16, 16)).square().mean().backward()
@@ -170,6 +170,6 @@ def test_the_page_of_a_script_says_what_the_page_of_a_run_says(trained: Any, tmp
 
 def test_the_page_of_a_split_network_draws_its_patches(tmp_path: Path) -> None:
     split = shoal.split(network(), depth=1.0, grid=(2, 2))
-    model = shoal.compile(split, BUDGET, planner=keep_nothing)
+    model = shoal.compile(split, BUDGET, options=shoal.Options(planner=keep_nothing))
     train(model, 2)
     assert "Patches of the input" in model.shoal.report(tmp_path / "page.html").read_text()

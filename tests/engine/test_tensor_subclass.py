@@ -38,7 +38,7 @@ def test_it_is_planned_as_a_plain_tensor_and_keeps_what_it_carries() -> None:
         model = nn.Sequential(*blocks(3, 8), nn.Flatten())
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         if budget is not None:
-            shoal.compile(model, budget, optimizer=optimizer, allow="bitwise", strict=True)
+            shoal.compile(model, budget, optimizer=optimizer, allow="bitwise", options=shoal.Options(strict=True))
         for _ in range(3):
             optimizer.zero_grad()
             output = model(named(images, "scan 7"))

@@ -203,7 +203,7 @@ def assert_same_training(
     plain, planned = copy.deepcopy(model), copy.deepcopy(model)
     expected = train(plain, batches, **how)
     with costs_that_do_not_matter():
-        shoal.compile(planned, budget="1TiB", planner=planner, offload_to=offload_to)
+        shoal.compile(planned, budget="1TiB", offload_to=offload_to, options=shoal.Options(planner=planner))
         found = train(planned, batches, **how)
     wrong = differences(found, expected)
     assert not wrong, f"differs from plain PyTorch: {wrong[:6]}"

@@ -187,14 +187,14 @@ def test_nnunets_compile_switch_is_for_the_planned_graphs_where_it_compiles(
 
     def compiled(model: nn.Module, budget: Any, **options: Any) -> nn.Module:
         given.update(options)
-        return shoal.compile(model, budget, **{**options, "kernels": "eager"})
+        return shoal.compile(model, budget, **{**options, "options": shoal.Options(kernels="eager")})
 
     monkeypatch.setattr(ours, "compile", compiled)
     monkeypatch.setenv("nnUNet_compile", asked)
     if not asked:
         monkeypatch.delenv("nnUNet_compile")
     trainer = initialized(place, There)
-    assert given["kernels"] == kernels
+    assert given["options"].kernels == kernels
     assert not isinstance(trainer.network, torch._dynamo.OptimizedModule)  # its weights keep nnU-Net's names
 
 

@@ -89,7 +89,7 @@ def test_others_capture_as_they_did() -> None:
 def test_a_plan_made_ahead_is_for_the_step_that_is_trained() -> None:
     model = model_with(MODES["bilinear"])
     plan = shoal.plan(model, batch())
-    trained = shoal.compile(copy.deepcopy(model), plan=plan)
+    trained = shoal.compile(copy.deepcopy(model), options=shoal.Options(plan=plan))
     trained(batch()).sum().backward()
     assert by_itself(trained.shoal.plan.graph).fingerprint == by_itself(plan.graph).fingerprint
 

@@ -67,7 +67,7 @@ def two_steps(place: str) -> list[Entry]:
     with costs_that_do_not_matter(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(open_transfers, "open_link", partial(RecordedLink, recorder))
         planner, net = offload_by_chance(1, 0.0, 0.0), torch.nn.Sequential(*blocks(3, 8, 8, 8))
-        model = shoal.compile(net, budget="1TiB", planner=planner, offload_to=place)
+        model = shoal.compile(net, budget="1TiB", offload_to=place, options=shoal.Options(planner=planner))
         one, two, *others = images(4, 4, 3, 8, 8)
         for batch in (one, two):  # the first steps are metered
             mean_square(model(batch)).backward()

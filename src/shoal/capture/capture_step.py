@@ -11,6 +11,7 @@ from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 
 from shoal.capture.assigned_data import copy_assigned_data
+from shoal.capture.call_arguments import Example, arguments_of
 from shoal.capture.captured import Captured
 from shoal.capture.cumulative_norms import admit_cumulative_norms
 from shoal.capture.dynamo import (
@@ -29,7 +30,7 @@ from shoal.capture.failed_traces import line_of_failure
 from shoal.capture.fx_nodes import input_layers, parameter_places
 from shoal.capture.sizes_of_values import break_at_unknown_sizes
 from shoal.capture.step_reader import capture
-from shoal.errors import CaptureError, InputError, brief
+from shoal.errors import CaptureError
 from shoal.lowlevel.torch_internals import eager_kernels
 
 Result = TypeVar("Result")
@@ -38,7 +39,7 @@ _NO_STEP = "no output of the model needs a gradient, so there is no training ste
 
 def capture_step(
     model: nn.Module,
-    example: torch.Tensor | Sequence[Any],
+    example: Example,
     *,
     name: str,
     runs_here: bool = True,
@@ -62,25 +63,9 @@ def capture_step(
     return in_dynamo(model, example, read, name=name)
 
 
-def arguments_of(example: torch.Tensor | Sequence[Any]) -> tuple[Any, ...]:
-    """The forward pass's arguments, of which `example` is the only one or all.
-
-    Raises:
-        InputError: it is neither a tensor nor a sequence.
-    """
-    if isinstance(example, torch.Tensor):
-        return (example,)
-    if not isinstance(example, Sequence) or isinstance(example, str):
-        raise InputError(
-            f"example={brief(example)}: expected a tensor, or a tuple of the forward pass's arguments; for one "
-            f"argument that is a {type(example).__name__} a tuple with it alone: (example,)"
-        )
-    return tuple(example)
-
-
 def in_dynamo(
     model: nn.Module,
-    example: torch.Tensor | Sequence[Any],
+    example: Example,
     read: Callable[[fx.GraphModule, Sequence[Any]], Result],
     *,
     name: str,
@@ -92,11 +77,11 @@ def in_dynamo(
         read: called with the graph and its inputs, while Dynamo waits for what its backend returns.
 
     Raises:
-        InputError: `example` is neither a tensor nor a sequence.
+        InputError: `example` is none of `arguments_of`.
         CaptureError: the model is not one graph, or has no output that needs a gradient.
         InputRefused: the model raises an exception of its own.
     """
-    arguments = arguments_of(example)
+    args, kwargs = arguments_of(example)
     modes = [(module, module.training) for module in model.modules()]
     if not model.training:
         model.train()
@@ -111,13 +96,14 @@ def in_dynamo(
     try:
         with torch.enable_grad(), settings(logging_functions()), one_graph(), few_collections():
             with torch.random.fork_rng(devices=[]):
-                drawn = drawn_for(model, arguments)
-            torch.compile(call_of(model), backend=backend, fullgraph=True, dynamic=False)(*arguments, **drawn)
+                drawn = drawn_for(model, args)
+            torch.compile(call_of(model), backend=backend, fullgraph=True, dynamic=False)(*args, **kwargs, **drawn)
     except _Done as done:
         result: Result = done.result
         return result
     except ModelRaised as failure:
-        shapes = ", ".join(str(tuple(a.shape)) for a in arguments if isinstance(a, torch.Tensor))
+        given = (*args, *kwargs.values())
+        shapes = ", ".join(str(tuple(value.shape)) for value in given if isinstance(value, torch.Tensor))
         raise InputRefused(f"{name} cannot take an input of shape {shapes}: {failure.reason}") from None
     finally:
         for module, training in modes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 CODECS = ("dynamic_tree", "dynamic_tree_even", "static_tree", "mantissa", "linear")
+DEFAULT_CODEC = "dynamic_tree"
 EXEMPTIONS = frozenset({"batch_norm", "first_layer"})
 DEFAULT_BLOCK_ELEMS = 4096
 

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shoal import planners
 from shoal.capture.cumulative_norms import admit_cumulative_norms
 from shoal.capture.dynamo import (
     OWN_BUDGET,
@@ -29,15 +28,15 @@ from shoal.capture.dynamo import (
     plain_call,
     settings,
 )
-from shoal.core.hardware import Hardware
 from shoal.core.plan import Plan
 from shoal.core.progress import doing, preparing
 from shoal.engine.backend import compile_step
+from shoal.engine.compile_options import CompileOptions
 from shoal.engine.early_gradients import EarlyGradients
 from shoal.engine.eval_steps import EvalSteps
 from shoal.engine.model_call import ModelCall, raise_as_plain, reject_function_transforms
 from shoal.engine.model_refusals import reject_compiled, reject_hopeless
-from shoal.engine.options import CompileOptions
+from shoal.engine.options import Options, options_of
 from shoal.engine.parts import PartedSteps
 from shoal.engine.repair import run_again_where_repaired
 from shoal.engine.reserved_budget import grow_segments
@@ -66,112 +65,47 @@ def compile(
     model: Module,
     budget: int | str | Budget | None = None,
     *,
-    planner: str | planners.Planner = "joint",
     optimizer: torch.optim.Optimizer | str | None = None,
-    kernels: str = AUTO,
-    plan: Plan | None = None,
-    offload_to: str | Path | None = AUTO,
-    host_budget: int | str | None = None,
-    rehearse: str | Hardware | None = None,
-    lossy: str | Mapping[str, Any] | None = None,
     allow: str | Collection[str] | None = None,
-    budget_of: str = "allocated",
-    cuda_graphs: bool = False,
-    strict: bool = False,
+    offload_to: str | Path | None = AUTO,
+    options: Options | None = None,
     name: str | None = None,
 ) -> Module:
     """Make `model` train inside `budget` device bytes; then train as always.
 
     It replaces `torch.compile(model)`, `torch.utils.checkpoint` by hand and guessing at batch sizes. The model is
-    changed in place, as `model.compile()` does: parameters, buffers, hooks, the names in `state_dict` and the function
-    that it computes stay. The first training step is captured in the forms that are allowed, its ops are profiled and
-    the fastest plan is made; the first steps are measured, and where one is over the budget the next is planned again
-    with what was learnt. Inputs of other sizes share one more plan, made at the largest: twice what was seen, or what
-    `torch._dynamo.mark_dynamic(x, dim, max=...)` declares, and again where a larger one comes. In eval mode and under
-    `torch.no_grad()` the model runs as it would without Shoal.
+    changed in place, as by `model.compile()`: parameters, buffers, hooks, `state_dict` and the function that it
+    computes stay. The first training step is captured, profiled and planned; the first steps are measured, and planned
+    again if one exceeds the budget. In eval mode and under `torch.no_grad()` the model runs as without Shoal.
 
     Args:
-        model: the network. Its forward pass is one graph, or several with eager code between them. In distributed data
-            parallel, give either the model before it is wrapped or the wrapper: the budget is each rank's, and the
-            buckets of gradients count in it.
-        budget: device bytes at the peak of a step, forward and backward: an int of bytes or a text such as "2GiB";
-            "auto" for what the device has left, less 5 %; "80%" for that share of its memory. Parameters, gradients,
-            optimizer state, buffers, the batch and workspaces count. None: SHOAL_BUDGET of the environment; where that
-            is not set, everything is kept and the peak is only reported. Or a `shoal.Budget`, which several models
-            share.
-        planner: "joint" (default), "chain", "keep_all", "hmms", or a function (StepGraph, Hardware, budget_bytes) →
-            Plan, as such or as "MODULE:FUNCTION", whose plans are validated by `shoal.core.validate` before they run.
-        optimizer: the optimizer that will train the model, so that its state counts, also before its first step. Where
-            there is none yet, a name: "sgd", "sgd-momentum", "adam", "adamw", "adamw-amsgrad", "rmsprop", "adagrad" or
-            another one of `shoal.memory.optimizer_state.NAMES`. The one that steps then counts as it is, and a
-            difference is said.
-        kernels: what runs the planned step: "eager", PyTorch's kernels and ours one by one, with PyTorch's bits; or
-            "compiled", where chains of pointwise ops, normalisations and reductions are joined into regions that
-            Inductor compiles, each one op of the plan, as far as they are faster so (docs/explain/compiled-regions.md).
-            "auto" is "compiled" on CUDA and "eager" on the CPU.
-        plan: a saved plan to use as it is instead of planning; see `shoal.plan`. It is validated likewise, and
-            compared with `budget` where that is given too.
-        offload_to: where saved tensors may wait beside the device: "host" for host memory (pinned on CUDA), a folder on
-            a local disk for a file there (CPU only), None for nowhere. "auto" is "host" on CUDA and None on the CPU,
-            where device and host are one.
-        host_budget: most bytes there, an int or a text. None: half of what is available now.
-        rehearse: on the CPU, a preset's name or a `Hardware`: copies to the host are held to its link's speed, as much
-            slower as this machine computes slower, so that what overlaps there overlaps here.
-        lossy: a codec's name, such as "dynamic_tree", to let the planner "joint" store inputs of convolutions in 8 bits
-            a value where that makes the faster plan (or one at all). Or a mapping with "codec" and, where wanted,
-            "block" (values that share a scale; 4096; None for one scale a tensor), "stochastic" (the seed of
-            stochastic rounding) and "exempt" (of "batch_norm", "first_layer": what stays exact; by default both). The
-            weight gradients of those convolutions then come from decoded values; all else stays bit for bit. Without
-            "batch_norm" among the exempt, the backward pass of batch norms reads decoded values too, and the error goes
-            on to what comes before. None (default): nothing is lossy.
-        allow: by which means the step may be brought into the budget: a text with commas or a collection of
-            "recompute" and "offload"; "order" of the ops; "pieces", convolutions with a large scratch, and attention
-            with large scores, in pieces where these repeat its bits (on the CPU, measured here); "fuse", batch norms
-            done by their neighbours (`shoal.fuse_batchnorm`); "direct", convolutions of volumes by kernels without
-            scratch (on the CPU), and of concatenations as sums over their parts (with "pieces", gradients of large
-            PReLUs in pieces too, and attention whose biases are learned); "exact_split", the first layers on
-            slices of the batch or on overlapping patches (`shoal.split(..., halo="exact")`), large layers of volumes on
-            slabs; "encode", convolution inputs in 8 bits (as `lossy`);
-            "invert", instance and group norms that save the result of the LeakyReLU or ELU behind them alone, and make
-            their input again from it (`shoal.invert_norm`; the same function to rounding, but for scales below 1e-5);
-            "split", the first layers on independent patches. Or a set of them: "bitwise" gives the bits that plain
-            PyTorch gives (recompute, offload, order, pieces), "exact" computes the same function, to rounding (bitwise,
-            fuse, direct, exact_split), "lossy" is all, "keep" none. None: SHOAL_ALLOW of the environment, else "exact"
-            (with a planner other than "joint": "bitwise"). The forms that were considered are listed in
-            `model.shoal.plan.explain()`, and what is allowed by its own name and does not apply to the step; that is
-            also a warning.
-        budget_of: what `budget` bounds: "allocated" bytes, those in use, as `torch.cuda.max_memory_allocated` reads
-            them; or those that CUDA's caching allocator has "reserved" of the device, for all that the process holds
-            there. A plan is then made for which that allocator, as `shoal.memory.layout.caching_allocator` models it,
-            reserves no more, and from the first step on it may not, whatever runs in the process, as under
-            `torch.cuda.set_per_process_memory_fraction`. CUDA alone, models of one graph.
-        cuda_graphs: whether the two passes of a step are recorded as CUDA graphs after the first steps, and replayed
-            from then on: two launches a step, which a host that is slower than the device gains from. Its results are
-            valid until the model is called again; later access to them raises. What the graphs use stays reserved all
-            the time, as `model.shoal.graph_bytes`, and the batch is copied, which counts in the plan. Nothing is
-            offloaded. Refused, in one line: another device than CUDA, several graphs, DDP, optimizers in hooks, two
-            calls before a backward pass, gradients that are still there when the model is called, a second backward
-            pass, inputs in host memory, plans that draw random numbers a second time. See docs/explain/cuda-graphs.md.
-        strict: whether the model has to be one graph. By default, where PyTorch cannot capture it as one (a `print`, a
-            branch on a tensor's value, a call into another library), it is planned as several graphs with eager code
-            between them: the first step runs with little kept and is measured, then all graphs are planned as one step.
-            What crosses eager code is kept.
+        model: the network, of one graph or several with eager code between them. With distributed data parallel, the
+            model before it is wrapped or the wrapper; the budget is each rank's.
+        budget: device bytes at the peak of a step, with parameters, gradients, optimizer state, buffers, the batch and
+            workspaces: an int or a text such as "2GiB"; "auto" for what the device has left, less 5 %; "80%" of its
+            memory; or a `shoal.Budget` that several models share. None (default): SHOAL_BUDGET of the environment; if
+            that is not set, everything is kept and the peak is only reported.
+        optimizer: the optimizer that will train the model, so that its state counts before its first step, or the name
+            of one, such as "adamw" (`shoal.memory.optimizer_state.NAMES`).
+        allow: the techniques that a plan may use, a text with commas or a collection. Sets: "keep" (none), "bitwise"
+            (PyTorch's bits: recompute, offload, order, pieces), "exact" (the same function to rounding: bitwise, fuse,
+            direct, exact_split), "lossy" (all: exact, encode, invert, split). None (default): SHOAL_ALLOW of the
+            environment, else "exact" ("bitwise" for planners other than "joint"). docs/explain/forms.md describes each.
+        offload_to: where saved tensors may be offloaded to: "host" (pinned memory on CUDA), a folder on a local disk
+            (CPU only), or None for nowhere. "auto" (default): "host" on CUDA, None on the CPU.
+        options: everything else; see `shoal.Options`.
         name: the model's name in tables and errors; by default its class.
 
     Returns:
-        `model` itself. After the first step `model.shoal` holds `plan`, `budget_bytes`, `predicted_peak_bytes`,
+        `model` itself. After the first step `model.shoal` has `plan`, `budget_bytes`, `predicted_peak_bytes`,
         `measured_peak_bytes`, `planning_seconds` and `lower_bound_seconds`.
 
     Raises:
-        InputError: an argument is none of what is listed above; or the model or a part of it is compiled already in a
-            way that would take the budget away.
-        CodecError: `lossy` names no codec for activations.
-        BudgetError: here, where parameters and buffers alone are over the budget; at the first training step,
-            before anything is run, where no plan fits.
-        CaptureError: at a training step, where nothing of the model that trains can be captured (with `strict`: where
-            it is not one graph).
-        PlanError: at the first training step, where `plan`, or what a planner of your own returned, is of another
-            step, breaks a rule, passes the budget, or was made with kernels or a compiler that are not here.
+        InputError: an argument is none of what is listed above, or the model is compiled already.
+        BudgetError: here, if parameters and buffers exceed the budget; at the first training step, before anything
+            runs, if no plan fits.
+        CaptureError: at a training step, if nothing of the model that trains can be captured.
+        PlanError: at the first training step, if a given plan, or that of a planner of your own, cannot run.
 
     Example:
         >>> import shoal
@@ -182,64 +116,41 @@ def compile(
         >>> model.shoal.budget_bytes, model.shoal.measured_peak_bytes <= model.shoal.budget_bytes
         (1638400, True)
 
-    Known limits: a copy (`copy.deepcopy`, a loaded pickle, `AveragedModel`) trains without a plan until it is compiled
-    itself, and its `shoal` is None; logging in the forward pass is left out of planned steps; gradients of gradients,
-    `torch.func` transforms and modules' backward hooks are refused; the loss and the optimizer's own temporaries are
-    metered, not planned.
+    Known limits: a copy of the model (`copy.deepcopy`, pickle, `AveragedModel`) trains without a plan until it is
+    compiled itself; logging in the forward pass is left out of planned steps; gradients of gradients, `torch.func`
+    transforms and modules' backward hooks are refused. Inputs of other sizes share one more plan, made for twice the
+    largest seen, or for what `torch._dynamo.mark_dynamic(x, dim, max=...)` declares.
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
     network: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
     reject_compiled(network)
+    asked = options_of(options)
     if isinstance(budget, Budget):
-        given = {
-            "offload_to": offload_to not in (AUTO, None),
-            "host_budget": host_budget is not None,
-            "rehearse": rehearse is not None,
-            "lossy": lossy is not None,
-            "plan": plan is not None,
-            "strict": strict,
-            "budget_of": budget_of != "allocated",
-            "cuda_graphs": cuda_graphs,
-        }
-        budget.add(
-            model,
-            declared_optimizer(optimizer),
-            {"planner": planner, "kernels": kernels, "allow": allow},
-            [keyword for keyword, is_given in given.items() if is_given],
-            name,
-        )
+        budget.add(model, declared_optimizer(optimizer), allow, offload_to, asked, name)
         return model
     device = next((p.device for p in network.parameters()), torch.device("cpu"))
-    options = CompileOptions.of(
-        budget=budget_bytes(budget, device, of_environment=plan is None),
-        planner=planner,
-        kernels=kernels,
-        offload_to=offload_to,
-        host_budget=host_budget,
-        rehearse=rehearse,
-        lossy=lossy,
+    resolved = CompileOptions.of(
+        budget=budget_bytes(budget, device, of_environment=asked.plan is None),
         allow=allow,
-        budget_of=budget_of,
-        cuda_graphs=cuda_graphs,
-        has_plan=plan is not None,
+        offload_to=offload_to,
+        options=asked,
     )
-    options.check_device(device.type)
+    resolved.check_device(device.type)
     declared = declared_optimizer(optimizer)
     reject_copy(declared, network.parameters())
-    if plan is not None and not isinstance(plan, Plan):
-        raise InputError(f"plan is a {type(plan).__name__}; expected a Plan: load a file with Plan.load(path)")
-    leaves = options.offloading(device.type)
-    status = Status(options.budget_bytes, budget_of=options.budget_of)
-    status.describes(network, _under_plan, options.lossy)
-    status.expandable_segments = grow_segments(device, options)
-    session = Session(status, options, StaticMemory(network, declared), name or type(network).__name__, plan, leaves)
+    leaves = resolved.offloading(device.type)
+    status = Status(resolved.budget_bytes, budget_of=resolved.budget_of)
+    status.describes(network, _under_plan, resolved.lossy)
+    status.expandable_segments = grow_segments(device, resolved)
+    named = name or type(network).__name__
+    session = Session(status, resolved, StaticMemory(network, declared), named, asked.plan, leaves)
     weakref.finalize(network, session.let_go)  # Dynamo keeps the compiled code for good, and the session with it
     if status.budget_bytes is not None:
         reject_without_shape(network)
         reject_hopeless(network, session)
         session.check_optimizer_step()
-    caller = _Caller(network, session, strict=strict)
+    caller = _Caller(network, session, strict=asked.strict)
     forget = weakref.WeakMethod(caller.forget)
     session.on_repair = lambda: (method := forget()) and method()
     caller.install(network, model, status=status)
@@ -248,7 +159,7 @@ def compile(
 
 
 def _under_plan(model: nn.Module, plan: Plan) -> nn.Module:
-    return compile(model, plan=plan, offload_to=None)
+    return compile(model, offload_to=None, options=Options(plan=plan))
 
 
 class _Caller(ModelCall):
@@ -398,7 +309,7 @@ class _Caller(ModelCall):
         session = self.session
         log.warning(
             "%s is not one graph: %s at %s; its graphs are planned as one step, and what crosses between them is "
-            "kept (model.shoal.plan.explain() tells where it breaks; strict=True refuses)",
+            "kept (model.shoal.plan.explain() tells where it breaks; shoal.Options(strict=True) refuses)",
             session.name,
             why.reason,
             why.place,

@@ -28,6 +28,7 @@ from shoal.capture.varying_sizes import bytes_at, make_static
 from shoal.core.plan import Plan
 from shoal.core.progress import doing, preparing
 from shoal.engine.choose_variant import Choose, compile_chosen, in_form, own_form
+from shoal.engine.compile_options import CompileOptions
 from shoal.engine.cuda_graphs import GraphedStep, ReplayedSteps, refuse
 from shoal.engine.first_run import checked, forward_only
 from shoal.engine.gradient_gates import Gradients, gates_or_all, through_gates
@@ -35,7 +36,6 @@ from shoal.engine.graph_runner import run_in_traced_layouts
 from shoal.engine.loop_memory import Basis
 from shoal.engine.many_shapes import compile_for_shapes
 from shoal.engine.once_differentiable import once_differentiable
-from shoal.engine.options import CompileOptions
 from shoal.engine.placement import Placement
 from shoal.engine.reserved_budget import grow_segments
 from shoal.engine.session import Session
@@ -67,11 +67,10 @@ def backend(
 ) -> Callable[..., Any]:
     """`torch.compile(model, backend="shoal", options={"budget": "2GiB"})`.
 
-    Options: `budget`, `planner`, `kernels`, `cuda_graphs`, `optimizer`, `offload_to`, `host_budget`, `lossy`,
-    `allow` and `budget_of`, as of `shoal.compile`; each may be text, as hosts that copy their options need it:
-    {"budget": "80%", "optimizer": "adamw"}. Where there is no budget, SHOAL_BUDGET of the environment counts; without
-    that too, everything is kept. The model has to come as one graph. `shoal.compile` does the same and also reports in
-    `model.shoal`.
+    Options: `budget`, `optimizer`, `allow` and `offload_to`, as of `shoal.compile`, and the names of `shoal.Options`
+    except `plan` and `strict`. Values may be text, for hosts that copy their options: {"budget": "80%", "optimizer":
+    "adamw", "cuda_graphs": "true"}. Without a budget SHOAL_BUDGET of the environment counts; if that is not set,
+    everything is kept. The model has to be one graph. `shoal.compile` does the same and also reports in `model.shoal`.
     """
     with refusals():
         return _compile_as_asked(gm, example_inputs, options or {}, mode)

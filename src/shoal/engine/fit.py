@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -13,10 +13,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from shoal import planners
+from shoal.capture.call_arguments import Example
 from shoal.core.hardware import Hardware
 from shoal.core.plan import Plan
 from shoal.core.sizes import format_bytes
+from shoal.engine.options import Options
 from shoal.engine.plan import required_budget
 from shoal.engine.plans_by_batch import PlansByBatch, least_bytes, positive
 from shoal.engine.plans_by_patch import PlansByPatch, patch_of
@@ -35,7 +36,7 @@ class Fit:
 
     Attributes:
         batch: what `make_example` was given; with `patch=`, the batch of what it made.
-        plan: of that step; give it to `shoal.compile(model, plan=...)`, or compile with the same budget.
+        plan: of that step; run it with `shoal.Options(plan=...)`, or compile with the same budget.
         too_many: the smallest batch that was tried and does not fit; 0 where every one fits that was tried.
         patch: with `patch=`, the largest patch; else ().
         too_large: with `patch=`, the smallest patch that was tried and does not fit; () where every one fits.
@@ -86,7 +87,7 @@ class Fit:
 
 def fit(
     model: nn.Module,
-    make_example: Callable[[Any], torch.Tensor | Sequence[Any]],
+    make_example: Callable[[Any], Example],
     budget: int | str | None = None,
     *,
     first: int = _FIRST,
@@ -96,12 +97,9 @@ def fit(
     max_patch: Sequence[int] | None = None,
     hardware: str | Hardware | None = None,
     allow: str | Collection[str] | None = None,
-    planner: str | planners.Planner = "joint",
     optimizer: torch.optim.Optimizer | str | None = None,
     offload_to: str | Path | None = AUTO,
-    host_budget: int | str | None = None,
-    lossy: str | Mapping[str, Any] | None = None,
-    kernels: str = AUTO,
+    options: Options | None = None,
     name: str | None = None,
     trying: Callable[[Any], object] = lambda size: None,
 ) -> Fit:
@@ -117,8 +115,8 @@ def fit(
 
     Args:
         model: the network.
-        make_example: an int → the forward pass's argument at that size, or a tuple of its arguments. It may as well be
-            the side of an image: whatever needs more bytes the larger it is. On the "meta" device it takes no memory.
+        make_example: an int → what the model is called with at that size, as `example` of `shoal.plan`. It may as well
+            be the side of an image: whatever needs more bytes the larger it is. On "meta" it takes no memory.
             Where `hardware` is named it may be asked for up to 16 times the batch tried, never above `max_batch`: steps
             in between follow from those. With `patch=` it is a patch → the same, such as
             `lambda patch: torch.empty(2, 1, *patch, device="meta")`.
@@ -132,7 +130,7 @@ def fit(
             forward pass on the meta device.
         max_patch: sizes that no side goes beyond, such as the median shape of a data set, whose proportions are kept
             then. None for no limit.
-        hardware, allow, planner, optimizer, offload_to, host_budget, lossy, kernels, name: as for `shoal.plan`.
+        hardware, allow, optimizer, offload_to, options, name: as for `shoal.plan`.
         trying: called with each batch or patch before it is planned.
 
     Returns:
@@ -141,7 +139,6 @@ def fit(
     Raises:
         InputError: an argument is none of what is listed above, or the model takes no input that `make_example` made;
             `patch` is none that the strides divide: what would do is named.
-        CodecError: `lossy` names no codec for activations.
         BudgetError: not even a batch of one fits, or the smallest patch that the network takes.
         CaptureError: the model is not one graph.
 
@@ -180,12 +177,9 @@ def fit(
         budget,
         hardware=hardware,
         allow=allow,
-        planner=planner,
         optimizer=optimizer,
         offload_to=offload_to,
-        host_budget=host_budget,
-        lossy=lossy,
-        kernels=kernels,
+        options=options,
         name=name,
     )
     if patch is not None:
@@ -197,7 +191,7 @@ def fit(
 
 def _fit_patch(
     pricing: Pricing,
-    make_example: Callable[[Patch], torch.Tensor | Sequence[Any]],
+    make_example: Callable[[Patch], Example],
     patch: Patch,
     multiple_of: int | Sequence[int] | None,
     max_patch: Sequence[int] | None,

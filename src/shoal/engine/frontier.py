@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from numbers import Integral
 from pathlib import Path
@@ -14,11 +14,12 @@ import torch
 from rich.table import Table
 from torch import fx, nn
 
-from shoal import planners
+from shoal.capture.call_arguments import Example
 from shoal.capture.capture_step import in_dynamo
 from shoal.core.files import write_json, write_text
 from shoal.core.frontier import BatchFrontierData, FrontierData
 from shoal.core.hardware import Hardware
+from shoal.engine.options import Options
 from shoal.engine.plans_by_batch import MakeExample, PlansByBatch, positive
 from shoal.engine.pricing import Pricing
 from shoal.engine.search.batch_points import batch_points
@@ -94,12 +95,9 @@ class _Keywords(TypedDict, total=False):
     budget: int | str | None
     hardware: str | Hardware | None
     allow: str | Collection[str] | None
-    planner: str | planners.Planner
     optimizer: torch.optim.Optimizer | str | None
     offload_to: str | Path | None
-    host_budget: int | str | None
-    lossy: str | Mapping[str, Any] | None
-    kernels: str
+    options: Options | None
     points: int
     max_batch: int | None
     name: str | None
@@ -107,22 +105,19 @@ class _Keywords(TypedDict, total=False):
 
 
 @overload
-def frontier(model: nn.Module, example: torch.Tensor | Sequence[Any], **keywords: Unpack[_Keywords]) -> Frontier: ...
+def frontier(model: nn.Module, example: Example, **keywords: Unpack[_Keywords]) -> Frontier: ...
 @overload
 def frontier(model: nn.Module, example: MakeExample, **keywords: Unpack[_Keywords]) -> BatchFrontier: ...
 def frontier(
     model: nn.Module,
-    example: torch.Tensor | Sequence[Any] | MakeExample,
+    example: Example | MakeExample,
     *,
     budget: int | str | None = None,
     hardware: str | Hardware | None = None,
     allow: str | Collection[str] | None = None,
-    planner: str | planners.Planner = "joint",
     optimizer: torch.optim.Optimizer | str | None = None,
     offload_to: str | Path | None = AUTO,
-    host_budget: int | str | None = None,
-    lossy: str | Mapping[str, Any] | None = None,
-    kernels: str = AUTO,
+    options: Options | None = None,
     points: int = 10,
     max_batch: int | None = None,
     name: str | None = None,
@@ -142,7 +137,7 @@ def frontier(
         example: as for `shoal.plan`; or an int → that, which is `make_example` of `shoal.fit`.
         budget: where you stand, in bytes as for `shoal.plan`: one more point, and a line in the charts; with a
             function, what every batch has to fit in. None for SHOAL_BUDGET of the environment, if that is set.
-        hardware, allow, planner, optimizer, offload_to, host_budget, lossy, kernels: as for `shoal.plan`.
+        hardware, allow, optimizer, offload_to, options: as for `shoal.plan`.
         points: how many budgets, 2 to 100; with a function about how many batches, beside those around the best.
         max_batch: with a function, the batch to stop at; 65,536 if None.
         name: the model's name in tables and charts; by default its class.
@@ -158,7 +153,6 @@ def frontier(
 
     Raises:
         InputError: an argument is none of what is listed above, or `example` is a function and there is no budget.
-        CodecError: `lossy` names no codec for activations.
         BudgetError: `example` is a function, and not even one image fits.
         CaptureError: the model is not one graph.
         PlanError: a planner of your own returned no plan, or one that breaks a rule of `shoal.core.validate`.
@@ -194,12 +188,9 @@ def frontier(
         optimizer=optimizer,
         name=name,
         many_budgets=not is_by_batch,
-        planner=planner,
         offload_to=offload_to,
-        host_budget=host_budget,
-        lossy=lossy,
         allow=allow,
-        kernels=kernels,
+        options=options,
     )
     started = time.perf_counter()
     means = pricing.options.means

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from shoal.core.sizes import format_bytes
-from shoal.engine.options import CompileOptions
+from shoal.engine.compile_options import CompileOptions
 from shoal.engine.part_planning import least_bytes, moment_before
 from shoal.engine.part_sequence import Node, described
 from shoal.engine.search.without_effect import A_TURN, in_several_graphs

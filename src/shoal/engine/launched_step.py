@@ -9,9 +9,9 @@ from shoal.capture.aligned_rows import with_aligned_rows
 from shoal.capture.captured import Captured
 from shoal.capture.gathered_casts import with_gathered_casts
 from shoal.core.plan import Plan
+from shoal.engine.compile_options import CompileOptions
 from shoal.engine.compiled_regions import in_compiled_regions
 from shoal.engine.faster_products import in_faster_products
-from shoal.engine.options import CompileOptions
 
 
 def as_launched(captured: Captured, options: CompileOptions, plan: Plan | None = None) -> Captured:

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.capture.capture_step import arguments_of, capture_step
+from shoal.capture.call_arguments import Example, arguments_of
+from shoal.capture.capture_step import capture_step
 from shoal.capture.captured import Captured
 from shoal.capture.encode_activations import Offer, encoded, offers
 from shoal.core.lossy import LossyOptions
 from shoal.core.plan import Plan
 from shoal.core.presets import get as preset
 from shoal.core.sizes import format_bytes
-from shoal.engine.options import lossy_options
 from shoal.engine.search.choose_encoded import as_encoded, encoded_by
 from shoal.errors import InputError
 from shoal.kernels.encoded_activation import measured_errors
@@ -90,8 +90,8 @@ class LossyReport:
 
 def lossy_report(
     model: nn.Module,
-    example: torch.Tensor | Sequence[Any],
-    lossy: str | Mapping[str, Any] | LossyOptions = "dynamic_tree",
+    example: Example,
+    lossy: LossyOptions,
     *,
     compiled: Callable[[nn.Module, Plan], nn.Module],
     loss: Loss | None = None,
@@ -101,8 +101,8 @@ def lossy_report(
 
     Args:
         model: the network; copies of it run, so that it stays as it is. It is run in training mode.
-        example: the batch, real numbers of it: the forward pass's argument or a tuple of its arguments.
-        lossy: as for `shoal.compile`.
+        example: the batch, real numbers of it, as `example` of `shoal.plan`.
+        lossy: the codec, unless `plan` has one.
         compiled: makes a model run under a plan.
         loss: outputs → a scalar; by default the mean of their squares.
         plan: encode what this plan encodes, in its codec. By default everything that may be encoded is.
@@ -111,28 +111,26 @@ def lossy_report(
         A `LossyReport`: `explain()` for people, `to_json()` for later.
 
     Raises:
-        InputError, CodecError: an argument is none of what is listed above.
+        InputError: an argument is none of what is listed above.
         CaptureError: the model is not one graph.
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
-    arguments = arguments_of(example)
-    captured, device = capture_step(model, arguments, name=type(model).__name__)
+    captured, device = capture_step(model, example, name=type(model).__name__)
     said = None if plan is None else encoded_by(plan)
     if plan is not None and said is None:
-        raise InputError("the plan encodes nothing, so there is nothing to report; plan with lossy=")
-    permitted, wanted = said or (lossy_options(lossy), None)
-    assert permitted is not None
+        raise InputError("the plan encodes nothing, so there is nothing to report; plan with allow='exact, encode'")
+    permitted, wanted = said or (lossy, None)
     offered = offers(captured, permitted if wanted is None else replace(permitted, exempt=frozenset()))
     found = [offer for offer in offered if wanted is None or offer.storage in wanted]
     if not found:
         return LossyReport(permitted.describe(), (), (), True)
     everything = plan_of_encoded(captured, [offer.storage for offer in found], permitted)
     loss = loss or _mean_square
-    outputs, exact = _gradients(copy.deepcopy(model).train(), arguments, loss, device)
+    outputs, exact = _gradients(copy.deepcopy(model).train(), example, loss, device)
     lossy_model = compiled(copy.deepcopy(model).train(), everything)
     with measured_errors() as errors:
-        same, rough = _gradients(lossy_model, arguments, loss, device)
+        same, rough = _gradients(lossy_model, example, loss, device)
     # The first encodings were tried out, to be timed.
     names = [storage.name for storage in everything.encoded]
     error_of = dict(zip(names, errors[-len(names) :], strict=True))
@@ -154,14 +152,15 @@ def plan_of_encoded(captured: Captured, chosen: Sequence[str], lossy: LossyOptio
 
 
 def _gradients(
-    model: nn.Module, arguments: Sequence[Any], loss: Loss, device: torch.device
+    model: nn.Module, example: Example, loss: Loss, device: torch.device
 ) -> tuple[Any, dict[str, torch.Tensor]]:
+    args, kwargs = arguments_of(example)
     for parameter in model.parameters():
         parameter.grad = None
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.enable_grad():
         torch.manual_seed(0)
-        outputs = model(*arguments)
+        outputs = model(*args, **kwargs)
         loss(outputs).backward()
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return outputs, found

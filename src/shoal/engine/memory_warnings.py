@@ -138,7 +138,7 @@ def given_plan_is_over(name: str, measured_bytes: int, budget_bytes: int) -> Non
     """A plan that was given passes the budget."""
     log.warning(
         "%s: the measured peak of %s is over the budget of %s; the given plan stays as it is: give budget= "
-        "without plan= to have it planned again",
+        "without a given plan to have it planned again",
         name,
         format_bytes(measured_bytes),
         format_bytes(budget_bytes),

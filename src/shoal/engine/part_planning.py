@@ -32,8 +32,8 @@ from shoal.core.step import StepGraph
 from shoal.core.timeline import WAITS, Moment
 from shoal.core.validate_plan import check_own_plan
 from shoal.cost.measure import measure
+from shoal.engine.compile_options import CompileOptions
 from shoal.engine.generator_states import counting_states, repeated
-from shoal.engine.options import CompileOptions
 from shoal.engine.overlapping import plan_overlapping
 from shoal.engine.part_record import Record
 from shoal.engine.session import Session

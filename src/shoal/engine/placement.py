@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_leaves
 from shoal.capture.early_gradients import hand_over, handed_over
 from shoal.capture.step_reader import storage_bytes
 from shoal.core.sizes import format_bytes
+from shoal.engine.compile_options import CompileOptions
 from shoal.engine.first_run import nodes_in_parts, to_the_end
 from shoal.engine.optimizer_steps import watch
-from shoal.engine.options import CompileOptions
 from shoal.engine.status import Status
 from shoal.lowlevel import cuda_allocator, torch_state
 from shoal.memory.layout.caching_allocator import LARGEST_SMALL_BYTES, CachingAllocator

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,11 +11,12 @@ from typing import Any, TypeVar
 import torch
 from torch import fx, nn
 
-from shoal import planners
-from shoal.capture.capture_step import InputRefused, arguments_of, in_dynamo
+from shoal.capture.call_arguments import Example
+from shoal.capture.capture_step import InputRefused, in_dynamo
 from shoal.core.hardware import Hardware
 from shoal.core.plan import Plan
 from shoal.engine.forward_on_meta import sizes_that_would_do
+from shoal.engine.options import Options
 from shoal.engine.plan_kernels import kernels_of
 from shoal.engine.pricing import Pricing
 from shoal.engine.search.any_form import Fitting, any_form
@@ -29,17 +30,14 @@ _Read = TypeVar("_Read")
 
 def plan(
     model: nn.Module,
-    example: torch.Tensor | Sequence[Any],
+    example: Example,
     budget: int | str | None = None,
     *,
     hardware: str | Hardware | None = None,
-    planner: str | planners.Planner = "joint",
     optimizer: torch.optim.Optimizer | str | None = None,
-    offload_to: str | Path | None = AUTO,
-    host_budget: int | str | None = None,
-    lossy: str | Mapping[str, Any] | None = None,
     allow: str | Collection[str] | None = None,
-    kernels: str = AUTO,
+    offload_to: str | Path | None = AUTO,
+    options: Options | None = None,
     name: str | None = None,
 ) -> Plan:
     """Plan one training step without taking it.
@@ -50,28 +48,27 @@ def plan(
 
     Args:
         model: the network; it is planned as if in training mode and left as it is.
-        example: the forward pass's argument, or a tuple of its arguments. Only shapes and dtypes matter.
+        example: what the model is called with: its only argument, a tuple of its arguments, or a dict of its keyword
+            arguments (a model of Hugging Face's kind). Only shapes and dtypes matter.
         budget: device bytes at the peak of the step, an int or a text such as "2GiB"; "auto" and "80%" as for
             `shoal.compile`, of the memory of `hardware` where that is given. None: SHOAL_BUDGET of the environment;
             where that is not set, everything is kept.
         hardware: a preset's name ("p100-nvlink", see `shoal hardware`) or a `Hardware`: times come from its rates
             (roofline), and kernels that are for the CPU alone are left out. None: the ops are profiled on this machine.
-        planner: as for `shoal.compile`.
         optimizer: the optimizer whose state counts, or its name, as for `shoal.compile`.
-        offload_to: as for `shoal.compile`; "auto" allows host memory where `hardware` is given or the model is on CUDA.
-        host_budget: most bytes there; None for no limit where `hardware` is given, else as for `shoal.compile`.
-        lossy, allow: as for `shoal.compile`.
-        kernels: as for `shoal.compile`. With `hardware` "auto" is "eager"; with "compiled" the step has all regions
-            that it may have, with times by its rates: which of them are faster compiled cannot be measured.
+        allow: as for `shoal.compile`.
+        offload_to: as for `shoal.compile`; "auto" allows host memory if `hardware` is given or the model is on CUDA.
+        options: as for `shoal.compile`, without `plan`, `budget_of` and `cuda_graphs`. With `hardware`, `host_budget`
+            None is no limit, and `kernels` "auto" is "eager"; "compiled" has all regions that there may be, with times
+            by its rates: which of them are faster compiled cannot be measured.
         name: the model's name in tables and errors; by default its class.
 
     Returns:
         A `Plan`: `explain()` for people, `save(path)` for later, `timeline` for the simulated step. One made for this
-        machine can be given to `shoal.compile(model, plan=...)` to run as it is.
+        machine runs unchanged with `shoal.compile(model, options=shoal.Options(plan=plan))`.
 
     Raises:
         InputError: an argument is none of what is listed above.
-        CodecError: `lossy` names no codec for activations.
         BudgetError: no plan fits the budget.
         CaptureError: the model is not one graph.
         PlanError: a planner of your own returned no plan, or one that breaks a rule of `shoal.core.validate`.
@@ -94,17 +91,14 @@ def plan(
         hardware=hardware,
         optimizer=optimizer,
         name=name,
-        planner=planner,
         offload_to=offload_to,
-        host_budget=host_budget,
-        lossy=lossy,
         allow=allow,
-        kernels=kernels,
+        options=options,
     )
     return plan_of(pricing, example)
 
 
-def plan_of(pricing: Pricing, example: torch.Tensor | Sequence[Any]) -> Plan:
+def plan_of(pricing: Pricing, example: Example) -> Plan:
     """`plan` of a step that is priced in one way, inside the budget of `pricing`."""
     started = time.perf_counter()
 
@@ -122,7 +116,7 @@ def plan_of(pricing: Pricing, example: torch.Tensor | Sequence[Any]) -> Plan:
     return replace(found, planning_seconds=time.perf_counter() - started, options=pricing.options.to_json())
 
 
-def any_plan_of(pricing: Pricing, example: torch.Tensor | Sequence[Any], likely: int) -> Fitting:
+def any_plan_of(pricing: Pricing, example: Example, likely: int) -> Fitting:
     """A plan that fits, however slow: see `any_form`."""
 
     def read(gm: fx.GraphModule, inputs: Sequence[Any]) -> Fitting:
@@ -143,12 +137,10 @@ def required_budget(pricing: Pricing) -> int:
     return pricing.budget_bytes
 
 
-def _captured(
-    pricing: Pricing, example: torch.Tensor | Sequence[Any], read: Callable[[fx.GraphModule, Sequence[Any]], _Read]
-) -> _Read:
+def _captured(pricing: Pricing, example: Example, read: Callable[[fx.GraphModule, Sequence[Any]], _Read]) -> _Read:
     """What is read of the step."""
     try:
         return in_dynamo(pricing.model, example, read, name=pricing.name)
     except InputRefused as refused:
-        would_do = sizes_that_would_do(pricing.model, arguments_of(example))
+        would_do = sizes_that_would_do(pricing.model, example)
         raise CaptureError(f"{refused}; {would_do}" if would_do else str(refused)) from None

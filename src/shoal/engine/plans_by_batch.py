@@ -12,9 +12,9 @@ from math import isclose
 from numbers import Integral
 from typing import Any, TypeVar
 
-import torch
 from torch import fx
 
+from shoal.capture.call_arguments import Example, arguments_of
 from shoal.capture.capture_step import InputPlaces, in_dynamo, joint_step
 from shoal.capture.layered import Refused
 from shoal.capture.shrunk import shrunk
@@ -38,7 +38,7 @@ from shoal.memory.storage_bytes import distinct_bytes, reject_without_shape
 _SMALLEST = 4  # batch whose step stands for others: that of one image is often of another form
 _APART = 4
 _Read = TypeVar("_Read")
-MakeExample = Callable[[int], torch.Tensor | Sequence[Any]]
+MakeExample = Callable[[int], Example]
 
 
 class PlansByBatch:
@@ -54,7 +54,7 @@ class PlansByBatch:
 
     Args:
         pricing: the model, its budget, and how its step is priced.
-        make_example: batch → the forward pass's argument, or a tuple of its arguments.
+        make_example: batch → an example, as of `shoal.plan`.
         max_batch: `make_example` is asked for none above.
     """
 
@@ -149,10 +149,9 @@ class PlansByBatch:
             else:
                 return found
 
-    def _example(self, batch: int) -> torch.Tensor | Sequence[Any]:
+    def _example(self, batch: int) -> Example:
         made = self._make_example(batch)
-        if not isinstance(made, (torch.Tensor, tuple, list)):
-            raise InputError(f"make_example({batch}) is {brief(made)}; expected a tensor, or a tuple of arguments")
+        arguments_of(made, f"make_example({batch})")
         return made
 
     def _forms(self, batch: int) -> _CapturedForms | _ScaledForms:
@@ -212,7 +211,7 @@ class _CapturedForms:
     The step as it is and with batch norms fused, which are always considered, are captured together.
     """
 
-    def __init__(self, pricing: Pricing, example: torch.Tensor | Sequence[Any]) -> None:
+    def __init__(self, pricing: Pricing, example: Example) -> None:
         self._pricing = pricing
         self._example = example
         self._graphs: dict[Variant, Counted | str] = {}

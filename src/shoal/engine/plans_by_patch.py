@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from numbers import Integral
-from typing import Any
 
-import torch
-
+from shoal.capture.call_arguments import Example, arguments_of
 from shoal.core.plan import Plan
 from shoal.engine.forward_on_meta import why_not
 from shoal.engine.plan import any_plan_of, plan_of
@@ -17,7 +15,7 @@ from shoal.engine.search.max_patch import Largest, Patch
 from shoal.errors import BudgetError, InputError, brief
 from shoal.memory.storage_bytes import reject_without_shape
 
-MakePatch = Callable[[Patch], torch.Tensor | Sequence[Any]]
+MakePatch = Callable[[Patch], Example]
 
 
 class PlansByPatch:
@@ -25,7 +23,7 @@ class PlansByPatch:
 
     Args:
         pricing: the model, its budget, and how its step is priced.
-        make_example: patch → the forward pass's argument, or a tuple of its arguments.
+        make_example: patch → an example, as of `shoal.plan`.
     """
 
     def __init__(self, pricing: Pricing, make_example: MakePatch) -> None:
@@ -83,12 +81,11 @@ class PlansByPatch:
             else:
                 return found
 
-    def example(self, patch: Patch) -> tuple[Any, ...]:
-        """The forward pass's arguments."""
+    def example(self, patch: Patch) -> Example:
+        """What the model is called with."""
         made = self._make_example(patch)
-        if not isinstance(made, (torch.Tensor, tuple, list)):
-            raise InputError(f"make_example({patch}) is {brief(made)}; expected a tensor, or a tuple of arguments")
-        return (made,) if isinstance(made, torch.Tensor) else tuple(made)
+        arguments_of(made, f"make_example({patch})")
+        return made
 
     def why_not(self, patch: Patch) -> str:
         """Why the network does not take a patch, by its forward pass on the meta device; "" where it does."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,9 +31,10 @@ from shoal.cost.measure import measure
 from shoal.cost.measure_links import link_to
 from shoal.cost.profile import profile_step
 from shoal.cost.roofline import roofline
+from shoal.engine.compile_options import CompileOptions
 from shoal.engine.compiled_regions import in_unmeasured_regions
 from shoal.engine.launched_step import as_launched
-from shoal.engine.options import CompileOptions
+from shoal.engine.options import Options, options_of
 from shoal.engine.search.choose_encoded import bounding_step, choose_encoded
 from shoal.engine.search.encoded_steps import EncodedSteps
 from shoal.engine.search.encoding import EncodeBelow, EncodeIfFaster
@@ -49,6 +51,7 @@ from shoal.planners.limits import DEFAULT
 from shoal.planners.smallest_plan import smallest_inside
 
 log = logging.getLogger("shoal")
+_OF_A_TRAINED_MODEL = ("plan", "budget_of", "cuda_graphs")  # options of shoal.compile only
 
 
 @dataclass(frozen=True)
@@ -90,8 +93,10 @@ class Pricing:
         hardware: str | Hardware | None,
         optimizer: torch.optim.Optimizer | str | None,
         name: str | None,
+        allow: str | Collection[str] | None,
+        offload_to: str | Path | None,
+        options: Options | None,
         many_budgets: bool = False,
-        **keywords: Any,
     ) -> Pricing:
         """What the keywords of `shoal.plan` stand for.
 
@@ -107,9 +112,16 @@ class Pricing:
         here = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
         whole = here if target is None else target.device.memory_bytes
         budget_bytes = allowed_bytes(budget, whole)
-        options = CompileOptions.of(budget=MAX_BYTES if many_budgets else budget_bytes, **keywords)
+        asked = options_of(options)
+        for given in (each for each in _OF_A_TRAINED_MODEL if each in asked.given):
+            raise InputError(f"shoal.Options({given}=...) is for shoal.compile; leave it out of this call")
+        if target is not None and asked.rehearse is not None:
+            raise InputError("rehearse= slows down copies on this machine; leave out hardware= or rehearse=")
+        resolved = CompileOptions.of(
+            budget=MAX_BYTES if many_budgets else budget_bytes, allow=allow, offload_to=offload_to, options=asked
+        )
         declared = declared_optimizer(optimizer)
-        return cls(model, name or type(model).__name__, options, budget_bytes, target, declared)
+        return cls(model, name or type(model).__name__, resolved, budget_bytes, target, declared)
 
     def prices(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[fx.GraphModule], Priced[None]]:
         """What prices a form of a step.
@@ -189,8 +201,6 @@ class Pricing:
         planner = allowed(means, self.options.planner, each_state_bytes)
 
         def completed(timed: StepGraph) -> StepGraph:
-            if self.options.cuda_graphs:
-                timed = timed.without_launches()
             return replace(timed, static_bytes=static_bytes, link=link)
 
         def costed(step: Captured) -> StepGraph:

@@ -11,7 +11,7 @@ import torch
 from shoal.core.plan import Plan
 from shoal.core.schedule import schedule
 from shoal.core.sizes import format_bytes
-from shoal.engine.options import CompileOptions
+from shoal.engine.compile_options import CompileOptions
 from shoal.engine.step_planning import Planned
 from shoal.errors import BudgetError, InputError
 from shoal.lowlevel import cuda_allocator

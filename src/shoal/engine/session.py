@@ -22,6 +22,7 @@ from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
 from shoal.core.validate_plan import check_own_plan
 from shoal.engine import memory_warnings
+from shoal.engine.compile_options import CompileOptions
 from shoal.engine.cuda_graphs import ReplayedSteps, refuse
 from shoal.engine.early_gradients import EarlyGradients
 from shoal.engine.launched_step import as_launched
@@ -30,7 +31,6 @@ from shoal.engine.metering import Metered, Metering, Window
 from shoal.engine.observe_loop import loss_takes_more, observe_loop
 from shoal.engine.open_transfers import OpenTransfers
 from shoal.engine.optimizer_steps import watch
-from shoal.engine.options import CompileOptions
 from shoal.engine.placement import Placement, spare_bytes
 from shoal.engine.plan_kernels import kernels_of
 from shoal.engine.plans_in_force import PlansInForce

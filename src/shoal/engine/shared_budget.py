@@ -6,6 +6,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -25,8 +26,9 @@ from shoal.capture.dynamo import (
 )
 from shoal.core.sizes import format_bytes
 from shoal.engine.budget_table import Standing, table
+from shoal.engine.compile_options import CompileOptions
 from shoal.engine.model_call import ModelCall, raise_as_plain, reject_function_transforms
-from shoal.engine.options import CompileOptions
+from shoal.engine.options import Options
 from shoal.engine.search.without_effect import A_TURN, in_several_graphs
 from shoal.engine.session import Session
 from shoal.engine.status import Status
@@ -37,8 +39,10 @@ from shoal.memory.budget import budget_bytes
 from shoal.memory.optimizer_state import Declared, reject_copy
 from shoal.memory.static_memory import StaticMemory
 from shoal.memory.storage_bytes import distinct_bytes, reject_without_shape
+from shoal.offload.policy import AUTO
 
 log = logging.getLogger("shoal")
+_SHARED = ("planner", "kernels")  # the options that all models of a budget have in common
 _ALONE = "has a budget of its own: give shoal.compile(model, budget=) bytes for it"
 
 
@@ -121,8 +125,9 @@ class Budget:
         self,
         model: nn.Module,
         optimizer: Declared | None,
-        how: Mapping[str, Any],
-        of_one_model: Collection[str],
+        allow: str | Collection[str] | None,
+        offload_to: str | Path | None,
+        asked: Options,
         name: str | None,
     ) -> None:
         """Take a model in; `shoal.compile` calls this.
@@ -130,9 +135,7 @@ class Budget:
         Args:
             model: the network.
             optimizer: that trains it.
-            how: the keywords of `CompileOptions.of` that all models of a budget share.
-            of_one_model: names of other keywords that were given.
-            name: of the model; by default its class's.
+            allow, offload_to, asked, name: `allow=`, `offload_to=`, `options=` and `name=` of `shoal.compile`.
 
         Raises:
             InputError: these are not the same for all, or cannot be shared.
@@ -141,6 +144,9 @@ class Budget:
         self._reject_another_process()
         if isinstance(model, DistributedDataParallel):
             raise InputError(f"a model in DistributedDataParallel {_ALONE}")
+        of_one_model = [name for name in asked.given if name not in _SHARED]
+        if offload_to not in (AUTO, None):
+            of_one_model.append("offload_to")
         if of_one_model:
             raise InputError(f"{', '.join(of_one_model)}: not for models that share a shoal.Budget; leave it out")
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -148,7 +154,7 @@ class Budget:
         reject_without_shape(model)
         steps = self._steps
         known_bytes = budget_bytes(self._asked, device) if self.budget_bytes is None else self.budget_bytes
-        options = CompileOptions.of(budget=known_bytes, offload_to=None, **how)
+        options = CompileOptions.of(budget=known_bytes, allow=allow, offload_to=None, options=asked)
         if steps is not None and (options != self._options or device != self._device):
             raise InputError(
                 f"all models of a shoal.Budget have the same planner=, allow= and kernels=, on one device: got "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shoal.capture.call_arguments import Example
 from shoal.core.lossy import LossyOptions
 from shoal.core.plan import Plan
 from shoal.core.progress import STAGES, Preparation
@@ -20,6 +21,7 @@ from shoal.core.step import Storage
 from shoal.core.variant import Variant
 from shoal.core.version import __version__
 from shoal.engine.lossy_report import Loss, LossyReport, lossy_report
+from shoal.engine.options import Options, options_of
 from shoal.errors import InputError
 from shoal.memory.step_meter import Measured
 from shoal.transforms.split.split import SplitModule
@@ -295,8 +297,8 @@ class Status:
 
     def lossy_report(
         self,
-        example: torch.Tensor | Sequence[Any],
-        lossy: str | Mapping[str, Any] | LossyOptions | None = None,
+        example: Example,
+        options: Options | None = None,
         *,
         loss: Loss | None = None,
         plan: Plan | None = None,
@@ -306,8 +308,8 @@ class Status:
         Copies of the model run; the model stays as it is.
 
         Args:
-            example: the batch, real numbers of it: the forward pass's argument or a tuple of its arguments.
-            lossy: as for `shoal.compile`; None for what the model was compiled with, else "dynamic_tree".
+            example: the batch, real numbers of it, as `example` of `shoal.plan`.
+            options: the codec, as for `shoal.compile`; None for the one that the model was compiled with.
             loss: outputs → a scalar; by default the mean of their squares.
             plan: encode what this plan encodes, in its codec, such as `model.shoal.plan`. By default everything that
                 may be encoded is.
@@ -316,7 +318,7 @@ class Status:
             A `LossyReport`: `explain()` for people, `to_json()` for later.
 
         Raises:
-            InputError, CodecError: an argument is none of what is listed above; or the model is gone.
+            InputError: an argument is none of what is listed above; or the model is gone.
             CaptureError: the model is not one graph.
 
         Example:
@@ -329,8 +331,8 @@ class Status:
         model = None if self._model is None else self._model()
         if model is None or self._compiled is None:
             raise InputError("this status is of no model that is still there; compile one with shoal.compile")
-        options = lossy or self._lossy or "dynamic_tree"
-        return lossy_report(model, example, options, compiled=self._compiled, loss=loss, plan=plan)
+        lossy = self._lossy or Options().encoding if options is None else options_of(options).encoding
+        return lossy_report(model, example, lossy, compiled=self._compiled, loss=loss, plan=plan)
 
 
 def _row(plan: Plan) -> tuple[str, ...]:

@@ -26,9 +26,9 @@ from shoal.core.variant import WHOLE, Candidate, Variant
 from shoal.cost.measure import measure
 from shoal.cost.measure_links import link_to
 from shoal.cost.profile import profile_step
+from shoal.engine.compile_options import CompileOptions
 from shoal.engine.generator_states import counting_states, states_of
 from shoal.engine.loop_memory import Basis, LoopMemory, by_itself, in_loop
-from shoal.engine.options import CompileOptions
 from shoal.engine.overlapping import plan_overlapping
 from shoal.engine.plan_cache import remembered
 from shoal.engine.search.choose_encoded import bounding_step, choose_encoded, encoded_by

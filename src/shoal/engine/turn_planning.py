@@ -16,7 +16,7 @@ from shoal.core.joined_step import Interval, Part, Pass, Place, joined_step
 from shoal.core.plan import Plan
 from shoal.core.residence import Residence
 from shoal.core.step import StepGraph
-from shoal.engine.options import CompileOptions
+from shoal.engine.compile_options import CompileOptions
 from shoal.engine.part_planning import MeasuredParts, moment_before, plan_parts, with_more_before
 from shoal.errors import BudgetError
 

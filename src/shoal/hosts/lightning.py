@@ -30,11 +30,11 @@ class ShoalBudget(Callback):
     Args:
         budget: device bytes at the peak of a step, as for `shoal.compile`.
         part: the name of the submodule to compile, as in `named_modules`; "" for the whole module.
-        options: further arguments of `shoal.compile`, without `optimizer`.
+        arguments: further arguments of `shoal.compile`, without `optimizer`.
 
     Raises:
-        InputError: `optimizer` is among the options. When training starts: there is no such part; or the strategy (ddp
-            and its like) calls the whole module in a way of its own. After the first batch: `training_step` never
+        InputError: `optimizer` is among the arguments. When training starts: there is no such part; or the strategy
+            (ddp and its like) calls the whole module in a way of its own. After the first batch: `training_step` never
             called what was compiled.
         BudgetError: as `shoal.compile`.
 
@@ -63,10 +63,10 @@ class ShoalBudget(Callback):
     Known limits: with more than one optimizer, none is counted before it has stepped.
     """
 
-    def __init__(self, budget: int | str, part: str = "", **options: Any) -> None:
-        if "optimizer" in options:
+    def __init__(self, budget: int | str, part: str = "", **arguments: Any) -> None:
+        if "optimizer" in arguments:
             raise InputError("optimizer= is what Lightning makes in configure_optimizers; leave it out")
-        self._budget, self._part, self._options = budget, part, options
+        self._budget, self._part, self._arguments = budget, part, arguments
         self._compiled: nn.Module | None = None
         self._logged: dict[str, int | float] = {}
         self._batches = 0
@@ -127,7 +127,7 @@ class ShoalBudget(Callback):
             )
         optimizer = trainer.optimizers[0] if len(trainer.optimizers) == 1 else None
         allowed_bytes = budget_bytes(self._budget, trainer.strategy.root_device)
-        self._compiled = compile(part, allowed_bytes, optimizer=optimizer, **self._options)
+        self._compiled = compile(part, allowed_bytes, optimizer=optimizer, **self._arguments)
 
     def _in_trials(self, trainer: Trainer, pl_module: LightningModule) -> Callable[..., Any]:
         """The training step while a finder may run it: a batch over the budget is one that Lightning halves."""

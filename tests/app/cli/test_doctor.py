@@ -49,6 +49,19 @@ def printing():
     return Printing(), torch.randn(4, 3, 32, 32)
 
 
+class Named(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = convolutions()
+
+    def forward(self, mask=None, *, images):
+        return {"features": self.net(images)}
+
+
+def by_name():
+    return Named(), {"images": torch.randn(4, 3, 32, 32)}
+
+
 def raising():
     raise ValueError("no\\nsuch weights")
 
@@ -84,6 +97,17 @@ def test_a_step_that_fits_only_planned() -> None:
     figures = as_json(found)
     assert figures["measured_peak_bytes"] <= 900 * 2**10 < figures["plain_peak_bytes"]
     assert figures["parameter_bytes"] == figures["optimizer_state_bytes"]  # momentum
+
+
+def test_a_model_that_is_called_with_keywords() -> None:
+    done = doctor("my_models.py:by_name", "--budget", "1GiB", "--json")
+    assert done.exit_code == 0, done.output
+    figures = json.loads(done.stdout)
+    assert figures["input"] == "4 x 3 x 32 x 32" and figures["fits_planned"] and figures["gradient_difference"] == 0
+    shape = load_subject("my_models.py:by_name", ["images=2x3x8x8", "mask=2:int64"])
+    assert list(shape.example) == ["images", "mask"] and shape.shapes == "2 x 3 x 8 x 8, 2"
+    assert shape.of_samples(1)["images"].shape == (1, 3, 8, 8)  # type: ignore[call-overload]
+    assert "name all inputs" in doctor("my_models.py:by_name", "--example", "images=2x3x8x8", "--example", "2").output
 
 
 def test_a_budget_that_cannot_be_met_names_the_least_and_a_batch_that_fits() -> None:

@@ -140,7 +140,7 @@ def test_what_the_plans_of_a_run_encode_comes_back_with_it(path: Path) -> None:
     """Its numbers hang on that, and it hangs on times that were measured."""
     parts, fresh = Parts(0), Parts(1)
     for each in (parts, fresh):
-        shoal.compile(each.model, budget="1GiB", lossy="linear")
+        shoal.compile(each.model, budget="1GiB", allow="bitwise, encode")
     parts.model.shoal.encoded["some step"] = ("relu", "relu_1")
     fresh.load(parts.save(path))
     assert fresh.model.shoal.encoded == {"some step": ("relu", "relu_1")}

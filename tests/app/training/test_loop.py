@@ -131,7 +131,7 @@ def test_so_does_one_that_encodes_what_an_earlier_choice_encoded(tiny: Options, 
     tiny = partial(tiny, planner="joint", batch=10)  # no short last batch, which would be planned too
     roomy = run(tiny(budget_bytes=ROOMY, epochs=1, out=tmp_path / "roomy"))
     assert roomy.plan is not None
-    lossy = {"lossy": "linear", "budget_bytes": int(0.85 * roomy.plan.predicted_peak_bytes)}
+    lossy = {"allow": "bitwise, encode", "codec": "linear", "budget_bytes": int(0.85 * roomy.plan.predicted_peak_bytes)}
     part = tiny(**lossy, out=tmp_path / "parts")
     with codecs_of_no_time():
         whole = run(tiny(**lossy, out=tmp_path / "whole"))

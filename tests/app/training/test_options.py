@@ -54,7 +54,7 @@ def test_what_changes_no_number_may_differ_between_a_run_and_its_continuation() 
 
 
 def test_where_encoding_is_permitted_the_budget_decides_what_is_encoded_and_so_the_numbers() -> None:
-    run = TrainOptions(budget_bytes=10**8, lossy="linear")
-    assert run.deciding() != TrainOptions(budget_bytes=10**7, lossy="linear").deciding()
+    run = TrainOptions(budget_bytes=10**8, allow="bitwise, encode")
+    assert run.deciding() != TrainOptions(budget_bytes=10**7, allow="bitwise, encode").deciding()
     assert run.deciding() != TrainOptions(budget_bytes=10**8).deciding()
-    assert run.deciding() == TrainOptions(budget_bytes=10**8, lossy="linear", workers=2).deciding()
+    assert run.deciding() == TrainOptions(budget_bytes=10**8, allow="bitwise, encode", workers=2).deciding()

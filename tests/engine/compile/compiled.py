@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import shoal
+from tests.engine.keywords import keywords
 from tests.engine.training_laws import conv_bn_relu, keep_nothing
 
 ROOMY = "1TiB"
@@ -28,4 +29,4 @@ class Residual(nn.Module):
 
 
 def compiled(net: nn.Module, **options: Any) -> nn.Module:
-    return shoal.compile(copy.deepcopy(net), **{"budget": ROOMY, "planner": keep_nothing, **options})
+    return shoal.compile(copy.deepcopy(net), **keywords({"budget": ROOMY, "planner": keep_nothing, **options}))

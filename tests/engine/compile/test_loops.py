@@ -106,7 +106,7 @@ def test_outputs_are_what_they_were_whatever_the_first_plan_hopes_the_loop_drops
         held[:] = outputs
         return mean_square(outputs)
 
-    planned = shoal.compile(model, budget=budget, planner=planner, allow="bitwise")
+    planned = shoal.compile(model, budget=budget, allow="bitwise", options=shoal.Options(planner=planner))
     assert not differences(train(planned, batches, loss_of=loss_of), train(plain, batches, loss_of=loss_of))
 
 
@@ -218,7 +218,7 @@ def test_gradients_dropped_between_the_passes_are_counted_and_planned_once() -> 
     """The order of Lightning: forward, zero_grad, backward, step."""
     net, (batch,), made = classifier(3, 16, 64, 64), images(1, 4, 3, 16, 16)[:1], []
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    shoal.compile(net, budget="1GiB", optimizer=optimizer, planner=counting(made))
+    shoal.compile(net, budget="1GiB", optimizer=optimizer, options=shoal.Options(planner=counting(made)))
 
     def step() -> None:
         loss = net(batch).square().mean()

@@ -123,7 +123,7 @@ def test_compiling_again_replaces_the_budget() -> None:
     with costs_that_do_not_matter():
         train(planned, batches)
         train(net, batches)
-        shoal.compile(planned, budget="2TiB", planner="keep_all")
+        shoal.compile(planned, budget="2TiB", options=shoal.Options(planner="keep_all"))
         assert planned.shoal.plans == ()
         assert not differences(train(planned, batches), train(net, batches))
     assert planned.shoal.budget_bytes == 2 * 2**40

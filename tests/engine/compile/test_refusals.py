@@ -16,6 +16,7 @@ from torch import nn
 import shoal
 from shoal.errors import BudgetError, CaptureError, InputError
 from tests.engine.compile.compiled import ROOMY, compiled
+from tests.engine.keywords import keywords
 from tests.engine.training_laws import (
     assert_same_training,
     blocks,
@@ -150,7 +151,7 @@ def test_a_model_that_has_to_be_one_graph_and_is_not_is_refused_with_the_line_th
     model: type[nn.Module], line: int, text: str
 ) -> None:
     number = inspect.getsourcelines(model.forward)[1] + line
-    planned = shoal.compile(model(), budget=ROOMY, strict=True)
+    planned = shoal.compile(model(), budget=ROOMY, options=shoal.Options(strict=True))
     with pytest.raises(CaptureError, match=re.escape(f"{Path(__file__).name}:{number} ({text})")) as caught:
         planned(torch.randn(2, 3, 8, 8))
     assert "\n" not in str(caught.value)
@@ -196,7 +197,7 @@ def test_a_budget_that_is_no_number_of_bytes_is_refused(budget: Any) -> None:
 )
 def test_an_argument_that_is_none_of_those_listed_is_refused(wrong: dict[str, Any], complaint: str) -> None:
     with pytest.raises(InputError, match=complaint) as caught:
-        shoal.compile(nn.Conv2d(3, 4, 3), budget=ROOMY, **wrong)
+        shoal.compile(nn.Conv2d(3, 4, 3), budget=ROOMY, **keywords(wrong))
     assert "\n" not in str(caught.value)
 
 
@@ -302,7 +303,7 @@ def test_a_mistaken_call_raises_as_the_plain_model_does_and_the_model_is_one_gra
     plain = TwoInputs()
     with pytest.raises((TypeError, AttributeError, RuntimeError, AssertionError)) as expected:
         plain(*args, **kwargs)
-    model = shoal.compile(TwoInputs(), budget=ROOMY, allow="recompute", strict=strict)
+    model = shoal.compile(TwoInputs(), budget=ROOMY, allow="recompute", options=shoal.Options(strict=strict))
     batch = torch.randn(4, 8), torch.randn(8)
     if planned_before:
         model(*batch).sum().backward()

@@ -19,6 +19,7 @@ from shoal.engine.backend import backend
 from shoal.errors import BudgetError, CaptureError, InputError, PlanError
 from shoal.transforms.fuse.fuse_graph import fuse_graph
 from shoal.transforms.split.split import split
+from tests.engine.keywords import keywords
 from tests.engine.training_laws import blocks
 
 IMAGES = (2, 3, 64, 64)
@@ -424,10 +425,10 @@ def test_a_plan_that_was_saved_runs_in_its_form(tmp_path: Path) -> None:
     made = shoal.plan(model, torch.empty(IMAGES), share_of_plain(normalised, 0.9), allow="exact")
     read = Plan.load(made.save(tmp_path / "plan.json"))
     assert (read.variant, read.candidates) == (made.variant, made.candidates)
-    model = shoal.compile(model, plan=read)
+    model = shoal.compile(model, options=shoal.Options(plan=read))
     step(model, batches(1)[0])
     assert model.shoal.measured_peak_bytes <= made.predicted_peak_bytes  # type: ignore[union-attr,operator]
-    other = shoal.compile(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()), plan=read)
+    other = shoal.compile(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()), options=shoal.Options(plan=read))
     with pytest.raises(PlanError, match="the plan is for a step with batch norm fused .* no batch norm can be fused"):
         step(other, batches(1)[0])
 
@@ -444,13 +445,13 @@ def test_a_resumed_run_takes_the_form_it_had() -> None:
     ("arguments", "said"),
     [
         ({"allow": "exact"}, "give budget="),
-        ({"budget": "1GiB", "allow": "exact", "lossy": "dynamic_tree"}, "lossy= needs 'encode'"),
+        ({"budget": "1GiB", "allow": "exact", "codec": "linear"}, "type allow='exact, encode'"),
         ({"budget": "1GiB", "allow": "recompute", "offload_to": "host"}, "offload_to='host' needs 'offload'"),
     ],
 )
 def test_a_mistake_is_told(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said):
-        shoal.compile(wide_at_first(), **arguments)
+        shoal.compile(wide_at_first(), **keywords(arguments))
 
 
 def test_a_mistake_in_the_environment_is_told_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,7 +84,7 @@ def test_the_plan_says_so_and_runs_as_it_was_saved(tight_bytes: int, tmp_path: P
     saved = plan.save(tmp_path / "plan.json")
     loaded = Plan.load(saved)
     assert loaded == plan
-    model, plain = trained(shoal.compile(network(), plan=loaded), 1), trained(network(), 1)
+    model, plain = trained(shoal.compile(network(), options=shoal.Options(plan=loaded)), 1), trained(network(), 1)
     assert model.shoal.plan.variant == plan.variant  # type: ignore[union-attr]
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert mine.grad is not None and theirs.grad is not None and torch.equal(mine.grad, theirs.grad)

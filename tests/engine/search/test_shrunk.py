@@ -76,7 +76,7 @@ def test_a_shrunk_step_trains_with_the_bits_of_eager_pytorch_and_is_taken_from_a
         assert torch.equal(ours.grad, theirs.grad), name
     saved = model.shoal.plan.save(tmp_path / "plan.json")
     assert json.loads(saved.read_text())["variant"]["shrunk"] is True
-    again = shoal.compile(copy.deepcopy(eager), plan=Plan.load(saved))
+    again = shoal.compile(copy.deepcopy(eager), options=shoal.Options(plan=Plan.load(saved)))
     again(images).square().mean().backward()
     assert (again.shoal.plan.variant, again.shoal.plan.residences) == (
         model.shoal.plan.variant,

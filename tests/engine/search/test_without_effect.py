@@ -78,7 +78,7 @@ def test_what_applies_is_not_named(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_another_planner_looks_for_no_order_and_another_machine_for_no_pieces(caplog: pytest.LogCaptureFixture) -> None:
     step = plain_layers(), torch.randn(8, 16), "1MiB"
-    shoal.plan(*step, planner="chain", allow="recompute, order")
+    shoal.plan(*step, allow="recompute, order", options=shoal.Options(planner="chain"))
     shoal.plan(*step, hardware=PRESET, allow="recompute, pieces, direct")
     assert [said.partition(":")[0] for said in lines(caplog)] == [
         "'order' is without effect",
@@ -126,7 +126,7 @@ def test_a_keyword_names_offload_and_a_planner_may_have_no_use_for_it(caplog: py
     step = plain_layers(), torch.randn(8, 16), "1MiB"
     assert shoal.plan(*step, offload_to="host").without_effect == ()
     for planner in ("chain", "keep_all"):
-        assert len(shoal.plan(*step, offload_to="host", planner=planner).without_effect) == 1
+        assert len(shoal.plan(*step, offload_to="host", options=shoal.Options(planner=planner)).without_effect) == 1
     assert len(lines(caplog)) == 2
 
 

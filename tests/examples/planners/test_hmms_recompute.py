@@ -43,7 +43,9 @@ def residual_blocks() -> nn.Module:
 @pytest.fixture(scope="module")
 def graph() -> StepGraph:
     p100 = presets.get("p100-nvlink")
-    return shoal.plan(residual_blocks(), torch.randn(16, 3, 16, 16), hardware=p100, planner="keep_all").graph
+    return shoal.plan(
+        residual_blocks(), torch.randn(16, 3, 16, 16), hardware=p100, options=shoal.Options(planner="keep_all")
+    ).graph
 
 
 def test_what_batch_norms_return_is_made_again_and_what_they_normalise_leaves(graph: StepGraph) -> None:
@@ -115,7 +117,7 @@ def test_under_a_budget_the_device_waits_and_what_cannot_be_is_said(graph: StepG
 
 def test_it_trains_as_plain_pytorch_does_bit_for_bit() -> None:
     plain, planned = residual_blocks(), residual_blocks()
-    shoal.compile(planned, budget="1GiB", planner=hmms_recompute, rehearse="p100-nvlink")
+    shoal.compile(planned, budget="1GiB", options=shoal.Options(planner=hmms_recompute, rehearse="p100-nvlink"))
     for seed in range(3):
         images = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(seed))
         for model in (plain, planned):

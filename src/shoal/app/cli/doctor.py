@@ -32,7 +32,9 @@ def doctor(
     ] = None,
     example: Annotated[
         list[str] | None,
-        typer.Option(help="Shape of an input, such as 8x3x224x224 or 8x128:int64; once for each.", show_default=False),
+        typer.Option(
+            help="Shape of an input, such as 8x3x224x224 or labels=8:int64; once for each.", show_default=False
+        ),
     ] = None,
     optimizer: flags.StateOf = "sgd-momentum",
     allow: flags.Allow = None,

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+import shoal
 from shoal import planners
 from shoal.memory import optimizer_state
+
+if TYPE_CHECKING:
+    from shoal import Options
 
 Network = Annotated[str, typer.Option(help="resnet18 and others, a name of torchvision or timm, or FILE.py:FUNCTION.")]
 Batch = Annotated[int, typer.Option(help="Images per step.")]
@@ -15,9 +19,7 @@ Pixels = Annotated[int, typer.Option(help="Pixels along each side.")]
 Preset = Annotated[str | None, typer.Option(help="A preset of `shoal hardware`; none means this machine.")]
 Planner = Annotated[str, typer.Option(help=f"{', '.join(planners.NAMES)}, or MODULE:FUNCTION.")]
 StateOf = Annotated[str, typer.Option(help=f"Optimizer whose state counts: none, {', '.join(optimizer_state.NAMES)}.")]
-Lossy = Annotated[
-    str | None, typer.Option(help="Let joint store convolution inputs in 8 bits: dynamic_tree, linear, ...")
-]
+Codec = Annotated[str, typer.Option(help="With --allow exact,encode: the codec, dynamic_tree, linear, ...")]
 Allow = Annotated[
     str | None,
     typer.Option(help="Means that may be used: bitwise, exact (default), lossy, or names such as recompute,fuse."),
@@ -30,3 +32,8 @@ Halo = Annotated[str | None, typer.Option(help="exact: patches overlap, and the 
 BatchNorm = Annotated[
     str | None, typer.Option(help="fused (or a level: rcf, mvf, bnff, icf), or inverted, with LeakyReLU for ReLU.")
 ]
+
+
+def options(planner: str, kernels: str, codec: str) -> Options:
+    """What the flags stand for; imported late, as all that captures is."""
+    return shoal.Options(planner=planner, kernels=kernels, codec=codec)

@@ -18,6 +18,7 @@ from shoal.app.training.prepare import check_in_memory
 from shoal.app.training.results import check_writable
 from shoal.core import presets
 from shoal.core.files import json_text
+from shoal.core.lossy import DEFAULT_CODEC
 from shoal.errors import InputError
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def frontier(
     hardware: flags.Preset = None,
     planner: flags.Planner = "joint",
     optimizer: flags.StateOf = "sgd-momentum",
-    lossy: flags.Lossy = None,
+    codec: flags.Codec = DEFAULT_CODEC,
     allow: flags.Allow = None,
     kernels: flags.Kernels = "auto",
     batch_norm: flags.BatchNorm = None,
@@ -74,10 +75,8 @@ def frontier(
                 budget=budget,
                 hardware=target,
                 allow=allow,
-                planner=planner,
                 optimizer=None if optimizer == "none" else optimizer,
-                lossy=lossy,
-                kernels=kernels,
+                options=flags.options(planner, kernels, codec),
                 points=points,
                 name=model,
                 trying=trying,

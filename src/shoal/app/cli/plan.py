@@ -20,6 +20,7 @@ from shoal.app.training.results import check_writable, save_plan
 from shoal.core import presets
 from shoal.core.files import json_text
 from shoal.core.hardware import Hardware
+from shoal.core.lossy import DEFAULT_CODEC
 from shoal.errors import BudgetError, InputError
 from shoal.memory.budget import budget_bytes
 
@@ -42,7 +43,7 @@ def plan(
     max_patch: Annotated[
         bool, typer.Option("--max-patch", help="Also find the largest patch that fits, sides about equal, by planning.")
     ] = False,
-    lossy: flags.Lossy = None,
+    codec: flags.Codec = DEFAULT_CODEC,
     allow: flags.Allow = None,
     kernels: flags.Kernels = "auto",
     split: flags.Split = None,
@@ -82,11 +83,9 @@ def plan(
         failure: BudgetError | None = None
         options: dict[str, Any] = {
             "hardware": target,
-            "planner": planner,
             "optimizer": None if optimizer == "none" else optimizer,
-            "lossy": lossy,
             "allow": allow,
-            "kernels": kernels,
+            "options": flags.options(planner, kernels, codec),
             "name": model,
         }
         try:

@@ -29,6 +29,7 @@ from shoal.app.training.prepare import device as device_called
 from shoal.app.training.ranks import Ranks, joined, rank_of_torchrun
 from shoal.app.training.results import check_writable, save_results
 from shoal.app.training.run_folder import run_folder
+from shoal.core.lossy import DEFAULT_CODEC
 from shoal.core.sizes import format_bytes, parse_bytes
 from shoal.errors import InputError, ShoalError
 from shoal.memory.budget import budget_bytes
@@ -58,7 +59,7 @@ def train(
     rehearse: Annotated[
         str | None, typer.Option(help="A preset of `shoal hardware`, whose link copies on the CPU imitate.")
     ] = None,
-    lossy: flags.Lossy = None,
+    codec: flags.Codec = DEFAULT_CODEC,
     allow: flags.Allow = None,
     split: flags.Split = None,
     grid: flags.Grid = "2x2",
@@ -152,7 +153,7 @@ def train(
             offload_to=None if offload_to == "none" else offload_to,
             host_budget_bytes=None if host_budget is None else parse_bytes(host_budget, "host_budget"),
             rehearse=rehearse,
-            lossy=lossy,
+            codec=codec,
             allow=allow,
             compress_gradients=None if compress_gradients == "none" else compress_gradients,
             weights=weights,

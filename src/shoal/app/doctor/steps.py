@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from shoal.capture.call_arguments import Example, arguments_of
 from shoal.errors import InputError
 from shoal.memory.step_meter import StepMeter
 
@@ -61,7 +62,7 @@ def loss_of(outputs: Any) -> torch.Tensor:
     return sum((value.float().square().mean() for value in found), start=torch.zeros((), device=found[0].device))
 
 
-def plain_step(model: nn.Module, example: Sequence[Any], start: Start) -> Taken:
+def plain_step(model: nn.Module, example: Example, start: Start) -> Taken:
     """A step of plain PyTorch: one is metered, one is timed. Gradients stay.
 
     Raises:
@@ -70,12 +71,13 @@ def plain_step(model: nn.Module, example: Sequence[Any], start: Start) -> Taken:
     """
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     standing = [*model.parameters(), *model.buffers(), *_tensors(example)]
+    args, kwargs = arguments_of(example)
     meter = StepMeter(device)
     start.again()
     is_metered = meter.begin(standing)
     try:
         try:
-            outputs = model(*example)
+            outputs = model(*args, **kwargs)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever a user's model raises
@@ -94,12 +96,13 @@ def plain_step(model: nn.Module, example: Sequence[Any], start: Start) -> Taken:
     return Taken(measured.peak_bytes if is_metered and measured is not None else None, seconds(model, example, start))
 
 
-def seconds(model: nn.Module, example: Sequence[Any], start: Start) -> float:
+def seconds(model: nn.Module, example: Example, start: Start) -> float:
     """How long a step takes, from the start. Gradients stay."""
+    args, kwargs = arguments_of(example)
     start.again()
     _wait(example)
     begun = time.perf_counter()
-    loss_of(model(*example)).backward()
+    loss_of(model(*args, **kwargs)).backward()
     _wait(example)
     return time.perf_counter() - begun
 
@@ -133,6 +136,6 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
     return (value for value in pytree.tree_leaves(values) if isinstance(value, torch.Tensor))
 
 
-def _wait(example: Sequence[Any]) -> None:
+def _wait(example: Example) -> None:
     if any(value.device.type == "cuda" for value in _tensors(example)):
         torch.accelerator.synchronize()

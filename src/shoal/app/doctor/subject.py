@@ -9,23 +9,26 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shoal.app.models import made_by
+from shoal.capture.call_arguments import arguments_of
 from shoal.core.named import function_named
 from shoal.errors import InputError
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model in training mode, and the arguments of its forward pass.
+    """A model in training mode, and what it is called with.
 
     Attributes:
         where: how it was named.
+        example: as of `shoal.plan`.
     """
 
     where: str
     model: nn.Module
-    example: tuple[Any, ...]
+    example: tuple[Any, ...] | dict[str, Any]
 
     @property
     def name(self) -> str:
@@ -44,22 +47,22 @@ class Subject:
         >>> Subject("train.py:make_model", nn.ReLU(), (torch.empty(8, 3, 32, 32), 1)).shapes
         '8 x 3 x 32 x 32'
         """
-        return ", ".join(
-            " x ".join(map(str, value.shape)) or "scalar" for value in self.example if isinstance(value, torch.Tensor)
-        )
+        return ", ".join(" x ".join(map(str, value.shape)) or "scalar" for value in self._tensors)
 
-    def of_samples(self, count: int) -> tuple[Any, ...]:
-        """The arguments with as many samples: every tensor whose first size is the batch is cut."""
+    def of_samples(self, count: int) -> tuple[Any, ...] | dict[str, Any]:
+        """The example with `count` samples: every tensor whose first size is the batch is cut."""
         batch = self.samples
-        return tuple(
-            value[:count] if isinstance(value, torch.Tensor) and value.dim() and len(value) == batch else value
-            for value in self.example
-        )
+        cut = lambda value: value[:count] if value.dim() and len(value) == batch else value  # noqa: E731
+        return tree_map_only(torch.Tensor, cut, self.example)
 
     @property
     def samples(self) -> int:
         """The first size of the first tensor that has one; 1 without any."""
-        return next((len(value) for value in self.example if isinstance(value, torch.Tensor) and value.dim()), 1)
+        return next((len(value) for value in self._tensors if value.dim()), 1)
+
+    @property
+    def _tensors(self) -> list[torch.Tensor]:
+        return [value for value in tree_leaves(self.example) if isinstance(value, torch.Tensor)]
 
 
 def load_subject(where: str, shapes: Sequence[str] = (), device: str | None = None) -> Subject:
@@ -67,8 +70,9 @@ def load_subject(where: str, shapes: Sequence[str] = (), device: str | None = No
 
     Args:
         where: FILE.py:FUNCTION or MODULE:FUNCTION. The function takes nothing and returns a module, or a pair of a
-            module and the argument of its forward pass or a tuple of its arguments.
-        shapes: of the arguments, in place of those that the function returns; see `tensor_of`.
+            module and an example of its input, as for `shoal.plan`.
+        shapes: of the arguments, in place of those that the function returns; see `tensor_of`. Keyword arguments are
+            written as NAME=SHAPE, all or none.
         device: where model and arguments are put; None: where they are.
 
     Raises:
@@ -76,16 +80,25 @@ def load_subject(where: str, shapes: Sequence[str] = (), device: str | None = No
     """
     model, example = made_by(where, function_named(where))
     if shapes:
-        example = tuple(map(tensor_of, shapes))
+        example = _example_of(shapes)
     elif example is None:
         raise InputError(
             f"{where}() returned no input beside the model; return a pair, or give its shape: --example 8x3x224x224"
         )
-    arguments = example if isinstance(example, tuple | list) else (example,)
+    args, kwargs = arguments_of(example, f"the input that {where}() returned")
     if device is not None:
         model = model.to(device)
-        arguments = tuple(value.to(device) if isinstance(value, torch.Tensor) else value for value in arguments)
-    return Subject(where, model.train(), tuple(arguments))
+        args, kwargs = tree_map_only(torch.Tensor, lambda value: value.to(device), (args, kwargs))
+    return Subject(where, model.train(), kwargs or args)
+
+
+def _example_of(shapes: Sequence[str]) -> tuple[Any, ...] | dict[str, Any]:
+    named = [shape.partition("=") for shape in shapes]
+    if all(equals for _, equals, _ in named):
+        return {name: tensor_of(shape) for name, _, shape in named}
+    if any(equals for _, equals, _ in named):
+        raise InputError(f"--example {' '.join(shapes)[:60]}: name all inputs, such as x=8x3x32x32, or none")
+    return tuple(map(tensor_of, shapes))
 
 
 def tensor_of(text: str) -> torch.Tensor:

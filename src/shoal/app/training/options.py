@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.app.training.batch_norm_form import check_form
-from shoal.engine.options import CompileOptions, lossy_options
+from shoal.core.lossy import DEFAULT_CODEC
+from shoal.engine.compile_options import CompileOptions
+from shoal.engine.options import Options
 from shoal.errors import InputError, brief
 
 if TYPE_CHECKING:
@@ -55,7 +57,7 @@ class TrainOptions:
         batch_norm: the form of batch norms, one of `shoal.app.training.batch_norm_form.FORMS`; None: as they are.
         offload_to, host_budget_bytes, rehearse: as `offload_to`, `host_budget` and `rehearse` of `shoal.compile`.
         allow, budget_of: as of `shoal.compile`.
-        lossy: the codec in which the planner "joint" may store inputs of convolutions; None for none.
+        codec: as of `shoal.Options`.
         ranks: how many processes train together; None for one alone.
         compress_gradients: the codec in which gradients are sent, "auto" for what measures fastest, None for float32.
         weights: "host" keeps weights and optimizer on the host, "sharded" a share of them on each rank; None: whole on
@@ -96,7 +98,7 @@ class TrainOptions:
     host_budget_bytes: int | None = None
     budget_of: str = "allocated"
     rehearse: str | None = None
-    lossy: str | None = None
+    codec: str = DEFAULT_CODEC
     allow: str | None = None
     ranks: int | None = None
     compress_gradients: str | None = None
@@ -139,11 +141,9 @@ class TrainOptions:
         if self.ranks is not None and self.batch % self.ranks:
             raise InputError(f"batch={self.batch} over {self.ranks} ranks: give a multiple of {self.ranks}")
         if self.planner == "none":
-            lossy_options(self.lossy, self.planner)  # refuses it
-            if self.allow is not None:
-                raise InputError(
-                    "--allow says what a plan may use, and planner 'none' makes none; leave out one of them"
-                )
+            for flag, is_given in (("--allow", self.allow is not None), ("--codec", self.codec != DEFAULT_CODEC)):
+                if is_given:
+                    raise InputError(f"{flag} is for a plan, and planner 'none' makes none; leave out one of them")
         if self.planner == "none" and self.budget_of != "allocated":
             raise InputError(
                 "--budget-of says what a plan's budget bounds, and planner 'none' makes none; leave it out"
@@ -156,17 +156,15 @@ class TrainOptions:
 
     def compile_keywords(self) -> dict[str, Any]:
         """Those of `shoal.compile`."""
-        return {
-            "budget": self.budget_bytes,
-            "planner": self.planner,
-            "kernels": self.kernels,
-            "offload_to": self.offload_to,
-            "host_budget": self.host_budget_bytes,
-            "rehearse": self.rehearse,
-            "lossy": self.lossy,
-            "allow": self.allow,
-            "budget_of": self.budget_of,
-        }
+        options = Options(
+            planner=self.planner,
+            kernels=self.kernels,
+            host_budget=self.host_budget_bytes,
+            rehearse=self.rehearse,
+            budget_of=self.budget_of,
+            codec=self.codec,
+        )
+        return {"budget": self.budget_bytes, "allow": self.allow, "offload_to": self.offload_to, "options": options}
 
     def _check_travel(self) -> None:
         for name, known in (("weights", WEIGHTS), ("precision", PRECISIONS_OF_WEIGHTS)):
@@ -201,7 +199,8 @@ class TrainOptions:
 
     def deciding(self) -> dict[str, Any]:
         """The arguments that decide every number of the run: a continuation must have the same."""
-        free = _FREE if self.lossy is None else _FREE - {"budget_bytes"}  # which then decides what is encoded
+        encodes = self.planner != "none" and CompileOptions.of(**self.compile_keywords()).lossy is not None
+        free = _FREE - {"budget_bytes"} if encodes else _FREE  # the budget decides what is encoded
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in free}
 
     def to_json(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Which convolution inputs to store in 8 bits a value: `lossy=` of `shoal.compile` and `shoal.plan`.
+"""Which convolution inputs to store in 8 bits a value: "encode" of `allow=`.
 
 Also known as: mixed policies of compression and rematerialisation (Liu et al., GACT, ICML'22, choose bits; here the
 choice is between 8 bits, keeping, recomputing and offloading).

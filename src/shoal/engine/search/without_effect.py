@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shoal.core.means import KERNEL_MEANS
-from shoal.engine.options import WITHOUT_LINK, CompileOptions
+from shoal.engine.compile_options import WITHOUT_LINK, CompileOptions
 from shoal.engine.search.variants import Variants
 
 _OF_JOINT = {*KERNEL_MEANS, "order"}

@@ -12,6 +12,7 @@ from torch import nn
 
 from shoal.core.sizes import format_bytes
 from shoal.engine.api import compile
+from shoal.engine.options import Options
 from shoal.engine.status import Status
 from shoal.errors import InputError
 from shoal.hosts.nnunet.step import NetworkAndLoss, allowed
@@ -57,8 +58,8 @@ class ShoalTraining:
             NetworkAndLoss(trainer.network, trainer.loss),
             budget,
             optimizer=trainer.optimizer,
-            kernels="compiled" if self._is_compiled() else "eager",
             allow=allowed(),
+            options=Options(kernels="compiled" if self._is_compiled() else "eager"),
             name=type(trainer.network).__name__,
         )
         status = self.shoal
