@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from shoal.lowlevel.direct_call import direct_call, needs_dispatch
+from shoal.lowlevel.direct_call import needs_dispatch, register_op
 from shoal.lowlevel.torch_state import backward_pass
 
 
@@ -78,7 +78,7 @@ def _scale(variance: torch.Tensor, weight: torch.Tensor | None, eps: float) -> t
     return inverse if weight is None else inverse.mul_(weight)
 
 
-def _scale_fake(variance: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+def _scale_fake(variance: torch.Tensor, *_: Any) -> torch.Tensor:
     return torch.empty_like(variance)
 
 
@@ -128,33 +128,21 @@ def _moved(
 
 
 def _moved_fake(
-    running_mean: torch.Tensor,
-    running_variance: torch.Tensor,
-    mean: torch.Tensor,
-    variance: torch.Tensor,
-    batches: torch.Tensor | None,
-    momentum: float,
-    count: int,
+    running_mean: torch.Tensor, running_variance: torch.Tensor, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(running_mean), torch.empty_like(running_variance)
 
 
-torch.library.define("shoal::batch_norm_scale", "(Tensor variance, Tensor? weight, float eps) -> Tensor")
-torch.library.define(
-    "shoal::batch_norm_scale_backward",
-    "(Tensor grad, Tensor variance, Tensor? weight, float eps, bool[] needs) -> Tensor[]",
+register_op(
+    "batch_norm_scale(Tensor variance, Tensor? weight, float eps) -> Tensor",
+    *(_scale, _scale_fake, _setup, _differentiate),
 )
-torch.library.define(
-    "shoal::moved_statistics",
-    "(Tensor running_mean, Tensor running_variance, Tensor mean, Tensor variance, Tensor? batches, float momentum,"
-    " SymInt count) -> (Tensor, Tensor)",
+batch_norm_scale_backward = register_op(
+    "batch_norm_scale_backward(Tensor grad, Tensor variance, Tensor? weight, float eps, bool[] needs) -> Tensor[]",
+    *(_scale_backward, _scale_backward_fake),
 )
-torch.library.impl("shoal::batch_norm_scale", "CompositeExplicitAutograd", _scale)
-torch.library.impl("shoal::batch_norm_scale_backward", "CompositeExplicitAutograd", _scale_backward)
-torch.library.impl("shoal::moved_statistics", "CompositeExplicitAutograd", _moved)
-torch.library.register_fake("shoal::batch_norm_scale", _scale_fake)
-torch.library.register_fake("shoal::batch_norm_scale_backward", _scale_backward_fake)
-torch.library.register_fake("shoal::moved_statistics", _moved_fake)
-torch.library.register_autograd("shoal::batch_norm_scale", _differentiate, setup_context=_setup)
-
-batch_norm_scale_backward = direct_call(torch.ops.shoal.batch_norm_scale_backward, _scale_backward)
+register_op(
+    "moved_statistics(Tensor running_mean, Tensor running_variance, Tensor mean, Tensor variance, Tensor? batches,"
+    " float momentum, SymInt count) -> (Tensor, Tensor)",
+    *(_moved, _moved_fake),
+)

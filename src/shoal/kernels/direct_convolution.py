@@ -27,9 +27,9 @@ import torch
 
 from shoal.kernels.convolution import input_gradient as library_input_gradient
 from shoal.kernels.memory_format import in_traced_layout
-from shoal.kernels.norm.norm_rows import workspace
+from shoal.kernels.norm.norm_rows import run_in_workspace
 from shoal.lowlevel.dispatch import Implementation, choose, level_number, register
-from shoal.lowlevel.native import has, run_native
+from shoal.lowlevel.native import has
 
 _aten = torch.ops.aten
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -353,9 +353,7 @@ def _convolve(
     call.weight = weight.data_ptr() + offset * weight.element_size()
     call.bias = None if own_bias is None else own_bias.data_ptr()
     call.y, call.accumulate = into.data_ptr(), add
-    space = workspace("shoal_direct_conv_workspace_bytes", ctypes.byref(call), 0)
-    call.workspace = space.data_ptr()
-    run_native("shoal_direct_conv", call)
+    run_in_workspace("shoal_direct_conv", call, "shoal_direct_conv_workspace_bytes", 0)
 
 
 def _over(
@@ -399,9 +397,7 @@ def _gradient_of_weight(x: torch.Tensor, grad: torch.Tensor, of_weight: torch.Te
     call = _call(x, grad, (0, 1), of_weight, stride, axes)
     call.ld_weight[:] = of_weight.stride()
     call.grad_y, call.grad_weight = grad.data_ptr(), of_weight.data_ptr()
-    space = workspace("shoal_direct_conv_workspace_bytes", ctypes.byref(call), 1)
-    call.workspace = space.data_ptr()
-    run_native("shoal_direct_conv_weight_grad", call)
+    run_in_workspace("shoal_direct_conv_weight_grad", call, "shoal_direct_conv_workspace_bytes", 1)
 
 
 def _call(

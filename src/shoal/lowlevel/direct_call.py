@@ -1,4 +1,4 @@
-"""Calls an op of this package by its own functions where no trace, mode or transform has to see it.
+"""Registers the ops of this package, and calls them by their own functions where nothing has to see the op.
 
 What `torch.library` puts around an op in Python (schema, dispatch, a walk through its arguments for autograd) takes 0.3
 to 0.5 ms for a forward and a backward pass: more than a small layer computes. A compiler, a trace, a dispatch mode or
@@ -15,6 +15,34 @@ import torch
 from shoal.errors import InputError
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def register_op(
+    schema: str,
+    forward: Callable[..., Any],
+    fake: Callable[..., Any],
+    setup: Callable[..., None] | None = None,
+    differentiate: Callable[..., Any] | None = None,
+) -> Callable[..., Any]:
+    """Register `shoal::<schema>` with one implementation for all devices; the op is then `torch.ops.shoal.<name>`.
+
+    Args:
+        schema: of the op, without its namespace: "name(Tensor x) -> Tensor".
+        forward: its implementation.
+        fake: what it returns, in shapes, strides and dtypes.
+        setup, differentiate: as `torch.library.register_autograd` takes them; None: it has no gradient.
+
+    Returns:
+        The op's `direct_call`.
+    """
+    name, parenthesis, arguments = schema.partition("(")
+    qualified = f"shoal::{name}"
+    torch.library.define(qualified, parenthesis + arguments)
+    torch.library.impl(qualified, "CompositeExplicitAutograd", forward)
+    torch.library.register_fake(qualified, fake)
+    if differentiate is not None:
+        torch.library.register_autograd(qualified, differentiate, setup_context=setup)
+    return direct_call(getattr(torch.ops.shoal, name), forward, setup, differentiate)
 
 
 def direct_call(

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from shoal.kernels.norm.norm_act import activated, activated_backward, norm_act
+from shoal.kernels.norm.norm_sweeps import Affine
 from shoal.lowlevel.native import levels
 from tests.norm_reference import assert_no_worse, row
 
@@ -134,12 +135,12 @@ def test_activated_and_its_backward_are_norm_act_without_autograd(layout: torch.
     grad, leaf = torch.ones_like(x), x.clone().requires_grad_()
     z = norm_act([leaf], *vectors, None, relu)
     expected = torch.autograd.grad(z, [leaf, *vectors], grad)
-    plain = [vector.detach() for vector in vectors]
-    torch.testing.assert_close(activated(x, *plain, relu, torch.float32), z.detach())
-    assert activated(x, *plain, relu, torch.bfloat16).dtype == torch.bfloat16
-    of_x, of_vectors = activated_backward(grad, x, *plain, relu, [True, True])
+    plain = Affine(*(vector.detach() for vector in vectors))
+    torch.testing.assert_close(activated(x, plain, relu, torch.float32), z.detach())
+    assert activated(x, plain, relu, torch.bfloat16).dtype == torch.bfloat16
+    of_x, of_vectors = activated_backward(grad, x, plain, relu, [True, True])
     assert of_x is not None and of_vectors is not None
     for found, other in zip((of_x, *of_vectors), expected, strict=True):
         torch.testing.assert_close(found, other)
-    assert activated_backward(grad, x, *plain, relu, [False, False]) == (None, None)
-    assert torch.equal(activated(x, None, None, None, True, torch.float32), x.relu())
+    assert activated_backward(grad, x, plain, relu, [False, False]) == (None, None)
+    assert torch.equal(activated(x, None, True, torch.float32), x.relu())

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from shoal.kernels.norm import norm_weight_grad
 from shoal.kernels.norm.norm_conv_native import Window
+from shoal.kernels.norm.norm_sweeps import affine_of
 from shoal.lowlevel import allocations
 from shoal.lowlevel.native import levels
 from tests.norm_reference import assert_no_worse, row
@@ -51,10 +52,8 @@ class Case:
         self.grad = channels_last(draw(images, outer + gap, *sides))[:, :outer]
 
     def native(self, level: str | None = None) -> torch.Tensor:
-        mean, scale, shift = self.vectors
-        return norm_weight_grad.weight_grad(
-            self.grad, self.x, mean, scale, shift, self.relu, self.weight, self.window, level=level
-        )
+        affine = affine_of(*self.vectors)
+        return norm_weight_grad.weight_grad(self.grad, self.x, affine, self.relu, self.weight, self.window, level=level)
 
     def plain(self, dtype: torch.dtype) -> torch.Tensor:
         # Contiguous: without AVX-512, strided 1x1 convolutions of few channels in channels_last may end the process.

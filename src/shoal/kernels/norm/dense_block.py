@@ -19,7 +19,9 @@ from shoal.kernels.batch_norm_vectors import batch_norm_scale, batch_norm_scale_
 from shoal.kernels.memory_format import dense_in_format, memory_format_of, suggested_memory_format
 from shoal.kernels.norm.norm_conv import convolve, convolve_backward
 from shoal.kernels.norm.norm_conv_native import Window
-from shoal.kernels.norm.statistics import measure, whole_gradient, wide
+from shoal.kernels.norm.norm_sweeps import Affine
+from shoal.kernels.norm.statistics import Measured, measure, whole_gradient, wide
+from shoal.lowlevel.direct_call import register_op
 
 Moments = tuple[torch.Tensor, torch.Tensor]  # mean, variance
 
@@ -66,15 +68,8 @@ def dense_block(
     """
     steps = [step for layer in layers for step in layer]
     parameters = [tensor for step in steps for tensor in (step.gamma, step.beta, step.weight)]
-    found = torch.ops.shoal.dense_block(
-        x,
-        mean,
-        variance,
-        parameters,
-        [step.eps for step in steps],
-        [step.relu for step in steps],
-        len(layers[0]),
-    )
+    each = [step.eps for step in steps], [step.relu for step in steps]
+    found = torch.ops.shoal.dense_block(x, mean, variance, parameters, *each, len(layers[0]))
     features, means, variances, *inner = found
     between = len(layers[0]) - 1
     pairs = [(inner[at + 1], inner[at + 2]) for at in range(0, len(inner), 3)]
@@ -103,15 +98,10 @@ def _empty(like: torch.Tensor, channels: int) -> torch.Tensor:
 
 
 def _forward(
-    x: torch.Tensor,
-    mean: torch.Tensor | None,
-    variance: torch.Tensor | None,
-    parameters: list[torch.Tensor],
-    eps: list[float],
-    relu: list[bool],
-    steps: int,
+    x: torch.Tensor, mean: torch.Tensor | None, variance: torch.Tensor | None, *described: Any
 ) -> list[torch.Tensor]:
-    layers, have = _layers(parameters, eps, relu, steps), x.shape[1]
+    """`described`: what `_layers` reads."""
+    layers, have = _layers(*described), x.shape[1]
     channels = have + sum(layer[-1].weight.shape[0] for layer in layers)
     features = _empty(x, channels)
     features[:, :have] = x
@@ -134,26 +124,18 @@ def _forward(
 def _step(
     x: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor, step: Step, out: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    line, window = _line(step, variance), _window(step.weight)
-    y, mean_y, variance_y = convolve(x, mean, *line, step.relu, step.weight, None, window, True, out)
+    affine, window = _affine(step, mean, variance), _window(step.weight)
+    y, mean_y, variance_y = convolve(x, affine, step.relu, step.weight, None, window, True, out)
     return dense_in_format(y, memory_format_of(x)) if out is None else y, mean_y, variance_y
 
 
-def _line(step: Step, variance: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale and shift of its batch norm, in the dtype of `variance`."""
-    return batch_norm_scale(variance, step.gamma, step.eps), step.beta.to(variance.dtype)
+def _affine(step: Step, mean: torch.Tensor, variance: torch.Tensor) -> Affine:
+    """Its batch norm, in the dtype of `variance`."""
+    return Affine(mean, batch_norm_scale(variance, step.gamma, step.eps), step.beta.to(variance.dtype))
 
 
-def _forward_fake(
-    x: torch.Tensor,
-    mean: torch.Tensor | None,
-    variance: torch.Tensor | None,
-    parameters: list[torch.Tensor],
-    eps: list[float],
-    relu: list[bool],
-    steps: int,
-) -> list[torch.Tensor]:
-    layers = _layers(parameters, eps, relu, steps)
+def _forward_fake(x: torch.Tensor, mean: torch.Tensor | None, variance: Any, *described: Any) -> list[torch.Tensor]:
+    layers = _layers(*described)
     channels = x.shape[1] + sum(layer[-1].weight.shape[0] for layer in layers)
     kind = wide(x.dtype) if mean is None else mean.dtype
     found = [_empty(x, channels), *(x.new_empty(channels, dtype=kind) for _ in range(2))]
@@ -172,14 +154,11 @@ def _backward(
     means: torch.Tensor,
     variances: torch.Tensor,
     inner: list[torch.Tensor],
-    parameters: list[torch.Tensor],
-    eps: list[float],
-    relu: list[bool],
-    steps: int,
-    measured: bool,
+    *described: Any,
 ) -> list[torch.Tensor]:
     """Gradients of x, of mean and variance unless they were `measured` here, and of the parameters in their order."""
-    layers, have = _layers(parameters, eps, relu, steps), features.shape[1]
+    parameters, _, _, steps, measured = described
+    layers, have = _layers(*described[:-1]), features.shape[1]
     sums = _empty(features, have)
     if grad is None:
         sums.zero_()
@@ -203,19 +182,8 @@ def _backward(
             step = layer[place]
             into = None if place else sums[:, :have]
             of_x, of_read_mean, of_scale, of_beta, of_weight, _ = convolve_backward(
-                of_y,
-                of_mean,
-                of_variance,
-                x,
-                y,
-                mean_y,
-                mean,
-                *_line(step, variance),
-                step.relu,
-                step.weight,
-                _window(step.weight),
-                (True, True, True, False),
-                into,
+                *(of_y, Measured(y, mean_y, of_mean, of_variance), x, _affine(step, mean, variance), step.relu),
+                *(step.weight, _window(step.weight), (True, True, True, False), into),
             )
             assert of_x is not None and of_read_mean is not None and of_scale is not None
             assert of_beta is not None and of_weight is not None
@@ -226,14 +194,9 @@ def _backward(
             of_y, of_mean, of_variance, y, mean_y = of_x, of_read_mean, of_read_variance, x, mean
         of_means[:have] += of_mean
         of_variances[:have] += of_variance
-    x, mean, of_x, of_mean, of_variance = (
-        features[:, :have],
-        means[:have],
-        sums[:, :have],
-        of_means[:have],
-        of_variances[:have],
-    )
-    of_x = whole_gradient(of_x, x, mean, of_mean, of_variance) if measured else of_x
+    x, of_x = features[:, :have], sums[:, :have]
+    mean, of_mean, of_variance = (vectors[:have] for vectors in (means, of_means, of_variances))
+    of_x = whole_gradient(of_x, Measured(x, mean, of_mean, of_variance)) if measured else of_x
     grads = [tensor for triple in reversed(of_parameters) for tensor in triple]
     return [
         _empty(features, have).copy_(of_x),
@@ -245,21 +208,9 @@ def _backward(
     ]
 
 
-def _backward_fake(
-    grad: torch.Tensor | None,
-    of_means: torch.Tensor | None,
-    of_variances: torch.Tensor | None,
-    features: torch.Tensor,
-    means: torch.Tensor,
-    variances: torch.Tensor,
-    inner: list[torch.Tensor],
-    parameters: list[torch.Tensor],
-    eps: list[float],
-    relu: list[bool],
-    steps: int,
-    measured: bool,
-) -> list[torch.Tensor]:
-    layers = _layers(parameters, eps, relu, steps)
+def _backward_fake(*operands: Any) -> list[torch.Tensor]:
+    features, means, variances, _, *described, measured = operands[3:]
+    layers, parameters = _layers(*described), described[0]
     have = features.shape[1] - sum(layer[-1].weight.shape[0] for layer in layers)
     grads = [torch.empty_like(tensor, memory_format=suggested_memory_format(tensor)) for tensor in parameters]
     vectors = [] if measured else [means.new_empty(have), variances.new_empty(have)]
@@ -278,38 +229,25 @@ def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> tuple[Any, ...
     grad, of_means, of_variances, *_ = grads
     saved = list(ctx.saved_tensors)
     (features, means, variances, *inner), parameters = saved[: ctx.written], saved[ctx.written :]
+    described = parameters, ctx.eps, ctx.relu, ctx.steps, ctx.measured
     of_x, *others = torch.ops.shoal.dense_block_backward(
-        grad,
-        of_means,
-        of_variances,
-        features,
-        means,
-        variances,
-        inner,
-        parameters,
-        ctx.eps,
-        ctx.relu,
-        ctx.steps,
-        ctx.measured,
+        grad, of_means, of_variances, features, means, variances, inner, *described
     )
     of_mean, of_variance = (None, None) if ctx.measured else (others.pop(0), others.pop(0))
     return of_x, of_mean, of_variance, others, None, None, None
 
 
-torch.library.define(
-    "shoal::dense_block",
-    "(Tensor x, Tensor? mean, Tensor? variance, Tensor[] parameters, float[] eps, bool[] relu, int steps) -> Tensor[]",
+register_op(
+    "dense_block(Tensor x, Tensor? mean, Tensor? variance, Tensor[] parameters, float[] eps, bool[] relu, int steps)"
+    " -> Tensor[]",
+    *(_forward, _forward_fake, _setup, _differentiate),
 )
-torch.library.define(
-    "shoal::dense_block_backward",
-    "(Tensor? grad, Tensor? of_means, Tensor? of_variances, Tensor features, Tensor means, Tensor variances,"
-    " Tensor[] inner, Tensor[] parameters, float[] eps, bool[] relu, int steps, bool measured) -> Tensor[]",
+register_op(
+    "dense_block_backward(Tensor? grad, Tensor? of_means, Tensor? of_variances, Tensor features, Tensor means,"
+    " Tensor variances, Tensor[] inner, Tensor[] parameters, float[] eps, bool[] relu, int steps, bool measured)"
+    " -> Tensor[]",
+    *(_backward, _backward_fake),
 )
-torch.library.impl("shoal::dense_block", "CompositeExplicitAutograd", _forward)
-torch.library.impl("shoal::dense_block_backward", "CompositeExplicitAutograd", _backward)
-torch.library.register_fake("shoal::dense_block", _forward_fake)
-torch.library.register_fake("shoal::dense_block_backward", _backward_fake)
-torch.library.register_autograd("shoal::dense_block", _differentiate, setup_context=_setup)
 
 
 def _one_way(pixels: int, parameters: Sequence[Any]) -> int:

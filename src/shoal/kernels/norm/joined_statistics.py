@@ -8,12 +8,15 @@ gradient of one of them.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.nn import functional as F
 
 from shoal.kernels.memory_format import memory_format_of
 from shoal.kernels.norm.norm_act import activated, activated_backward, backward_, normalised
-from shoal.kernels.norm.norm_sweeps import sweeps
+from shoal.kernels.norm.norm_sweeps import Affine, sweeps
+from shoal.lowlevel.direct_call import register_op
 
 
 def _joined_statistics(
@@ -29,9 +32,7 @@ def _joined_statistics(
     return mean, ((every - mean).square_().add_(torch.stack(variances)) * shares).sum(0)
 
 
-def _joined_statistics_fake(
-    means: list[torch.Tensor], variances: list[torch.Tensor], counts: list[int]
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _joined_statistics_fake(means: list[torch.Tensor], *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(means[0]), torch.empty_like(means[0])
 
 
@@ -52,12 +53,7 @@ def _joined_norm_gradients(
 
 
 def _joined_norm_gradients_fake(
-    of_scale: list[torch.Tensor],
-    of_shift: list[torch.Tensor],
-    variance: torch.Tensor,
-    weight: torch.Tensor | None,
-    eps: float,
-    count: int,
+    of_scale: Any, of_shift: Any, variance: torch.Tensor, weight: torch.Tensor | None, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     like = variance if weight is None else weight
     slope, constant = torch.empty_like(variance), torch.empty_like(variance)
@@ -82,11 +78,11 @@ def sliced_norm_(
 ) -> torch.Tensor:
     """`sliced_norm` that writes over `x`; the same bits."""
     (seen,) = _pictures(x)
-    kernel, relu = sweeps(seen), activation == "relu"
+    kernel, relu, affine = sweeps(seen), activation == "relu", Affine(mean, scale, shift)
     if kernel is None:
-        x.copy_(activated(x, mean, scale, shift, relu, x.dtype))
+        x.copy_(activated(x, affine, relu, x.dtype))
     else:
-        kernel.norm_act(seen, mean, scale, shift, None, relu, seen)
+        kernel.norm_act(seen, affine, None, relu, seen)
     return x if activation in _IN_THE_SWEEP else _activate_(x, activation)
 
 
@@ -101,17 +97,10 @@ def _activate_(x: torch.Tensor, activation: str) -> torch.Tensor:
 
 
 def _let_through(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    mean: torch.Tensor,
-    scale: torch.Tensor,
-    shift: torch.Tensor,
-    activation: str,
-    *,
-    overwrite: bool,
+    grad: torch.Tensor, x: torch.Tensor, affine: Affine, activation: str, *, overwrite: bool
 ) -> torch.Tensor:
     """`grad` as an activation that is not in the sweep lets it through; what that was of is computed again."""
-    line = normalised(x, mean, scale, shift)
+    line = normalised(x, affine)
     name, number = activation.split()
     into = grad if overwrite else line if line.dtype == grad.dtype else torch.empty_like(grad)
     if name == "elu":
@@ -131,58 +120,29 @@ def _pictures(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _sums(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    mean: torch.Tensor,
-    scale: torch.Tensor,
-    shift: torch.Tensor,
-    activation: str,
+    grad: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, activation: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Of grad * (x - mean) and of grad, as an activation behind the norm lets it through: (C,)."""
+    affine = Affine(mean, scale, shift)
     if activation not in _IN_THE_SWEEP:
-        grad = _let_through(grad, x, mean, scale, shift, activation, overwrite=False)
+        grad = _let_through(grad, x, affine, activation, overwrite=False)
     relu = activation == "relu"
     seen, of_seen = _pictures(x, grad)
-    _, vectors = activated_backward(of_seen, seen, mean, scale, shift, relu, [False, True])
+    _, vectors = activated_backward(of_seen, seen, affine, relu, [False, True])
     assert vectors is not None
-    return vectors[1], vectors[2]
+    return vectors.scale, vectors.shift
 
 
-def _sums_fake(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    mean: torch.Tensor,
-    scale: torch.Tensor,
-    shift: torch.Tensor,
-    activation: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _sums_fake(grad: Any, x: Any, mean: Any, scale: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(scale), torch.empty_like(scale)
 
 
-def _norm_fake(
-    x: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, activation: str
-) -> torch.Tensor:
+def _norm_fake(x: torch.Tensor, *_: Any) -> torch.Tensor:
     return torch.empty_like(x, memory_format=memory_format_of(x))
 
 
-def sliced_norm_gradient(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    mean: torch.Tensor,
-    scale: torch.Tensor,
-    shift: torch.Tensor,
-    slope: torch.Tensor,
-    constant: torch.Tensor,
-    activation: str,
-) -> torch.Tensor:
-    """The gradient of one slice of what batch norm normalised, all slices together.
-
-    Args:
-        grad: of what `sliced_norm` returned.
-        x: the slice, (n, C, ...).
-        mean, scale, shift: (C,).
-        slope, constant: (C,), by how much the gradient moves for each step from the mean, and in any case.
-        activation: as of `sliced_norm`.
+def sliced_norm_gradient(grad: torch.Tensor, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """`sliced_norm_gradient_` that leaves `grad` as it is.
 
     >>> one, zero = torch.ones(1), torch.zeros(1)
     >>> x = torch.tensor([[[3.0, -1.0]]])
@@ -190,7 +150,7 @@ def sliced_norm_gradient(
     tensor([[[15.,  9.]]])
     """
     written = torch.empty_like(x, dtype=grad.dtype, memory_format=memory_format_of(x)).copy_(grad)
-    return sliced_norm_gradient_(written, x, mean, scale, shift, slope, constant, activation)
+    return sliced_norm_gradient_(written, x, *rest)
 
 
 def sliced_norm_gradient_(
@@ -203,56 +163,47 @@ def sliced_norm_gradient_(
     constant: torch.Tensor,
     activation: str,
 ) -> torch.Tensor:
-    """`sliced_norm_gradient` that writes over `grad`, which has the layout of `x`."""
+    """The gradient of one slice of what batch norm normalised, all slices together; written over `grad`.
+
+    Args:
+        grad: of what `sliced_norm` returned, in the layout of `x`.
+        x: the slice, (n, C, ...).
+        mean, scale, shift: (C,).
+        slope, constant: (C,), by how much the gradient moves for each step from the mean, and in any case.
+        activation: as of `sliced_norm`.
+    """
+    affine, moves = Affine(mean, scale, shift), Affine(mean, slope, constant)
     if activation not in _IN_THE_SWEEP:
-        _let_through(grad, x, mean, scale, shift, activation, overwrite=True)
+        _let_through(grad, x, affine, activation, overwrite=True)
     relu = activation == "relu"
     seen, of_seen = _pictures(x, grad)
-    backward_(of_seen, [seen], mean, scale, shift, None, relu, [True, False, False])
+    backward_(of_seen, [seen], *affine, None, relu, [True, False, False])
     kernel = sweeps(of_seen, seen)
     if kernel is None:
-        return grad.add_(normalised(x, mean, slope, constant))
-    kernel.norm_act(seen, mean, slope, constant, of_seen, False, of_seen)
+        return grad.add_(normalised(x, moves))
+    kernel.norm_act(seen, moves, of_seen, False, of_seen)
     return grad
 
 
-def _gradient_fake(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    mean: torch.Tensor,
-    scale: torch.Tensor,
-    shift: torch.Tensor,
-    slope: torch.Tensor,
-    constant: torch.Tensor,
-    activation: str,
-) -> torch.Tensor:
+def _gradient_fake(grad: torch.Tensor, x: torch.Tensor, *_: Any) -> torch.Tensor:
     return torch.empty_like(x, dtype=grad.dtype, memory_format=memory_format_of(x))
 
 
 _VECTORS = "Tensor mean, Tensor scale, Tensor shift"
-torch.library.define(
-    "shoal::joined_statistics", "(Tensor[] means, Tensor[] variances, SymInt[] counts) -> (Tensor, Tensor)"
+register_op(
+    "joined_statistics(Tensor[] means, Tensor[] variances, SymInt[] counts) -> (Tensor, Tensor)",
+    *(_joined_statistics, _joined_statistics_fake),
 )
-torch.library.define(
-    "shoal::joined_norm_gradients",
-    "(Tensor[] of_scale, Tensor[] of_shift, Tensor variance, Tensor? weight, float eps, SymInt count)"
-    " -> (Tensor, Tensor, Tensor, Tensor)",
+register_op(
+    "joined_norm_gradients(Tensor[] of_scale, Tensor[] of_shift, Tensor variance, Tensor? weight, float eps,"
+    " SymInt count) -> (Tensor, Tensor, Tensor, Tensor)",
+    *(_joined_norm_gradients, _joined_norm_gradients_fake),
 )
-torch.library.define("shoal::sliced_norm", f"(Tensor x, {_VECTORS}, str activation) -> Tensor")
-torch.library.define(
-    "shoal::sliced_norm_sums", f"(Tensor grad, Tensor x, {_VECTORS}, str activation) -> (Tensor, Tensor)"
+register_op(f"sliced_norm(Tensor x, {_VECTORS}, str activation) -> Tensor", sliced_norm, _norm_fake)
+register_op(
+    f"sliced_norm_sums(Tensor grad, Tensor x, {_VECTORS}, str activation) -> (Tensor, Tensor)", _sums, _sums_fake
 )
-torch.library.define(
-    "shoal::sliced_norm_gradient",
-    f"(Tensor grad, Tensor x, {_VECTORS}, Tensor slope, Tensor constant, str activation) -> Tensor",
+register_op(
+    f"sliced_norm_gradient(Tensor grad, Tensor x, {_VECTORS}, Tensor slope, Tensor constant, str activation) -> Tensor",
+    *(sliced_norm_gradient, _gradient_fake),
 )
-torch.library.impl("shoal::joined_statistics", "CompositeExplicitAutograd", _joined_statistics)
-torch.library.impl("shoal::joined_norm_gradients", "CompositeExplicitAutograd", _joined_norm_gradients)
-torch.library.impl("shoal::sliced_norm", "CompositeExplicitAutograd", sliced_norm)
-torch.library.impl("shoal::sliced_norm_sums", "CompositeExplicitAutograd", _sums)
-torch.library.impl("shoal::sliced_norm_gradient", "CompositeExplicitAutograd", sliced_norm_gradient)
-torch.library.register_fake("shoal::joined_statistics", _joined_statistics_fake)
-torch.library.register_fake("shoal::joined_norm_gradients", _joined_norm_gradients_fake)
-torch.library.register_fake("shoal::sliced_norm", _norm_fake)
-torch.library.register_fake("shoal::sliced_norm_sums", _sums_fake)
-torch.library.register_fake("shoal::sliced_norm_gradient", _gradient_fake)

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from shoal.kernels.memory_format import dense_in_format, in_format, memory_format_of
-from shoal.kernels.norm.norm_sweeps import sweeps
+from shoal.kernels.norm.norm_sweeps import Affine, sweeps
 from shoal.kernels.norm.statistics import by_channel
-from shoal.lowlevel.direct_call import direct_call
+from shoal.lowlevel.direct_call import register_op
 
 _aten = torch.ops.aten
 _PIECE_ELEMS = 1 << 18  # 1 MiB of float32: a piece stays in L2
@@ -53,27 +53,27 @@ def joined(xs: Sequence[torch.Tensor]) -> torch.Tensor:
     return xs[0] if len(xs) == 1 else torch.cat(list(xs), 1)
 
 
-def normalised(x: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+def normalised(x: torch.Tensor, affine: Affine) -> torch.Tensor:
     """(x - mean) * scale + shift, in the dtype of `x`."""
+    mean, scale, shift = affine
     # PyTorch's own in eval mode is one sweep; its variance is one here.
     line: torch.Tensor = _aten.native_batch_norm(x, scale, shift, mean, torch.ones_like(mean), False, 0.0, 0.0)[0]
     return line
 
 
-def reduced(
-    grad: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def reduced(grad: torch.Tensor, x: torch.Tensor, affine: Affine) -> Affine:
     """Gradients of mean, scale and shift from that of the normalised tensor."""
+    mean = affine.mean
     if x.is_cpu and memory_format_of(x) != torch.contiguous_format:
-        of_scale, of_shift = (total.to(scale.dtype) for total in _channel_sums(grad, x, mean))
-        return -scale * of_shift, of_scale, of_shift
+        of_scale, of_shift = (total.to(affine.scale.dtype) for total in _channel_sums(grad, x, mean))
+        return affine.gradients(of_scale, of_shift)
     ones = torch.ones_like(mean)
     kind = torch.promote_types(grad.dtype, x.dtype)
     # PyTorch's own sums of grad * (x - mean) and grad in one sweep, with nothing allocated.
     _, of_scale, of_shift = _aten.native_batch_norm_backward(
         grad.to(kind), x.to(kind), ones, None, None, mean, ones, True, 0.0, [False, True, True]
     )
-    return -scale * of_shift, of_scale, of_shift
+    return affine.gradients(of_scale, of_shift)
 
 
 def _channel_sums(grad: torch.Tensor, x: torch.Tensor, mean: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,50 +92,37 @@ def _channel_sums(grad: torch.Tensor, x: torch.Tensor, mean: torch.Tensor) -> tu
     return products, total
 
 
-def activated(
-    x: torch.Tensor,
-    mean: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    shift: torch.Tensor | None,
-    relu: bool,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """relu((x - mean) * scale + shift) in `dtype`, without autograd; relu(x) where the vectors are None.
+def activated(x: torch.Tensor, affine: Affine | None, relu: bool, dtype: torch.dtype) -> torch.Tensor:
+    """relu((x - mean) * scale + shift) in `dtype`, without autograd; relu(x) if `affine` is None.
 
     The result is laid out as PyTorch's batch norm lays its own out, whatever computes it; `x` itself stays as it is.
 
     >>> one = torch.ones(1)
-    >>> activated(torch.tensor([[[1.0, 5.0]]]), 3 * one, 2 * one, one, True, torch.float32)
+    >>> activated(torch.tensor([[[1.0, 5.0]]]), Affine(3 * one, 2 * one, one), True, torch.float32)
     tensor([[[0., 5.]]])
     """
-    if mean is None or scale is None or shift is None:
+    if affine is None:
         return dense_in_format(x.relu().to(dtype), memory_format_of(x)) if relu else x.to(dtype)
     out = torch.empty_like(x, dtype=dtype, memory_format=memory_format_of(x))
     kernel = sweeps(x, out)
     if kernel is None:
         del out
-        a = normalised(x, mean, scale, shift)
+        a = normalised(x, affine)
         return dense_in_format((a.relu_() if relu else a).to(dtype), memory_format_of(x))
-    kernel.norm_act(x, mean, scale, shift, None, relu, out)
+    kernel.norm_act(x, affine, None, relu, out)
     return out
 
 
 def activated_backward(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    mean: torch.Tensor,
-    scale: torch.Tensor,
-    shift: torch.Tensor,
-    relu: bool,
-    needs: Sequence[bool],
-) -> tuple[torch.Tensor | None, tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None]:
+    grad: torch.Tensor, x: torch.Tensor, affine: Affine, relu: bool, needs: Sequence[bool]
+) -> tuple[torch.Tensor | None, Affine | None]:
     """From the gradient of `activated`: that of x, and those of mean, scale and shift.
 
     Args:
         grad: of what `activated` returned, which is not needed: it is recomputed from x.
         needs: whether the gradient of x is wanted, and those of the vectors.
     """
-    of_x, of_vectors, _ = _gradients(grad, [x], mean, scale, shift, None, relu, [*needs, False], overwrite=False)
+    of_x, of_vectors, _ = _gradients(grad, [x], affine, None, relu, [*needs, False], overwrite=False)
     return of_x[0] if of_x else None, of_vectors
 
 
@@ -169,18 +156,18 @@ def _forward(
     residual: torch.Tensor | None,
     relu: bool,
 ) -> torch.Tensor:
-    layout = memory_format_of(xs[0])
+    affine, layout = Affine(mean, scale, shift), memory_format_of(xs[0])
     given = [in_format(x, layout) for x in xs]
     added = None if residual is None else in_format(residual, layout)
-    out = _forward_fake(xs, mean, scale, shift, residual, relu)
+    out = _empty(xs, residual)
     kernel = sweeps(out, *given, *([] if added is None else [added]))
     if kernel is not None:
         for x, run in zip(given, _runs(xs), strict=True):
             part = None if added is None else added[:, run]
-            kernel.norm_act(x, mean[run], scale[run], shift[run], part, relu, out[:, run])
+            kernel.norm_act(x, affine.of(run), part, relu, out[:, run])
         return out
     del out, given, added
-    z = normalised(joined(xs), mean, scale, shift)
+    z = normalised(joined(xs), affine)
     z = z.to(_kind(xs, residual))
     z = z if residual is None else z.add_(residual)
     z = z.relu_() if relu else z
@@ -193,53 +180,43 @@ def _runs(xs: Sequence[torch.Tensor]) -> list[slice]:
     return [slice(end - x.shape[1], end) for x, end in zip(xs, ends, strict=True)]
 
 
-def _forward_fake(
-    xs: list[torch.Tensor],
-    mean: torch.Tensor,
-    scale: torch.Tensor,
-    shift: torch.Tensor,
-    residual: torch.Tensor | None,
-    relu: bool,
-) -> torch.Tensor:
+def _empty(xs: Sequence[torch.Tensor], residual: torch.Tensor | None) -> torch.Tensor:
     shape = [xs[0].shape[0], sum(x.shape[1] for x in xs), *xs[0].shape[2:]]
     kind, device = _kind(xs, residual), xs[0].device
     return torch.empty(shape, dtype=kind, device=device, memory_format=memory_format_of(xs[0]))
 
 
+def _forward_fake(
+    xs: list[torch.Tensor], mean: Any, scale: Any, shift: Any, residual: torch.Tensor | None, relu: bool
+) -> torch.Tensor:
+    return _empty(xs, residual)
+
+
 def _backward(
-    grad: torch.Tensor,
-    xs: list[torch.Tensor],
-    mean: torch.Tensor,
-    scale: torch.Tensor,
-    shift: torch.Tensor,
-    z: torch.Tensor | None,
-    relu: bool,
-    needs: list[bool],
-    *,
-    overwrite: bool = False,
+    grad: torch.Tensor, xs: list[torch.Tensor], mean: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, *rest: Any
 ) -> list[torch.Tensor]:
     """`needs`: of xs, of the vectors, of the residual after a ReLU, which comes first."""
-    of_xs, of_vectors, masked = _gradients(grad, xs, mean, scale, shift, z, relu, needs, overwrite=overwrite)
+    of_xs, of_vectors, masked = _gradients(grad, xs, Affine(mean, scale, shift), *rest)
     return [*([] if masked is None else [masked]), *of_xs, *(of_vectors or ())]
 
 
 def backward_(*arguments: Any) -> list[torch.Tensor]:
     """`norm_act_backward`, whose first result is written over `grad`; both have the same shape, strides and dtype."""
-    return _backward(*arguments, overwrite=True)
+    return _backward(*arguments, True)
+
+
+_Gradients = tuple[list[torch.Tensor], Affine | None, torch.Tensor | None]
 
 
 def _gradients(
     grad: torch.Tensor,
     xs: Sequence[torch.Tensor],
-    mean: torch.Tensor,
-    scale: torch.Tensor,
-    shift: torch.Tensor,
+    affine: Affine,
     z: torch.Tensor | None,
     relu: bool,
     needs: Sequence[bool],
-    *,
-    overwrite: bool,
-) -> tuple[list[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None, torch.Tensor | None]:
+    overwrite: bool = False,
+) -> _Gradients:
     """As for `_backward`: of xs (none where not needed), of the vectors, and what the ReLU lets through.
 
     `overwrite`: the last of these, or else the gradient of a single x, is written over `grad`.
@@ -249,7 +226,7 @@ def _gradients(
     kernel = sweeps(coming, *given, *([] if z is None else [z]))
     if kernel is None:
         del coming, given
-        return _reference_gradients(grad, xs, mean, scale, shift, z, relu, needs, overwrite=overwrite)
+        return _reference_gradients(grad, xs, affine, z, relu, needs, overwrite)
     masked = (grad if overwrite else torch.empty_like(coming, memory_format=layout)) if needs[2] else None
     of_xs: list[torch.Tensor | None] = [None] * len(xs)
     if needs[0]:
@@ -258,13 +235,11 @@ def _gradients(
     vectors = []
     for x, of_x, run in zip(given, of_xs, _runs(xs), strict=True):
         result, through = (None if whole is None else whole[:, run] for whole in (z, masked))
-        vectors.append(
-            kernel.norm_act_backward(coming[:, run], result, x, mean[run], scale[run], shift[run], relu, of_x, through)
-        )
-    of_scale, of_shift = (torch.cat(parts).to(scale.dtype) for parts in zip(*vectors, strict=True))
+        vectors.append(kernel.norm_act_backward(coming[:, run], result, x, affine.of(run), relu, of_x, through))
+    of_scale, of_shift = (torch.cat(parts).to(affine.scale.dtype) for parts in zip(*vectors, strict=True))
     return (
         [dense_in_format(of_x, memory_format_of(x)) for of_x, x in zip(of_xs, xs, strict=True) if of_x is not None],
-        (-scale * of_shift, of_scale, of_shift) if needs[1] else None,
+        affine.gradients(of_scale, of_shift) if needs[1] else None,
         masked,
     )
 
@@ -272,18 +247,15 @@ def _gradients(
 def _reference_gradients(
     grad: torch.Tensor,
     xs: Sequence[torch.Tensor],
-    mean: torch.Tensor,
-    scale: torch.Tensor,
-    shift: torch.Tensor,
+    affine: Affine,
     z: torch.Tensor | None,
     relu: bool,
     needs: Sequence[bool],
-    *,
     overwrite: bool,
-) -> tuple[list[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None, torch.Tensor | None]:
+) -> _Gradients:
     x = joined(xs)
     if relu:
-        over = normalised(x, mean, scale, shift) if z is None else None
+        over = normalised(x, affine) if z is None else None
         if overwrite:
             grad = _aten.threshold_backward.grad_input(grad, over if z is None else z, 0, grad_input=grad)
         elif over is not None and over.dtype == grad.dtype:
@@ -292,27 +264,19 @@ def _reference_gradients(
             grad = _aten.threshold_backward(grad, over if z is None else z, 0)
         del over
     grad = dense_in_format(grad, memory_format_of(xs[0]))
-    of_vectors = reduced(grad, x, mean, scale) if needs[1] else None
+    of_vectors = reduced(grad, x, affine) if needs[1] else None
     of_xs: list[torch.Tensor] = []
     if needs[0]:
-        factor = by_channel(scale, x)
+        factor = by_channel(affine.scale, x)
         of_xs = parted(grad.mul_(factor) if (relu or overwrite) and not needs[2] else grad * factor, xs)
     return of_xs, of_vectors, grad if needs[2] else None
 
 
-def _backward_fake(
-    grad: torch.Tensor,
-    xs: list[torch.Tensor],
-    mean: torch.Tensor,
-    scale: torch.Tensor,
-    shift: torch.Tensor,
-    z: torch.Tensor | None,
-    relu: bool,
-    needs: list[bool],
-) -> list[torch.Tensor]:
+def _backward_fake(grad: torch.Tensor, xs: list[torch.Tensor], *rest: Any) -> list[torch.Tensor]:
+    *vectors, _, _, needs = rest
     found = [torch.empty_like(grad, memory_format=memory_format_of(xs[0]))] if needs[2] else []
     found += parted_fake(xs) if needs[0] else []
-    return found + [torch.empty_like(vector) for vector in (mean, scale, shift)] if needs[1] else found
+    return found + [torch.empty_like(vector) for vector in vectors] if needs[1] else found
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -339,20 +303,12 @@ def _differentiate(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     return grads, *vectors, residual, None
 
 
-torch.library.define(
-    "shoal::norm_act",
-    "(Tensor[] xs, Tensor mean, Tensor scale, Tensor shift, Tensor? residual, bool relu) -> Tensor",
+_norm_act = register_op(
+    "norm_act(Tensor[] xs, Tensor mean, Tensor scale, Tensor shift, Tensor? residual, bool relu) -> Tensor",
+    *(_forward, _forward_fake, _setup, _differentiate),
 )
-torch.library.define(
-    "shoal::norm_act_backward",
-    "(Tensor grad, Tensor[] xs, Tensor mean, Tensor scale, Tensor shift, Tensor? z, bool relu, bool[] needs)"
-    " -> Tensor[]",
+_norm_act_backward = register_op(
+    "norm_act_backward(Tensor grad, Tensor[] xs, Tensor mean, Tensor scale, Tensor shift, Tensor? z, bool relu,"
+    " bool[] needs) -> Tensor[]",
+    *(_backward, _backward_fake),
 )
-torch.library.impl("shoal::norm_act", "CompositeExplicitAutograd", _forward)
-torch.library.impl("shoal::norm_act_backward", "CompositeExplicitAutograd", _backward)
-torch.library.register_fake("shoal::norm_act", _forward_fake)
-torch.library.register_fake("shoal::norm_act_backward", _backward_fake)
-torch.library.register_autograd("shoal::norm_act", _differentiate, setup_context=_setup)
-
-_norm_act = direct_call(torch.ops.shoal.norm_act, _forward, _setup, _differentiate)
-_norm_act_backward = direct_call(torch.ops.shoal.norm_act_backward, _backward)

@@ -22,12 +22,14 @@ from shoal.kernels.norm import norm_conv_native, norm_weight_grad
 from shoal.kernels.norm.norm_act import activated, activated_backward, joined, parted, parted_fake
 from shoal.kernels.norm.norm_conv_native import Window
 from shoal.kernels.norm.norm_rows import native_row_stride
-from shoal.kernels.norm.statistics import by_channel, measure, whole_gradient, wide
-from shoal.lowlevel.direct_call import direct_call
+from shoal.kernels.norm.norm_sweeps import Affine, affine_of
+from shoal.kernels.norm.statistics import Measured, by_channel, measure, whole_gradient, wide
+from shoal.lowlevel.direct_call import register_op
 from shoal.lowlevel.dispatch import Implementation, Op, choose, register
 
 _aten = torch.ops.aten
 _N_BACKWARD = 18  # operands of the backward op
+_Vector = torch.Tensor | None
 
 _FORWARD: Op[ModuleType | None] = register(
     "norm_conv",
@@ -83,28 +85,13 @@ def norm_conv(
     if device != "meta" and torch.is_autocast_enabled(device) and weight.dtype != torch.float64:
         kind = torch.get_autocast_dtype(device)
         weight, bias = weight.to(kind), None if bias is None else bias.to(kind)
-    y, mean_y, variance_y = _norm_conv(
-        list(xs),
-        mean,
-        scale,
-        shift,
-        relu,
-        weight,
-        bias,
-        window.stride,
-        window.padding,
-        window.dilation,
-        window.groups,
-        statistics,
-    )
+    y, mean_y, variance_y = _norm_conv(list(xs), mean, scale, shift, relu, weight, bias, *window, statistics)
     return y, mean_y, variance_y
 
 
 def convolve(
     x: torch.Tensor,
-    mean: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    shift: torch.Tensor | None,
+    affine: Affine | None,
     relu: bool,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -116,12 +103,10 @@ def convolve(
     native = choose(_FORWARD, x, weight, bias, window)
     if native is not None:
         rows = out if out is not None and native_row_stride(out) is not None else None
-        y, mean_y, variance_y = native.forward(x, mean, scale, shift, relu, weight, bias, window, statistics, out=rows)
+        y, mean_y, variance_y = native.forward(x, affine, relu, weight, bias, window, statistics, out=rows)
         return y if out is None or out is rows else out.copy_(y), mean_y, variance_y
-    a = activated(x, mean, scale, shift, relu, weight.dtype)
-    y = torch.convolution(
-        a, weight, bias, window.stride, window.padding, window.dilation, False, [0] * len(window.stride), window.groups
-    )
+    a = activated(x, affine, relu, weight.dtype)
+    y = torch.convolution(a, weight, bias, *window.options)
     del a
     nothing = y.new_empty(0, dtype=wide(y.dtype))
     mean_y, variance_y = measure(y) if statistics else (nothing, torch.empty_like(nothing))
@@ -134,22 +119,11 @@ def runs_winograd(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 
 
 def _forward(
-    xs: list[torch.Tensor],
-    mean: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    shift: torch.Tensor | None,
-    relu: bool,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    statistics: bool,
+    xs: list[torch.Tensor], mean: _Vector, scale: _Vector, shift: _Vector, relu: bool, weight: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    window = Window(stride, padding, dilation, groups)
-    x = joined(xs)
-    y, mean_y, variance_y = convolve(x, mean, scale, shift, relu, weight, bias, window, statistics)
+    bias, *moves, statistics = rest
+    window, x = Window(*moves), joined(xs)
+    y, mean_y, variance_y = convolve(x, affine_of(mean, scale, shift), relu, weight, bias, window, statistics)
     if choose(_FORWARD, x, weight, bias, window) is not None:
         read = memory_format_of(x) if relu or mean is not None else suggested_memory_format(x)
         y = dense_in_format(y, suggested_memory_format(weight) if read == torch.contiguous_format else read)
@@ -157,24 +131,14 @@ def _forward(
 
 
 def _forward_fake(
-    xs: list[torch.Tensor],
-    mean: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    shift: torch.Tensor | None,
-    relu: bool,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    statistics: bool,
+    xs: list[torch.Tensor], mean: _Vector, scale: _Vector, shift: _Vector, relu: bool, weight: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    bias, *moves, statistics = rest
     a = joined(xs).to(weight.dtype)
     if relu or mean is not None:
         a = torch.empty_like(a, memory_format=memory_format_of(a))
     # In the layout that PyTorch's own has, which depends on dtype, sizes and the kernel that it chooses.
-    y = torch.convolution(a, weight, bias, stride, padding, dilation, False, [0] * len(stride), groups)
+    y = torch.convolution(a, weight, bias, *Window(*moves).options)
     channels = y.shape[1] if statistics else 0
     return y, y.new_empty(channels, dtype=wide(y.dtype)), y.new_empty(channels, dtype=wide(y.dtype))
 
@@ -186,37 +150,19 @@ def _backward(*arguments: Any) -> list[torch.Tensor]:
     return backward_onto(*operands)
 
 
-def backward_onto(
-    grad: torch.Tensor,
-    of_mean: torch.Tensor | None,
-    of_variance: torch.Tensor | None,
-    xs: list[torch.Tensor],
-    y: torch.Tensor | None,
-    mean_y: torch.Tensor | None,
-    mean: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    shift: torch.Tensor | None,
-    relu: bool,
-    weight: torch.Tensor,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    needs: list[bool],
-    factor: torch.Tensor | None,
-    onto: torch.Tensor | None,
-) -> list[torch.Tensor]:
-    """`norm_conv_backward`, which writes over `onto`. What is needed comes in the order of `needs`.
+def backward_onto(*operands: Any) -> list[torch.Tensor]:
+    """`norm_conv_backward` of the same operands, which writes over the last, `onto`.
 
-    Args:
-        needs: of xs, of the vectors, of the weight, of the bias.
-        factor: (K,), what `grad` is multiplied with.
-        onto: what the gradient of a single x is added to; it is the first result.
-        The others as for `convolve_backward`.
+    What is needed comes in the order of `needs`: of xs, of the vectors, of the weight, of the bias. `onto` is what the
+    gradient of a single x is added to; it is the first result.
     """
-    window = Window(stride, padding, dilation, groups)
+    grad, of_mean, of_variance, xs, y, mean_y, *vectors, relu, weight = operands[:11]
+    *moves, needs, factor, onto = operands[11:]
+    measured = (
+        None if y is None or of_mean is None or of_variance is None else Measured(y, mean_y, of_mean, of_variance)
+    )
     of_x, *of_vectors, of_weight, of_bias = convolve_backward(
-        grad, of_mean, of_variance, joined(xs), y, mean_y, mean, scale, shift, relu, weight, window, needs, onto, factor
+        grad, measured, joined(xs), affine_of(*vectors), relu, weight, Window(*moves), needs, onto, factor
     )
     found = [] if of_x is None else parted(of_x, xs)
     if of_weight is not None:
@@ -226,14 +172,9 @@ def backward_onto(
 
 def convolve_backward(
     grad: torch.Tensor,
-    of_mean: torch.Tensor | None,
-    of_variance: torch.Tensor | None,
+    measured: Measured | None,
     x: torch.Tensor,
-    y: torch.Tensor | None,
-    mean_y: torch.Tensor | None,
-    mean: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    shift: torch.Tensor | None,
+    affine: Affine | None,
     relu: bool,
     weight: torch.Tensor,
     window: Window,
@@ -253,54 +194,29 @@ def convolve_backward(
     if native is not None:
         rows = grad_x if grad_x is not None and native_row_stride(grad_x) is not None else None
         of_input, *others = native.backward(
-            grad,
-            of_mean,
-            of_variance,
-            x,
-            y,
-            mean_y,
-            mean,
-            scale,
-            shift,
-            relu,
-            weight,
-            window,
-            needs,
-            factor=factor,
-            grad_x=rows,
+            grad, measured, x, affine, relu, weight, window, needs, factor=factor, grad_x=rows
         )
         if grad_x is not None and grad_x is not rows and of_input is not None:
             of_input = grad_x.add_(of_input)
         return of_input, *others
-    if y is not None and mean_y is not None and of_mean is not None and of_variance is not None:
-        grad = whole_gradient(grad, y, mean_y, of_mean, of_variance, y.dtype, factor)
+    if measured is not None:
+        grad = whole_gradient(grad, measured, measured.x.dtype, factor)
     elif factor is not None:
         grad = grad * by_channel(factor, grad)
     alone = choose(_WEIGHT_GRAD, x, weight, window) if needs[2] else None
     # The gradient of its input needs but the shape of what was convolved, and the ReLU's the signs.
-    a = x if alone is not None else activated(x, mean, scale, shift, relu, weight.dtype)
+    a = x if alone is not None else activated(x, affine, relu, weight.dtype)
     through = needs[0] or needs[1]
-    da, of_weight, of_bias = _aten.convolution_backward(
-        grad,
-        a,
-        weight,
-        [weight.shape[0]] if needs[3] else None,
-        window.stride,
-        window.padding,
-        window.dilation,
-        False,
-        [0] * len(window.stride),
-        window.groups,
-        [through, needs[2] and alone is None, needs[3]],
-    )
+    sizes, mask = [weight.shape[0]] if needs[3] else None, [through, needs[2] and alone is None, needs[3]]
+    da, of_weight, of_bias = _aten.convolution_backward(grad, a, weight, sizes, *window.options, mask)
     if alone is not None:
-        of_weight = alone.weight_grad(grad, x, mean, scale, shift, relu, weight, window)
+        of_weight = alone.weight_grad(grad, x, affine, relu, weight, window)
     del grad
     of_x = da
     vectors: tuple[torch.Tensor | None, ...] | None = None
-    if through and mean is not None and scale is not None and shift is not None:
+    if through and affine is not None:
         del a
-        of_x, vectors = activated_backward(da, x, mean, scale, shift, relu, needs[:2])
+        of_x, vectors = activated_backward(da, x, affine, relu, needs[:2])
     elif through and relu:
         of_x = _aten.threshold_backward(da, a, 0)
     del da
@@ -314,28 +230,10 @@ def convolve_backward(
     )
 
 
-def _backward_fake(
-    grad: torch.Tensor,
-    of_mean: torch.Tensor | None,
-    of_variance: torch.Tensor | None,
-    xs: list[torch.Tensor],
-    y: torch.Tensor | None,
-    mean_y: torch.Tensor | None,
-    mean: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    shift: torch.Tensor | None,
-    relu: bool,
-    weight: torch.Tensor,
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    groups: int,
-    needs: list[bool],
-    factor: torch.Tensor | None = None,
-    onto: torch.Tensor | None = None,
-) -> list[torch.Tensor]:
+def _backward_fake(*operands: Any) -> list[torch.Tensor]:
+    xs, vectors, weight, needs = operands[3], operands[6:9], operands[10], operands[15]
     found = parted_fake(xs) if needs[0] else []
-    found += [torch.empty_like(vector) for vector in (mean, scale, shift) if vector is not None] if needs[1] else []
+    found += [torch.empty_like(vector) for vector in vectors if vector is not None] if needs[1] else []
     found += [torch.empty_like(weight)] if needs[2] else []
     return [*found, weight.new_empty(weight.shape[0])] if needs[3] else found
 
@@ -356,46 +254,27 @@ def _differentiate(ctx: Any, grad: torch.Tensor, of_mean: torch.Tensor, of_varia
     of_xs, *of_vectors = ctx.needs_input_grad[:4]
     of_weight, of_bias = ctx.needs_input_grad[5:7]
     needs = [any(of_xs), any(of_vectors), of_weight, of_bias]
-    found = _norm_conv_backward(
-        grad,
-        of_mean if ctx.statistics else None,
-        of_variance if ctx.statistics else None,
-        xs,
-        y,
-        mean_y,
-        *vectors,
-        ctx.relu,
-        weight,
-        *ctx.window,
-        needs,
-    )
-    taken = iter(found)
+    of_statistics = (of_mean, of_variance) if ctx.statistics else (None, None)
+    operands = grad, *of_statistics, xs, y, mean_y, *vectors, ctx.relu, weight, *ctx.window, needs
+    taken = iter(_norm_conv_backward(*operands))
     grads = [next(taken) for _ in xs] if needs[0] else [None] * ctx.n
     vector_grads = [next(taken) for _ in range(3)] if needs[1] else [None] * 3
     weight_grad, bias_grad = (next(taken) if wanted else None for wanted in (of_weight, of_bias))
     return grads, *vector_grads, None, weight_grad, bias_grad, None, None, None, None, None
 
 
-torch.library.define(
-    "shoal::norm_conv",
-    "(Tensor[] xs, Tensor? mean, Tensor? scale, Tensor? shift, bool relu, Tensor weight, Tensor? bias,"
+_norm_conv = register_op(
+    "norm_conv(Tensor[] xs, Tensor? mean, Tensor? scale, Tensor? shift, bool relu, Tensor weight, Tensor? bias,"
     " SymInt[] stride, SymInt[] padding, SymInt[] dilation, SymInt groups, bool statistics)"
     " -> (Tensor, Tensor, Tensor)",
+    *(_forward, _forward_fake, _setup, _differentiate),
 )
-torch.library.define(
-    "shoal::norm_conv_backward",
-    "(Tensor grad, Tensor? of_mean, Tensor? of_variance, Tensor[] xs, Tensor? y, Tensor? mean_y, Tensor? mean,"
-    " Tensor? scale, Tensor? shift, bool relu, Tensor weight, SymInt[] stride, SymInt[] padding, SymInt[] dilation,"
-    " SymInt groups, bool[] needs, Tensor? factor=None, Tensor? onto=None) -> Tensor[]",
+_norm_conv_backward = register_op(
+    "norm_conv_backward(Tensor grad, Tensor? of_mean, Tensor? of_variance, Tensor[] xs, Tensor? y, Tensor? mean_y,"
+    " Tensor? mean, Tensor? scale, Tensor? shift, bool relu, Tensor weight, SymInt[] stride, SymInt[] padding,"
+    " SymInt[] dilation, SymInt groups, bool[] needs, Tensor? factor=None, Tensor? onto=None) -> Tensor[]",
+    *(_backward, _backward_fake),
 )
-torch.library.impl("shoal::norm_conv", "CompositeExplicitAutograd", _forward)
-torch.library.impl("shoal::norm_conv_backward", "CompositeExplicitAutograd", _backward)
-torch.library.register_fake("shoal::norm_conv", _forward_fake)
-torch.library.register_fake("shoal::norm_conv_backward", _backward_fake)
-torch.library.register_autograd("shoal::norm_conv", _differentiate, setup_context=_setup)
-
-_norm_conv = direct_call(torch.ops.shoal.norm_conv, _forward, _setup, _differentiate)
-_norm_conv_backward = direct_call(torch.ops.shoal.norm_conv_backward, _backward)
 
 
 @register_flop_formula(torch.ops.shoal.norm_conv, get_raw=True)

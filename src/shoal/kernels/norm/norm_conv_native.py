@@ -15,14 +15,16 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
 from shoal.errors import InputError
-from shoal.kernels.norm.norm_rows import address, empty_rows, in_rows, native_row_stride, vector, workspace
+from shoal.kernels.norm.norm_rows import address, empty_rows, in_rows, native_row_stride, run_in_workspace, vector
+from shoal.kernels.norm.norm_sweeps import Affine
+from shoal.kernels.norm.statistics import Measured
 from shoal.lowlevel.dispatch import allowed, level_number
-from shoal.lowlevel.native import levels, run_native
+from shoal.lowlevel.native import levels
 
 _ONES = [1, 1]
 _WIDE = 1 << 16  # channels in times channels out: a weight that is not much smaller than L2
@@ -31,14 +33,18 @@ _FEW_CHANNELS, _FEW_TILES = 16, 32
 _MUCH_WORK = 1 << 24  # multiplications for one element of the kernel
 
 
-@dataclass(frozen=True)
-class Window:
+class Window(NamedTuple):
     """How a convolution moves: each as `torch.nn.functional.conv2d` takes it, one number a dimension."""
 
     stride: Sequence[int]
     padding: Sequence[int]
     dilation: Sequence[int]
     groups: int
+
+    @property
+    def options(self) -> tuple[Any, ...]:
+        """What `aten.convolution` takes after the bias."""
+        return self.stride, self.padding, self.dilation, False, [0] * len(self.stride), self.groups
 
 
 class _Call(ctypes.Structure):
@@ -64,12 +70,7 @@ class _Call(ctypes.Structure):
     )
 
 
-def applies(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    window: Window,
-) -> bool:
+def applies(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, window: Window) -> bool:
     """Whether `forward` and `backward` can do this case, here."""
     readable = bias is None or bias.dtype == torch.float32
     return readable and list(window.stride) == _ONES and is_same_convolution(x, weight, window)
@@ -123,9 +124,7 @@ def backward_pays(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 
 def forward(
     x: torch.Tensor,
-    mean: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    shift: torch.Tensor | None,
+    affine: Affine | None,
     relu: bool,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -140,7 +139,7 @@ def forward(
 
     Args:
         x: (N, C, H, W), float32, as `applies` requires.
-        mean, scale, shift: (C,); all None: nothing is normalised.
+        affine: with vectors of (C,); None: nothing is normalised.
         relu: whether a ReLU comes before the convolution.
         weight, bias: (K, C, 1, 1) or (K, C, 3, 3); (K,) or None.
         window: of the convolution; `applies` says which.
@@ -159,27 +158,20 @@ def forward(
         raise InputError(f"out is {tuple(y.shape)} of strides {y.stride()}; give a channels_last tensor for the result")
     found = [torch.empty(weight.shape[0] if statistics else 0) for _ in range(2)]
     own_bias = None if bias is None else vector(bias)
-    vectors = _vectors(x, mean, scale, shift)
+    vectors = vectors_of(x, affine)
     call = _call(x, vectors, relu, weight, winograd, level)
     call.bias, call.y, call.ld_y = address(own_bias), y.data_ptr(), ld_y
     if statistics:
         call.mean_y, call.variance_y = found[0].data_ptr(), found[1].data_ptr()
-    space = workspace("shoal_norm_conv_workspace_bytes", ctypes.byref(call), 0)
-    call.workspace = space.data_ptr()
-    run_native("shoal_norm_conv_forward", call)
+    run_in_workspace("shoal_norm_conv_forward", call, "shoal_norm_conv_workspace_bytes", 0)
     return y, found[0], found[1]
 
 
 def backward(
     grad: torch.Tensor,
-    of_mean: torch.Tensor | None,
-    of_variance: torch.Tensor | None,
+    measured: Measured | None,
     x: torch.Tensor,
-    y: torch.Tensor | None,
-    mean_y: torch.Tensor | None,
-    mean: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    shift: torch.Tensor | None,
+    affine: Affine | None,
     relu: bool,
     weight: torch.Tensor,
     window: Window,
@@ -194,9 +186,8 @@ def backward(
 
     Args:
         grad: of y, (N, K, H, W).
-        of_mean, of_variance: gradients of the statistics of y, (K,), or None: the whole gradient of y is
-            grad * factor + of_mean / pixels + 2 * of_variance / pixels * (y - mean_y).
-        y, mean_y: what `forward` returned; None without statistics.
+        measured: y and its mean, as `forward` returned them, and the gradients of its statistics: the whole gradient
+            of y is grad * factor + of_mean / pixels + 2 * of_variance / pixels * (y - mean). None without statistics.
         needs: of x, of the three vectors, of weight, of bias: what is not needed is None.
         factor: (K,), what `grad` is multiplied with; None: nothing.
         grad_x: channels_last, its pixels perhaps apart: the gradient of x is added to it; None: a new tensor.
@@ -212,7 +203,7 @@ def backward(
         )
     of_weight = torch.empty_like(weight, memory_format=torch.channels_last)
     of_scale, of_shift = torch.empty(channels), torch.empty(channels)
-    vectors = _vectors(x, mean, scale, shift)
+    vectors = vectors_of(x, affine)
     call = _call(x, vectors, relu, weight, winograd, level)
     call.grad_y, call.ld_grad_y = grad.data_ptr(), native_row_stride(grad)
     own_factor = None if factor is None else vector(factor)
@@ -220,17 +211,15 @@ def backward(
     call.grad_x, call.ld_grad_x, call.accumulate = into.data_ptr(), ld_into, grad_x is not None
     call.grad_weight, call.grad_scale, call.grad_shift = (t.data_ptr() for t in (of_weight, of_scale, of_shift))
     kept: list[torch.Tensor] = []  # what the call points to lives as long
-    if y is not None and mean_y is not None and of_mean is not None and of_variance is not None:
-        kept = [in_rows(y), vector(mean_y), vector(of_mean), vector(of_variance)]
+    if measured is not None:
+        kept = [in_rows(measured.x), *map(vector, measured[1:])]
         call.y, call.mean_y, call.grad_mean_y, call.grad_variance_y = (tensor.data_ptr() for tensor in kept)
         call.ld_y = native_row_stride(kept[0])
-    space = workspace("shoal_norm_conv_workspace_bytes", ctypes.byref(call), 1)
-    call.workspace = space.data_ptr()
-    run_native("shoal_norm_conv_backward", call)
+    run_in_workspace("shoal_norm_conv_backward", call, "shoal_norm_conv_workspace_bytes", 1)
     found: tuple[torch.Tensor | None, ...] = (None, None, None)
-    if needs[1] and mean is not None and scale is not None and shift is not None:
-        of_vectors = (-vectors[1] * of_shift, of_scale, of_shift)
-        found = tuple(of.to(to.dtype) for of, to in zip(of_vectors, (mean, scale, shift), strict=True))
+    if needs[1] and affine is not None:
+        of_vectors = Affine(*vectors).gradients(of_scale, of_shift)
+        found = tuple(of.to(to.dtype) for of, to in zip(of_vectors, affine, strict=True))
     of_bias = None
     if needs[3]:
         # The deviations of y from its mean add up to nothing.
@@ -239,18 +228,15 @@ def backward(
     return into if needs[0] else None, *found, of_weight if needs[2] else None, of_bias
 
 
-def _vectors(
-    x: torch.Tensor, mean: torch.Tensor | None, scale: torch.Tensor | None, shift: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    if mean is None or scale is None or shift is None:
-        channels = x.shape[1]
-        return torch.zeros(channels), torch.ones(channels), torch.zeros(channels)
-    return vector(mean), vector(scale), vector(shift)
+def vectors_of(x: torch.Tensor, affine: Affine | None) -> list[torch.Tensor]:
+    """Mean, scale and shift as the kernels read them."""
+    channels = x.shape[1]
+    return list(map(vector, affine or (torch.zeros(channels), torch.ones(channels), torch.zeros(channels))))
 
 
 def _call(
     x: torch.Tensor,
-    vectors: tuple[torch.Tensor, ...],
+    vectors: Sequence[torch.Tensor],
     relu: bool,
     weight: torch.Tensor,
     winograd: bool | None,

@@ -5,10 +5,13 @@ No magic: all it does is read strides and fill in addresses for `csrc/shoal_nati
 
 from __future__ import annotations
 
+import ctypes
+from typing import Any
+
 import torch
 
 from shoal.kernels.memory_format import row_stride
-from shoal.lowlevel.native import bytes_needed
+from shoal.lowlevel.native import bytes_needed, run_native
 
 
 def native_row_stride(x: torch.Tensor) -> int | None:
@@ -42,6 +45,14 @@ def address(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def workspace(name: str, *arguments: object) -> torch.Tensor:
-    """Memory of torch's own allocator, that of the step's budget, as much as a function of the library counts."""
-    return torch.empty(max(bytes_needed(name, *arguments), 1), dtype=torch.uint8)
+def run_in_workspace(name: str, call: Any, counts: str, *which: int) -> None:
+    """Call a function of the library with memory of torch's own allocator, that of the step's budget.
+
+    Args:
+        name: of the function.
+        call: its arguments, a structure with the memory's address in `workspace`.
+        counts: the function that counts its bytes, of `call` and `which`.
+    """
+    space = torch.empty(max(bytes_needed(counts, ctypes.byref(call), *which), 1), dtype=torch.uint8)
+    call.workspace = space.data_ptr()
+    run_native(name, call)

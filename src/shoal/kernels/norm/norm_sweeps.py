@@ -11,13 +11,13 @@ CPU, in Triton's interpreter: slow, for tests.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Hashable
-from typing import Any, Protocol
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from shoal.errors import InputError
-from shoal.kernels.norm.norm_rows import native_row_stride, vector, workspace
+from shoal.kernels.norm.norm_rows import native_row_stride, run_in_workspace, vector
 from shoal.kernels.norm.norm_tiles import grid_of, is_channels_last, power
 from shoal.lowlevel.dispatch import Implementation, Op, choose, level_number, register
 from shoal.lowlevel.native import levels, run_native
@@ -25,7 +25,29 @@ from shoal.lowlevel.torch_state import on_device
 from shoal.lowlevel.triton_launch import Launch, Launches, TritonKernels
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # of Triton's kernels
+_BYTES = "shoal_norm_pass_workspace_bytes"
 _MAX_KNOWN = 4096  # forms of tensors whose parts are remembered
+
+
+class Affine(NamedTuple):
+    """(x - mean) * scale + shift, for each channel of x, (N, C, ...); vectors of (C,)."""
+
+    mean: torch.Tensor
+    scale: torch.Tensor
+    shift: torch.Tensor
+
+    def of(self, channels: slice) -> Affine:
+        """That of some of the channels."""
+        return Affine(*(values[channels] for values in self))
+
+    def gradients(self, of_scale: torch.Tensor, of_shift: torch.Tensor) -> Affine:
+        """Gradients of the three vectors, from those of two of them."""
+        return Affine(-self.scale * of_shift, of_scale, of_shift)
+
+
+def affine_of(mean: torch.Tensor | None, scale: torch.Tensor | None, shift: torch.Tensor | None) -> Affine | None:
+    """The three vectors; None where an op is given none of them: nothing is normalised."""
+    return None if mean is None or scale is None or shift is None else Affine(mean, scale, shift)
 
 
 class Sweeps(Protocol):
@@ -35,20 +57,13 @@ class Sweeps(Protocol):
         """Replaces `torch.var_mean(x, (0, 2, 3), correction=0)`: mean and variance, (C,), in float32."""
 
     def norm_act(
-        self,
-        x: torch.Tensor,
-        mean: torch.Tensor,
-        scale: torch.Tensor,
-        shift: torch.Tensor,
-        residual: torch.Tensor | None,
-        relu: bool,
-        out: torch.Tensor,
+        self, x: torch.Tensor, affine: Affine, residual: torch.Tensor | None, relu: bool, out: torch.Tensor
     ) -> None:
-        """Write relu((x - mean) * scale + shift + residual) into `out`, in its dtype.
+        """Write relu(affine(x) + residual) into `out`, in its dtype.
 
         Args:
             x: (N, C, ...).
-            mean, scale, shift: (C,); used in float32.
+            affine: used in float32.
             residual: of the shape of x, or None.
             relu: whether a ReLU follows.
             out: of the shape of x.
@@ -59,9 +74,7 @@ class Sweeps(Protocol):
         grad: torch.Tensor,
         z: torch.Tensor | None,
         x: torch.Tensor,
-        mean: torch.Tensor,
-        scale: torch.Tensor,
-        shift: torch.Tensor,
+        affine: Affine,
         relu: bool,
         grad_x: torch.Tensor | None,
         masked: torch.Tensor | None,
@@ -71,7 +84,7 @@ class Sweeps(Protocol):
         Args:
             grad: of the result.
             z: the result, read where `relu` is set; None: recomputed from x, nothing was added.
-            x, mean, scale, shift, relu: as for `norm_act`.
+            x, affine, relu: as for `norm_act`.
             grad_x: where the gradient of x is written; None: it is not wanted.
             masked: where `grad` is written as the ReLU lets it through; None: it is not wanted.
         """
@@ -112,27 +125,21 @@ class _Native:
         mean, variance = torch.empty(x.shape[1]), torch.empty(x.shape[1])
         call = _call(x, level)
         call.statistic_mean, call.statistic_variance = mean.data_ptr(), variance.data_ptr()
-        space = _workspace(call)
-        call.workspace = space.data_ptr()
-        run_native("shoal_statistics", call)
+        run_in_workspace("shoal_statistics", call, _BYTES)
         return mean, variance
 
     def norm_act(
         self,
         x: torch.Tensor,
-        mean: torch.Tensor,
-        scale: torch.Tensor,
-        shift: torch.Tensor,
+        affine: Affine,
         residual: torch.Tensor | None,
         relu: bool,
         out: torch.Tensor,
         *,
         level: str | None = None,
     ) -> None:
-        vectors = list(map(vector, (mean, scale, shift)))
-        call = _call(x, level)
-        call.relu = relu
-        call.mean, call.scale, call.shift = (values.data_ptr() for values in vectors)
+        vectors = list(map(vector, affine))
+        call = _call(x, level, vectors, relu)
         call.residual, call.ld_residual = _rows(residual, x)
         call.out, call.ld_out = _rows(out, x)
         run_native("shoal_norm_act", call)
@@ -142,9 +149,7 @@ class _Native:
         grad: torch.Tensor,
         z: torch.Tensor | None,
         x: torch.Tensor,
-        mean: torch.Tensor,
-        scale: torch.Tensor,
-        shift: torch.Tensor,
+        affine: Affine,
         relu: bool,
         grad_x: torch.Tensor | None,
         masked: torch.Tensor | None,
@@ -152,18 +157,14 @@ class _Native:
         level: str | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         of_scale, of_shift = torch.empty(x.shape[1]), torch.empty(x.shape[1])
-        vectors = list(map(vector, (mean, scale, shift)))
-        call = _call(x, level)
-        call.relu = relu
-        call.mean, call.scale, call.shift = (values.data_ptr() for values in vectors)
+        vectors = list(map(vector, affine))
+        call = _call(x, level, vectors, relu)
         call.grad, call.ld_grad = _rows(grad, x)
         call.out, call.ld_out = _rows(z, x)
         call.grad_x, call.ld_grad_x = _rows(grad_x, x)
         call.grad_residual, call.ld_grad_residual = _rows(masked, x)
         call.sum_of_centred, call.sum = of_scale.data_ptr(), of_shift.data_ptr()
-        space = _workspace(call)
-        call.workspace = space.data_ptr()
-        run_native("shoal_norm_act_backward", call)
+        run_in_workspace("shoal_norm_act_backward", call, _BYTES)
         return of_scale, of_shift
 
 
@@ -183,16 +184,14 @@ def _rows(tensor: torch.Tensor | None, x: torch.Tensor) -> tuple[int | None, int
     return tensor.data_ptr(), _row_stride(tensor)
 
 
-def _call(x: torch.Tensor, level: str | None) -> _Pass:
+def _call(x: torch.Tensor, level: str | None, vectors: Sequence[torch.Tensor] = (), relu: bool = False) -> _Pass:
+    """What all have in common; it points into `x` and `vectors`, those of an `Affine`."""
     rows = x.numel() // x.shape[1] if x.numel() else 0
-    threads = max(1, min(torch.get_num_threads(), rows))
-    return _Pass(
-        rows=rows, channels=x.shape[1], threads=threads, level=level_number(level), x=x.data_ptr(), ld_x=_row_stride(x)
-    )
-
-
-def _workspace(call: _Pass) -> torch.Tensor:
-    return workspace("shoal_norm_pass_workspace_bytes", ctypes.byref(call))
+    call = _Pass(rows=rows, channels=x.shape[1], relu=relu, x=x.data_ptr(), ld_x=_row_stride(x))
+    call.threads, call.level = max(1, min(torch.get_num_threads(), rows)), level_number(level)
+    if vectors:
+        call.mean, call.scale, call.shift = (values.data_ptr() for values in vectors)
+    return call
 
 
 def _form(x: torch.Tensor | None) -> Hashable:
@@ -238,14 +237,7 @@ class _Triton:
         return mean, variance
 
     def norm_act(
-        self,
-        x: torch.Tensor,
-        mean: torch.Tensor,
-        scale: torch.Tensor,
-        shift: torch.Tensor,
-        residual: torch.Tensor | None,
-        relu: bool,
-        out: torch.Tensor,
+        self, x: torch.Tensor, affine: Affine, residual: torch.Tensor | None, relu: bool, out: torch.Tensor
     ) -> None:
         def made() -> Launch:
             grid, (at_x, at_residual, at_out) = grid_of(x, residual, out)
@@ -258,16 +250,14 @@ class _Triton:
 
         key = "norm_act", relu, x.device, _form(x), _form(residual), _form(out)
         with on_device(x.device):
-            self._launches.run(key, (x, *map(vector, (mean, scale, shift)), residual, out), made)
+            self._launches.run(key, (x, *map(vector, affine), residual, out), made)
 
     def norm_act_backward(
         self,
         grad: torch.Tensor,
         z: torch.Tensor | None,
         x: torch.Tensor,
-        mean: torch.Tensor,
-        scale: torch.Tensor,
-        shift: torch.Tensor,
+        affine: Affine,
         relu: bool,
         grad_x: torch.Tensor | None,
         masked: torch.Tensor | None,
@@ -288,7 +278,7 @@ class _Triton:
 
             return Launch(TRITON_KERNELS.found().activate_backward, grid.by_part, arguments)
 
-        tensors = (grad, z, x, *map(vector, (mean, scale, shift)), grad_x, masked, *sums)
+        tensors = (grad, z, x, *map(vector, affine), grad_x, masked, *sums)
         with on_device(x.device):
             self._launches.run(key, tensors, made)
         of_scale, of_shift = sums.sum(1)
@@ -306,7 +296,7 @@ class _Triton:
 
 def _try_on(device: torch.device) -> None:
     one = torch.ones((1, 1), device=device)
-    TRITON.norm_act(one, one[0], one[0], one[0], None, True, torch.empty_like(one))
+    TRITON.norm_act(one, Affine(one[0], one[0], one[0]), None, True, torch.empty_like(one))
 
 
 TRITON_KERNELS = TritonKernels("shoal.kernels.norm.norm_triton_kernels", "PyTorch's own kernels", InputError, _try_on)

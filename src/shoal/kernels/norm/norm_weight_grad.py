@@ -14,10 +14,10 @@ import ctypes
 
 import torch
 
-from shoal.kernels.norm.norm_conv_native import Window, is_same_convolution
-from shoal.kernels.norm.norm_rows import in_rows, native_row_stride, vector, workspace
+from shoal.kernels.norm.norm_conv_native import Window, is_same_convolution, vectors_of
+from shoal.kernels.norm.norm_rows import in_rows, native_row_stride, run_in_workspace
+from shoal.kernels.norm.norm_sweeps import Affine
 from shoal.lowlevel.dispatch import level_number
-from shoal.lowlevel.native import run_native
 
 
 class _Call(ctypes.Structure):
@@ -52,9 +52,7 @@ def pays(x: torch.Tensor, weight: torch.Tensor, window: Window) -> bool:
 def weight_grad(
     grad: torch.Tensor,
     x: torch.Tensor,
-    mean: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    shift: torch.Tensor | None,
+    affine: Affine | None,
     relu: bool,
     weight: torch.Tensor,
     window: Window,
@@ -66,7 +64,7 @@ def weight_grad(
     Args:
         grad: of y, (N, K, H', W'), whole.
         x: (N, C, H, W), float32, as `applies` requires.
-        mean, scale, shift: (C,); all None: nothing is normalised.
+        affine: with vectors of (C,); None: nothing is normalised.
         relu: whether a ReLU comes before the convolution.
         weight: (K, C, 1, 1) or (K, C, 3, 3); only its shape is read.
         window: of the convolution.
@@ -78,15 +76,12 @@ def weight_grad(
     >>> rows = lambda x: x.contiguous(memory_format=torch.channels_last)
     >>> x, grad, one = rows(torch.full((1, 2, 3, 3), 4.0)), rows(torch.ones(1, 1, 3, 3)), torch.ones(2)
     >>> window = Window([1, 1], [0, 0], [1, 1], 1)
-    >>> weight_grad(grad, x, one, 2 * one, one, True, torch.ones(1, 2, 1, 1), window).flatten()
+    >>> weight_grad(grad, x, Affine(one, 2 * one, one), True, torch.ones(1, 2, 1, 1), window).flatten()
     tensor([63., 63.])
     """
     images, channels, height, width = x.shape
     grad = in_rows(grad)
-    if mean is None or scale is None or shift is None:
-        vectors = [torch.zeros(channels), torch.ones(channels), torch.zeros(channels)]
-    else:
-        vectors = [vector(mean), vector(scale), vector(shift)]
+    vectors = vectors_of(x, affine)
     of_weight = torch.empty_like(weight, memory_format=torch.channels_last)
     call = _Call(
         images=images,
@@ -108,7 +103,5 @@ def weight_grad(
         grad_weight=of_weight.data_ptr(),
     )
     call.mean, call.scale, call.shift = (values.data_ptr() for values in vectors)
-    space = workspace("shoal_norm_weight_grad_workspace_bytes", ctypes.byref(call))
-    call.workspace = space.data_ptr()
-    run_native("shoal_norm_weight_grad", call)
+    run_in_workspace("shoal_norm_weight_grad", call, "shoal_norm_weight_grad_workspace_bytes")
     return of_weight

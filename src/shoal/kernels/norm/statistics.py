@@ -6,13 +6,25 @@ stays exact where the mean is a thousand deviations from 0; E[x^2] - E[x]^2 in f
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from shoal.kernels.memory_format import dense_in_format, in_format, memory_format_of
-from shoal.kernels.norm.norm_sweeps import sweeps
-from shoal.lowlevel.direct_call import direct_call
+from shoal.kernels.norm.norm_sweeps import Affine, sweeps
+from shoal.lowlevel.direct_call import register_op
+
+
+class Measured(NamedTuple):
+    """A tensor with other readers of its statistics: its mean, (C,), and the gradients of mean and variance, (C,).
+
+    The gradients are summed over all that read the statistics.
+    """
+
+    x: torch.Tensor
+    mean: torch.Tensor
+    of_mean: torch.Tensor
+    of_variance: torch.Tensor
 
 
 def statistics(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,22 +73,19 @@ def measure(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def whole_gradient(
     grad: torch.Tensor | None,
-    x: torch.Tensor,
-    mean: torch.Tensor,
-    of_mean: torch.Tensor,
-    of_variance: torch.Tensor,
+    measured: Measured,
     dtype: torch.dtype | None = None,
     factor: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The gradient of `x` where its statistics were used too: one affine map for all their readers.
+    """The gradient of a tensor whose statistics were used too: one affine map for all their readers.
 
     Args:
-        grad: of `x` itself, or None.
-        mean: of `x`, (C,).
-        of_mean, of_variance: gradients of the statistics, (C,), summed over all that read them.
+        grad: of the tensor itself, or None.
+        measured: the tensor.
         dtype: of the result; None: the wide one.
         factor: (C,), what `grad` is multiplied with; None: nothing.
     """
+    x, mean, of_mean, of_variance = measured
     count = x.numel() // x.shape[1]
     constant, slope = of_mean / count, of_variance * (2 / count)
     whole = torch.empty_like(x, dtype=dtype or wide(x.dtype), memory_format=memory_format_of(x))
@@ -86,7 +95,7 @@ def whole_gradient(
         if added is not None and factor is not None:
             into = whole if whole.dtype == torch.result_type(added, factor) else None
             added = torch.mul(added, by_channel(factor, added), out=into)
-        kernel.norm_act(x, mean, slope, constant, added, False, whole)
+        kernel.norm_act(x, Affine(mean, slope, constant), added, False, whole)
         return whole
     del whole, added
     if grad is not None and factor is not None:
@@ -96,21 +105,16 @@ def whole_gradient(
     return (whole if grad is None else whole.add_(grad)).to(dtype or whole.dtype)
 
 
-def _forward(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return measure(x)
-
-
 def _forward_fake(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return x.new_empty(x.shape[1], dtype=wide(x.dtype)), x.new_empty(x.shape[1], dtype=wide(x.dtype))
 
 
 def _backward(of_mean: torch.Tensor, of_variance: torch.Tensor, x: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
-    return dense_in_format(whole_gradient(None, x, mean, of_mean, of_variance, x.dtype), memory_format_of(x))
+    whole = whole_gradient(None, Measured(x, mean, of_mean, of_variance), x.dtype)
+    return dense_in_format(whole, memory_format_of(x))
 
 
-def _backward_fake(
-    of_mean: torch.Tensor, of_variance: torch.Tensor, x: torch.Tensor, mean: torch.Tensor
-) -> torch.Tensor:
+def _backward_fake(of_mean: Any, of_variance: Any, x: torch.Tensor, mean: Any) -> torch.Tensor:
     return torch.empty_like(x, memory_format=memory_format_of(x))
 
 
@@ -123,15 +127,10 @@ def _differentiate(ctx: Any, of_mean: torch.Tensor, of_variance: torch.Tensor) -
     return gradient
 
 
-torch.library.define("shoal::statistics", "(Tensor x) -> (Tensor, Tensor)")
-torch.library.define(
-    "shoal::statistics_backward", "(Tensor of_mean, Tensor of_variance, Tensor x, Tensor mean) -> Tensor"
+_statistics = register_op(
+    "statistics(Tensor x) -> (Tensor, Tensor)", measure, _forward_fake, setup=_setup, differentiate=_differentiate
 )
-torch.library.impl("shoal::statistics", "CompositeExplicitAutograd", _forward)
-torch.library.impl("shoal::statistics_backward", "CompositeExplicitAutograd", _backward)
-torch.library.register_fake("shoal::statistics", _forward_fake)
-torch.library.register_fake("shoal::statistics_backward", _backward_fake)
-torch.library.register_autograd("shoal::statistics", _differentiate, setup_context=_setup)
-
-_statistics = direct_call(torch.ops.shoal.statistics, _forward, _setup, _differentiate)
-_statistics_backward = direct_call(torch.ops.shoal.statistics_backward, _backward)
+_statistics_backward = register_op(
+    "statistics_backward(Tensor of_mean, Tensor of_variance, Tensor x, Tensor mean) -> Tensor",
+    *(_backward, _backward_fake),
+)
