@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shoal.kernels import batch_norm, group_norm
-from shoal.kernels.activated_norm import TRITON
+from shoal.kernels.activated_norm import TRITON, Norm
 from tests.interpreter import not_interpreted, on_device, with_triton
 from tests.kernels_elsewhere import compiled_for, each_capability, kernels_of, there
 
@@ -33,7 +33,7 @@ def test_it_is_the_norm_and_then_the_activation(device: str, shape: tuple[int, .
         norm = group_norm if groups else batch_norm
         z = norm.normalise(x, *vectors, mean, invstd)
         expected = torch.nn.functional.leaky_relu(z, slope) if slope else z.relu()
-        found = TRITON(x, *vectors, mean, invstd, slope)
+        found = TRITON(x, Norm(*vectors, mean, invstd), slope)
         torch.testing.assert_close(found, expected, rtol=2e-6, atol=2e-6, equal_nan=True)
         assert not (found.signbit() & (found == 0)).any() or slope  # a ReLU's zeros are positive
 
@@ -47,7 +47,7 @@ def test_it_compiles_for_a_device_that_is_not_here(capability: int) -> None:
     with compiled_for(capability) as found:
         for dtype in (torch.float32, torch.bfloat16):
             x, vector = there(1, 64, 32, 32, 32, dtype=dtype), there(64)
-            TRITON(x, vector, vector, vector, vector, 0.01)
-            TRITON(x, None, None, vector, vector, 0.0)
+            TRITON(x, Norm(vector, vector, vector, vector), 0.01)
+            TRITON(x, Norm(None, None, vector, vector), 0.0)
     assert found.keys() == kernels_of(activated_norm_triton_kernels)
     assert any("ld.global.v4" in ptx for ptx in found["normalise_and_activate"])  # 16 bytes at a time

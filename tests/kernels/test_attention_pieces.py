@@ -9,7 +9,7 @@ import torch
 
 from shoal.kernels import attention_pieces
 from shoal.kernels.attention_pieces import Layout
-from shoal.kernels.convolution_pieces import Cut
+from shoal.kernels.pieces import Cut
 from shoal.lowlevel import allocations
 
 QUERIES, KEYS, CHANNELS = 5, 7, 4

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shoal.kernels import batch_norm_pieces, cudnn_batch_norm
-from shoal.kernels.convolution_pieces import Cut
+from shoal.kernels.pieces import Cut
 
 aten = torch.ops.aten
 NATIVE = aten.native_batch_norm_backward.default

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shoal.kernels import group_norm_pieces
-from shoal.kernels.convolution_pieces import Cut
+from shoal.kernels.pieces import Cut
 
 WHOLE = torch.ops.aten.native_group_norm_backward.default
 

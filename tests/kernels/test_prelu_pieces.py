@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shoal.kernels import prelu, prelu_pieces
-from shoal.kernels.convolution_pieces import Cut
+from shoal.kernels.pieces import Cut
 from shoal.lowlevel import allocations
 
 WHOLE = torch.ops.aten._prelu_kernel_backward.default

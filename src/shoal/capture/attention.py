@@ -25,7 +25,7 @@ from shoal.core.variant import Pieces
 from shoal.errors import PlanError
 from shoal.kernels import attention_pieces
 from shoal.kernels.attention_pieces import Layout
-from shoal.kernels.convolution_pieces import Cut
+from shoal.kernels.pieces import Cut
 
 _aten = torch.ops.aten
 SOFTMAX = _aten._softmax.default

@@ -25,7 +25,7 @@ from shoal.core.step import Op, StepGraph
 from shoal.core.variant import Pieces
 from shoal.errors import PlanError
 from shoal.kernels import batch_norm_pieces, convolution_pieces, group_norm_pieces, prelu_pieces
-from shoal.kernels.convolution_pieces import Cut
+from shoal.kernels.pieces import WORTH_PIECES_BYTES, Cut
 
 _OF_PRELU = torch.ops.aten._prelu_kernel_backward.default
 _KINDS = (batch_norm_pieces, group_norm_pieces, prelu_pieces)
@@ -127,7 +127,7 @@ def _cut(op: Op, captured: Captured, graph: StepGraph) -> Cut | None:
     if (
         node is None
         or node.target not in convolution_pieces.IN_PIECES
-        or op.workspace_bytes < max(result_bytes, convolution_pieces.WORTH_PIECES_BYTES)
+        or op.workspace_bytes < max(result_bytes, WORTH_PIECES_BYTES)
     ):
         return None
     return convolution_pieces.choose(node.target, fx.node.map_arg(node.args, _value))  # type: ignore[arg-type]

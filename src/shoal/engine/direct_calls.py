@@ -54,7 +54,7 @@ def _direct(node: fx.Node) -> Any:
 # Kernels that look at layouts before they run → how what they would run is found once.
 _RESOLVED: dict[Any, Callable[..., Callable[..., Any] | None]] = {
     batch_norm.backward: lambda grad, x, weight, *_: batch_norm.resolved_backward(grad, x, weight),
-    batch_norm.backward_: lambda grad, x, weight, *_: batch_norm.resolved_backward_(grad, x, weight),
+    batch_norm.backward_: lambda grad, x, weight, *_: batch_norm.resolved_backward(grad, x, weight, overwrite=True),
     convolution.input_gradient: convolution.resolved_input_gradient,
 }
 

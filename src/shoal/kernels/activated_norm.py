@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,39 +26,39 @@ _BLOCK = 1024
 _KINDS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def activated(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    mean: torch.Tensor,
-    invstd: torch.Tensor,
-    slope: float,
-    shape: list[int],
-) -> torch.Tensor:
+class Norm(NamedTuple):
+    """What a norm of (N, C, ...) reads: weight and bias, (C,) or None, and the statistics that it saved.
+
+    Those of a batch norm are (C,), those of a group norm (N, groups).
+    """
+
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+    mean: torch.Tensor
+    invstd: torch.Tensor
+
+    @property
+    def is_of_groups(self) -> bool:
+        return self.mean.dim() == 2
+
+
+def activated(x: torch.Tensor, *rest: Any) -> torch.Tensor:
     """What leaky ReLU returned for the norm of `x`, given the statistics that the norm saved.
 
     Args:
         x: (N, C, ...), contiguous or channels_last.
-        weight, bias: (C,) of the norm, or None.
-        mean, invstd: (C,) of a batch norm, (N, groups) of a group norm.
-        slope: below zero; 0 for a ReLU.
-        shape: of the result, which is the normalised tensor seen in that shape.
+        rest: what a `Norm` consists of; the slope below zero, 0 for a ReLU; the shape of the result, which is the
+            normalised tensor seen in that shape.
     """
-    return choose(_OP, x)(x, weight, bias, mean, invstd, slope).view(shape)
+    *norm, slope, shape = rest
+    return choose(_OP, x)(x, Norm(*norm), slope).view(shape)
 
 
-def _by_pytorch(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    mean: torch.Tensor,
-    invstd: torch.Tensor,
-    slope: float,
-) -> torch.Tensor:
+def _by_pytorch(x: torch.Tensor, norm: Norm, slope: float) -> torch.Tensor:
     if not (x.is_cpu and x.is_contiguous() and x.dim() > 2 and x.numel() > _PIECE_ELEMS):
-        norm: Any = group_norm if _is_of_groups(mean) else batch_norm
-        return _activate_(norm.normalise(x, weight, bias, mean, invstd), slope)
-    scale, shift = _rows_of_lines(x, weight, bias, mean, invstd)
+        kernels: Any = group_norm if norm.is_of_groups else batch_norm
+        return _activate_(kernels.normalise(x, *norm), slope)
+    scale, shift = _rows_of_lines(x, norm)
     n_rows, pixels = x.shape[0] * x.shape[1], x.shape[2:].numel()
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     from_rows, to_rows = x.view(n_rows, pixels), y.view(n_rows, pixels)
@@ -72,19 +72,10 @@ def _by_pytorch(
     return y
 
 
-def _rows_of_lines(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    mean: torch.Tensor,
-    invstd: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _rows_of_lines(x: torch.Tensor, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
     """Scale and shift of each sample and channel, each (N * C, 1)."""
-    if _is_of_groups(mean):
-        assert weight is not None and bias is not None
-        scale, shift = group_norm.lines(x, weight, bias, mean, invstd)
-    else:
-        scale, shift = batch_norm.line(x, weight, bias, mean, invstd)
+    lines: Any = group_norm.lines if norm.is_of_groups else batch_norm.line
+    scale, shift = lines(x, *norm)
     of_each = (x.shape[0], x.shape[1], *[1] * (x.dim() - 2))
     return scale.expand(of_each).reshape(-1, 1), shift.expand(of_each).reshape(-1, 1)
 
@@ -96,20 +87,12 @@ class _Triton:
         """Whether it reads such a tensor here."""
         return x.dtype in _KINDS and x.is_contiguous() and x.dim() > 2 and TRITON_KERNELS.run_on(x.device)
 
-    def __call__(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        mean: torch.Tensor,
-        invstd: torch.Tensor,
-        slope: float,
-    ) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, norm: Norm, slope: float) -> torch.Tensor:
         channels, y = x.shape[1], torch.empty_like(x)
         rows, pixels = x.shape[0] * channels, x.shape[2:].numel()
-        middle, factor = mean, invstd
-        if _is_of_groups(mean):  # (x - 0) * 1 has the bits of x: PyTorch's kernel multiplies by one scale for each
-            factor, bias = (line.reshape(-1) for line in _rows_of_lines(x, weight, bias, mean, invstd))
+        weight, bias, middle, factor = norm
+        if norm.is_of_groups:  # (x - 0) * 1 has the bits of x: PyTorch's kernel multiplies by one scale for each
+            factor, bias = (line.reshape(-1) for line in _rows_of_lines(x, norm))
             middle, weight, channels = torch.zeros_like(factor), None, rows
         grid = rows, -(-pixels // _BLOCK)
         if x.numel():
@@ -124,18 +107,9 @@ def _activate_(y: torch.Tensor, slope: float) -> torch.Tensor:
     return torch.ops.aten.leaky_relu_(y, slope) if slope else y.relu_()
 
 
-def _is_of_groups(mean: torch.Tensor) -> bool:
-    return mean.dim() == 2
-
-
 @lru_cache(maxsize=1024)
 def repeats_bits(
-    dtype: torch.dtype,
-    device: torch.device,
-    dims: int,
-    of_groups: bool,
-    slope: float,
-    weight_dtype: torch.dtype | None,
+    dtype: torch.dtype, device: torch.device, dims: int, of_groups: bool, slope: float, weight_dtype: torch.dtype | None
 ) -> bool:
     """Whether `activated` of contiguous tensors gives the bits of `normalise` and then the activation here.
 
@@ -163,7 +137,7 @@ def repeats_bits(
 
 def _try_on(device: torch.device) -> None:
     one = torch.ones((1, 1, 1), device=device)
-    TRITON(one, None, None, one[0, 0], one[0, 0], 0.0)
+    TRITON(one, Norm(None, None, one[0, 0], one[0, 0]), 0.0)
 
 
 TRITON_KERNELS = TritonKernels(

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shoal.kernels.convolution_pieces import WORTH_PIECES_BYTES, Cut
-from shoal.lowlevel.torch_internals import isolated
+from shoal.kernels.pieces import WORTH_PIECES_BYTES, Cut, are_sizes_known, repeats, spans
 
 _aten = torch.ops.aten
 _WINDOWS = 0
@@ -130,8 +129,7 @@ def cut_elsewhere(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, biases: Sequence[torch.Tensor], layout: Layout, sums: bool
 ) -> Cut | None:
     """`choose` for a device that is not here, on which it cannot be tried whether pieces repeat the bits."""
-    sizes = [size for tensor in (q, k, v, *biases) for size in (*tensor.shape, *tensor.stride())]
-    if not all(type(size) is int for size in sizes):
+    if not are_sizes_known(q, k, v, *biases):
         return None
     windows = layout.images * layout.windows
     nbytes = scores_bytes(q, k, biases, layout)
@@ -179,13 +177,11 @@ def _part(tensor: torch.Tensor, shape: Shape, image: int, windows: slice) -> tor
 
 def _pieces(layout: Layout, pieces: int) -> Iterator[tuple[slice, int, slice]]:
     """Which products, of which image, which of its windows."""
-    own = max(1, pieces // layout.images)
-    step = -(-layout.windows // own)
     for image in range(layout.images):
-        for begin in range(0, layout.windows, step):
-            end = min(layout.windows, begin + step)
-            first = image * layout.windows
-            yield slice((first + begin) * layout.heads, (first + end) * layout.heads), image, slice(begin, end)
+        first = image * layout.windows
+        for some in spans(layout.windows, max(1, pieces // layout.images)):
+            of_all = slice((first + some.start) * layout.heads, (first + some.stop) * layout.heads)
+            yield of_all, image, some
 
 
 def _score_dtype(dtype: torch.dtype, biases: Sequence[torch.Tensor], layout: Layout) -> torch.dtype:
@@ -228,15 +224,14 @@ def _at_once(
 def _repeats_bits(described: Any, device: torch.device, layout: Layout, pieces: int, n_threads: int) -> bool:
     """Whether pieces give the bits of one piece on this device; False where it has no room to find out."""
     del n_threads  # kernels differ by it, so it is part of the key
-    try:
-        with isolated(device):
-            generator = torch.Generator(device).manual_seed(1)
-            q, k, v, *biases = (
-                torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
-                for shape, _, dtype in described
-            )
-            grad = torch.randn(*q.shape[:2], v.shape[2], generator=generator, device=device).to(v.dtype)
-            found = forward(q, k, v, biases, layout, pieces), *backward(grad, q, k, v, biases, layout, (), pieces)
-            return all(map(torch.equal, found, _at_once(grad, q, k, v, biases, layout)))
-    except torch.OutOfMemoryError:
-        return False
+
+    def compare(generator: torch.Generator) -> bool:
+        q, k, v, *biases = (
+            torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
+            for shape, _, dtype in described
+        )
+        grad = torch.randn(*q.shape[:2], v.shape[2], generator=generator, device=device).to(v.dtype)
+        found = forward(q, k, v, biases, layout, pieces), *backward(grad, q, k, v, biases, layout, (), pieces)
+        return all(map(torch.equal, found, _at_once(grad, q, k, v, biases, layout)))
+
+    return repeats(device, compare)

@@ -37,11 +37,7 @@ Gradient = Callable[..., Gradients]
 
 
 def normalise(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    mean: torch.Tensor,
-    invstd: torch.Tensor,
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, mean: torch.Tensor, invstd: torch.Tensor
 ) -> torch.Tensor:
     """What `batch_norm` in training mode returned for `x`, (N, C, ...), given the statistics it saved, (C,).
 
@@ -50,18 +46,18 @@ def normalise(
     if _has_second_half(x.device):
         again: torch.Tensor = torch.ops.aten.batch_norm_elemt.default(x, weight, bias, mean, invstd, 0.0)
         return again
-    scale, shift = line(x, weight, bias, mean, invstd)
+    return scaled(x, *line(x, weight, bias, mean, invstd))
+
+
+def scaled(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    """x * scale + shift, in one rounding; `x` is contiguous or channels_last, the others broadcast over it."""
     layout = torch.contiguous_format if x.is_contiguous() else channels_last_format(x.dim())
     y, strides = torch.addcmul(shift, x, scale), torch.empty_like(x, memory_format=layout, device="meta").stride()
     return y if y.stride() == strides else y.as_strided(y.shape, strides)  # they differ along axes of one element
 
 
 def normalise_(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    mean: torch.Tensor,
-    invstd: torch.Tensor,
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, mean: torch.Tensor, invstd: torch.Tensor
 ) -> torch.Tensor:
     """`normalise` that writes over `x`."""
     if _has_second_half(x.device):
@@ -100,49 +96,30 @@ def backward_(
     return choose(_GRADIENT, grad, x, weight)(grad, x, weight, mean, invstd, grad)
 
 
-def resolved_backward(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None) -> Gradient | None:
+def resolved_backward(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, *, overwrite: bool = False
+) -> Gradient | None:
     """`backward` of tensors in these layouts, which may be fake: calls of it need not look at them again.
+
+    Args:
+        overwrite: `backward_` instead.
 
     Returns:
         It, with the kernel that SHOAL_KERNELS lets run now; None where that is not a native one.
     """
-    call = _resolved(grad, x, weight)
-    if call is None:
-        return None
-
-    def resolved(grad: torch.Tensor, *others: torch.Tensor) -> Gradients:
-        return call(grad, *others, torch.empty_like(grad))
-
-    return resolved
-
-
-def resolved_backward_(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None) -> Gradient | None:
-    """`backward_`, as `resolved_backward`."""
-    call = _resolved(grad, x, weight)
-    if call is None:
-        return None
-
-    def resolved(grad: torch.Tensor, *others: torch.Tensor) -> Gradients:
-        return call(grad, *others, grad)
-
-    return resolved
-
-
-def _resolved(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None) -> Gradient | None:
     if weight is None or choose(_GRADIENT, grad, x, weight) is not _native:
         return None
-    return _native_of(x)
+    call = _native_of(x)
+
+    def resolved(grad: torch.Tensor, *others: torch.Tensor) -> Gradients:
+        return call(grad, *others, grad if overwrite else torch.empty_like(grad))
+
+    return resolved
 
 
-def _in_pieces(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    mean: torch.Tensor,
-    invstd: torch.Tensor,
-    of_input: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`backward_`, where `of_input` is `grad`."""
+def _in_pieces(grad: torch.Tensor, x: torch.Tensor, *others: torch.Tensor) -> Gradients:
+    """`backward_` of weight, mean, invstd and where the gradient of the input is written, which is `grad`."""
+    weight, mean, invstd, of_input = others
     if x.shape[2:].numel() == 1:  # PyTorch adds single pixels up in another order on a few channels than on all
         return _whole_backward(grad, x, weight, mean, invstd)
     if x.is_contiguous() and grad.is_contiguous():
@@ -214,14 +191,8 @@ def _native_call(x: torch.Tensor, fused: bool) -> Gradient:
     elems, channels, is_bfloat16, level = x.numel(), x.shape[1], x.dtype == torch.bfloat16, level_number()
     rows = elems // channels
 
-    def run(
-        grad: torch.Tensor,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        mean: torch.Tensor,
-        invstd: torch.Tensor,
-        of_input: torch.Tensor,
-    ) -> Gradients:
+    def run(grad: torch.Tensor, x: torch.Tensor, *others: torch.Tensor) -> Gradients:
+        weight, mean, invstd, of_input = others
         of_weight, of_bias = _sums(grad, x, weight, mean, invstd)
         scratch = mean.new_empty((2, channels))
         threads = threads_for(elems, _MIN_ELEMS)
@@ -252,7 +223,7 @@ def _backward_by_channels(
     mean: torch.Tensor,
     invstd: torch.Tensor,
     piece_elems: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Gradients:
     channels = x.shape[1]
     step = max(1, piece_elems // (x.numel() // channels))
     if step >= channels:
@@ -268,8 +239,8 @@ def _backward_by_channels(
 
 def _whole_backward(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor, invstd: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    whole: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.aten.native_batch_norm_backward(
+) -> Gradients:
+    whole: Gradients = torch.ops.aten.native_batch_norm_backward(
         grad, x, weight, None, None, mean, invstd, True, 0.0, [True, True, True]
     )
     return whole
@@ -277,12 +248,7 @@ def _whole_backward(
 
 @lru_cache(maxsize=1024)
 def backward_repeats_bits(
-    dtype: torch.dtype,
-    weight_dtype: torch.dtype,
-    device: torch.device,
-    dims: int,
-    channels: int,
-    channels_last: bool,
+    dtype: torch.dtype, weight_dtype: torch.dtype, device: torch.device, dims: int, channels: int, channels_last: bool
 ) -> bool:
     """Whether `backward` gives the bits of batch norm's backward in place here, found out on random data of odd size.
 
@@ -331,12 +297,7 @@ def repeats_bits(
 
 
 def _drawn(
-    dtype: torch.dtype,
-    weight_dtype: torch.dtype,
-    device: torch.device,
-    dims: int,
-    channels: int,
-    channels_last: bool,
+    dtype: torch.dtype, weight_dtype: torch.dtype, device: torch.device, dims: int, channels: int, channels_last: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """What batch norm's backward reads, of odd size: gradient, input, weight, mean and inverse deviation."""
     layout = channels_last_format(dims) if channels_last else torch.contiguous_format
@@ -353,11 +314,7 @@ def _draw(seed: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.d
 
 
 def line(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    mean: torch.Tensor,
-    invstd: torch.Tensor,
+    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, mean: torch.Tensor, invstd: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scale and shift of each channel, each (1, C, 1, ...)."""
     scale = invstd if weight is None else invstd * weight

@@ -12,16 +12,15 @@ pieces repeat its bits. They take more launches and sweeps, so only the gradient
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
 
 from shoal.kernels import cudnn_batch_norm
-from shoal.kernels.convolution_pieces import WORTH_PIECES_BYTES, Cut
 from shoal.kernels.memory_format import channels_last_format
-from shoal.lowlevel.torch_internals import isolated
+from shoal.kernels.pieces import WORTH_PIECES_BYTES, Cut, are_sizes_known, have_same_bits, repeats, spans
 
 _aten = torch.ops.aten
 _NATIVE = _aten.native_batch_norm_backward.default
@@ -30,41 +29,16 @@ _PIECES = 8
 Gradients = tuple[torch.Tensor | None, ...]
 
 
-def native_backward(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    running_mean: None,
-    running_var: None,
-    mean: torch.Tensor,
-    invstd: torch.Tensor,
-    train: bool,
-    eps: float,
-    wanted: Sequence[bool],
-    dim: int,
-    pieces: int,
-) -> Gradients:
+def native_backward(grad: torch.Tensor, *rest: Any) -> Gradients:
     """`aten.native_batch_norm_backward` in training mode, in so many pieces: of pixels (0) or of channels (1)."""
-    return native_backward_(
-        grad.clone(), x, weight, running_mean, running_var, mean, invstd, train, eps, wanted, dim, pieces
-    )
+    return native_backward_(grad.clone(), *rest)
 
 
 def native_backward_(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    running_mean: None,
-    running_var: None,
-    mean: torch.Tensor,
-    invstd: torch.Tensor,
-    train: bool,
-    eps: float,
-    wanted: Sequence[bool],
-    dim: int,
-    pieces: int,
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, _: None, __: None, *rest: Any
 ) -> Gradients:
     """`native_backward` that writes the gradient of the input over `grad`."""
+    mean, invstd, train, eps, wanted, dim, pieces = rest
     if dim == _CHANNELS:
 
         def of(some: slice) -> Gradients:
@@ -81,42 +55,21 @@ def native_backward_(
     rows = x.numel() // channels
     count = torch.full((1,), rows, dtype=torch.int32, device=x.device)
     grad_rows, x_rows = (tensor.movedim(1, -1).view(rows, channels) for tensor in (grad, x))
-    for some in _slices(rows, pieces):
+    for some in spans(rows, pieces):
         piece = grad_rows[some]
         operands = (piece, x_rows[some], mean, invstd, weight, of_grad, of_grad_x, count)
         piece.copy_(_aten.batch_norm_backward_elemt.default(*operands))
     return grad, *(one if asked else None for one, asked in zip(of_layer, wanted[1:], strict=True))
 
 
-def cudnn_backward(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    mean: torch.Tensor,
-    invstd: torch.Tensor,
-    reserve: torch.Tensor | None,
-    eps: float,
-    wanted: Sequence[bool],
-    dim: int,
-    pieces: int,
-) -> Gradients:
+def cudnn_backward(grad: torch.Tensor, *rest: Any) -> Gradients:
     """`cudnn_batch_norm.backward`, without a reserve, in so many pieces of channels."""
-    return cudnn_backward_(grad.clone(), x, weight, mean, invstd, reserve, eps, wanted, dim, pieces)
+    return cudnn_backward_(grad.clone(), *rest)
 
 
-def cudnn_backward_(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    mean: torch.Tensor,
-    invstd: torch.Tensor,
-    reserve: torch.Tensor | None,
-    eps: float,
-    wanted: Sequence[bool],
-    dim: int,
-    pieces: int,
-) -> Gradients:
+def cudnn_backward_(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> Gradients:
     """`cudnn_backward` that writes the gradient of the input over `grad`."""
+    mean, invstd, reserve, eps, wanted, _, pieces = rest
     layout = torch.contiguous_format if x.is_contiguous() else channels_last_format(x.dim())
 
     def of(some: slice) -> Gradients:
@@ -130,7 +83,7 @@ def _by_channels(
     grad: torch.Tensor, like: torch.Tensor, wanted: Sequence[bool], pieces: int, of: Callable[[slice], Gradients]
 ) -> Gradients:
     of_layer = [torch.empty_like(like) if asked else None for asked in wanted[1:]]
-    for some in _slices(grad.shape[1], pieces):
+    for some in spans(grad.shape[1], pieces):
         of_input, *of_some = of(some)
         assert of_input is not None
         grad[:, some].copy_(of_input)
@@ -141,15 +94,7 @@ def _by_channels(
     return grad, *of_layer
 
 
-def _slices(length: int, pieces: int) -> Iterator[slice]:
-    step = -(-length // pieces)
-    return (slice(start, min(length, start + step)) for start in range(0, length, step))
-
-
-IN_PIECES: dict[Any, Callable[..., Gradients]] = {
-    _NATIVE: native_backward,
-    cudnn_batch_norm.backward: cudnn_backward,
-}
+IN_PIECES: dict[Any, Callable[..., Gradients]] = {_NATIVE: native_backward, cudnn_batch_norm.backward: cudnn_backward}
 """What computes each in pieces."""
 
 
@@ -179,7 +124,7 @@ def choose(whole: Callable[..., Any], arguments: Sequence[Any]) -> Cut | None:
 def cut_elsewhere(whole: Callable[..., Any], arguments: Sequence[Any]) -> Cut | None:
     """`choose` for a GPU that is not here, on which it cannot be tried whether pieces repeat the bits."""
     grad, x = arguments[:2]
-    if not all(type(size) is int for tensor in (grad, x) for size in (*tensor.shape, *tensor.stride())):
+    if not are_sizes_known(grad, x):
         return None
     _, _, trains, wanted = _settings(whole, arguments)
     nbytes = x.numel() * x.element_size()
@@ -215,26 +160,20 @@ def _repeats_bits(
     pieces: int,
 ) -> bool:
     """Whether pieces give the bits of the whole on this device; False where it has no room to find out."""
-    try:
-        with isolated(device):
-            generator = torch.Generator(device).manual_seed(1)
-            grad, x = (torch.empty_strided(*layout, dtype=dtypes[0], device=device) for _ in range(2))
-            for tensor in (grad, x):
-                tensor.normal_(generator=generator)
-            weight = None if dtypes[1] is None else torch.linspace(0.5, 2, x.shape[1], dtype=dtypes[1], device=device)
-            dims = [0, *range(2, x.dim())]
-            mean = x.float().mean(dims).to(dtypes[2])
-            invstd = torch.rsqrt(x.float().var(dims, correction=0) + 1e-5).to(dtypes[2])
-            if whole is _NATIVE:
-                arguments: tuple[Any, ...] = (grad, x, weight, None, None, mean, invstd, True, 1e-5, list(wanted))
-            else:
-                arguments = (grad, x, weight, mean, invstd, None, 1e-5, list(wanted))
-            expected = whole(*arguments)
-            found = IN_PIECES[whole](*arguments, dim, pieces)
-            pairs = zip(found, expected, strict=True)
-            return all(
-                ours is None or theirs is None or (torch.equal(ours, theirs) and ours.stride() == theirs.stride())
-                for ours, theirs in pairs
-            )
-    except torch.OutOfMemoryError:
-        return False
+
+    def compare(generator: torch.Generator) -> bool:
+        grad, x = (torch.empty_strided(*layout, dtype=dtypes[0], device=device) for _ in range(2))
+        for tensor in (grad, x):
+            tensor.normal_(generator=generator)
+        weight = None if dtypes[1] is None else torch.linspace(0.5, 2, x.shape[1], dtype=dtypes[1], device=device)
+        dims = [0, *range(2, x.dim())]
+        mean = x.float().mean(dims).to(dtypes[2])
+        invstd = torch.rsqrt(x.float().var(dims, correction=0) + 1e-5).to(dtypes[2])
+        if whole is _NATIVE:
+            arguments: tuple[Any, ...] = (grad, x, weight, None, None, mean, invstd, True, 1e-5, list(wanted))
+        else:
+            arguments = (grad, x, weight, mean, invstd, None, 1e-5, list(wanted))
+        expected = whole(*arguments)
+        return have_same_bits(IN_PIECES[whole](*arguments, dim, pieces), expected)
+
+    return repeats(device, compare)

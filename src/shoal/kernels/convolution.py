@@ -17,11 +17,12 @@ import mmap
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from shoal.kernels.memory_format import channels_last_format, suggested_memory_format
+from shoal.kernels.pieces import WORTH_PIECES_BYTES, are_sizes_known, have_same_bits
 from shoal.lowlevel import allocations
 from shoal.lowlevel.torch_internals import isolated
 
@@ -30,30 +31,32 @@ _gradients: Any = torch.ops.aten.convolution_backward.default
 _OF_INPUT = (True, False, False)
 _Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape, strides
 
-_WORTH_PIECES_BYTES = 4 << 20  # of a weight
 _PIECES_A_THREAD = 2  # the scratch grows with the threads
 _MIN_PIECES = 4
 _MAX_PIECES = 16  # on fewer channels at a time oneDNN slows down
 
 
+class Options(NamedTuple):
+    """What `aten.convolution` takes after its bias."""
+
+    stride: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int]
+    transposed: bool
+    output_padding: Sequence[int]
+    groups: int
+
+
 def input_gradient(
-    grad: torch.Tensor,
-    weight: torch.Tensor,
-    input_shape: Sequence[int],
-    input_stride: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
+    grad: torch.Tensor, weight: torch.Tensor, input_shape: Sequence[int], input_stride: Sequence[int], *options: Any
 ) -> torch.Tensor:
     """`aten.convolution_backward(grad, input, weight, ..., [True, False, False])[0]` without `input`.
 
     On the CPU a tensor that takes no memory stands in for it. cuDNN's gradient is a convolution the other way, which is
     asked for by that name: where strides of a stand-in are 0, PyTorch copies `grad` to another layout, and back.
     """
-    shape, options = tuple(input_shape), (stride, padding, dilation, transposed, output_padding, groups)
+    shape = tuple(input_shape)
+    stride, padding, dilation, transposed, _, groups = options
     if not grad.is_cpu and groups == 1:
         turned = _turned(shape, weight.shape, *map(tuple, (grad.shape, stride, padding, dilation)), transposed)
         if turned is not None and torch.backends.cudnn.enabled:
@@ -129,25 +132,16 @@ def can_do_without_input(
 
 
 def weight_gradient(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias_sizes: Sequence[int] | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-    wanted: Sequence[bool],
-    pieces: int,
-    dim: int = 0,
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias_sizes: Sequence[int] | None, *rest: Any
 ) -> tuple[None, torch.Tensor, torch.Tensor | None]:
     """`aten.convolution_backward` of the same arguments, the channels along `dim` of the weight in so many pieces.
 
-    The convolution is not grouped, and `wanted` asks for no gradient of the input.
+    Args:
+        rest: options of the convolution, which is not grouped; which gradients are wanted, not that of the input; how
+            many pieces; and `dim`, if not 0.
     """
-    options = (stride, padding, dilation, transposed, output_padding, groups)
+    *options, wanted, pieces, dim = rest if len(rest) > len(Options._fields) + 2 else (*rest, 0)
+    transposed = Options(*options).transposed
     of_weight, of_bias = torch.empty_like(weight), grad.new_empty(grad.shape[1]) if wanted[2] else None
     of_results = (dim == 0) != transposed  # those channels are the result's, or the input's
     step = -(-weight.shape[dim] // pieces)
@@ -174,13 +168,12 @@ def weight_gradient_pieces(grad: torch.Tensor, x: torch.Tensor, weight: torch.Te
     """
     tensors = (grad, x, weight)
     transposed, _, groups, wanted = options[-4:]
-    sizes = [size for tensor in tensors for size in (*tensor.shape, *tensor.stride())]
-    if transposed or groups != 1 or not wanted[1] or not all(type(size) is int for size in sizes):
+    if transposed or groups != 1 or not wanted[1] or not are_sizes_known(*tensors):
         return None
     if any(tensor.dtype != weight.dtype or tensor.device.type != "cpu" for tensor in tensors):
         return None
     grad_bytes, x_bytes, weight_bytes = (prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors)
-    if weight_bytes < max(_WORTH_PIECES_BYTES, grad_bytes, x_bytes):
+    if weight_bytes < max(WORTH_PIECES_BYTES, grad_bytes, x_bytes):
         return None
     layouts = tuple((tuple(tensor.shape), tensor.stride()) for tensor in tensors)
     frozen = tuple(tuple(option) if isinstance(option, Sequence) else option for option in options)
@@ -199,11 +192,7 @@ def _pieces_repeat_bits(
         whole, changes = allocations.record(lambda: torch.ops.aten.convolution_backward(*arguments))
         cut, fewer_changes = allocations.record(lambda: weight_gradient(*(*arguments, pieces)))
         saved_bytes = allocations.peak_bytes(changes) - allocations.peak_bytes(fewer_changes)
-        return saved_bytes >= operands[2].nbytes and all(
-            torch.equal(ours, theirs) and ours.stride() == theirs.stride()
-            for ours, theirs in zip(cut[1:], whole[1:], strict=True)
-            if ours is not None
-        )
+        return saved_bytes >= operands[2].nbytes and have_same_bits(cut[1:], whole[1:])
 
 
 def draw(seed: int, layout: _Layout, dtype: torch.dtype) -> torch.Tensor:

@@ -12,24 +12,22 @@ whether pieces repeat its bits and what they save.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 
-from shoal.kernels.convolution import draw
+from shoal.kernels.convolution import Options, draw
 from shoal.kernels.convolution import input_gradient as whole_input_gradient
 from shoal.kernels.convolution import weight_gradient as cut_weight_gradient
 from shoal.kernels.memory_format import suggested_memory_format
+from shoal.kernels.pieces import WORTH_PIECES_BYTES, Cut, are_sizes_known, have_same_bits, spans
 from shoal.lowlevel import allocations
 from shoal.lowlevel.torch_internals import isolated
 
 _aten = torch.ops.aten
 
-WORTH_PIECES_BYTES = 4 << 20
-"""A smaller scratch is left alone."""
 _SAMPLES, _SLABS = 0, 2
 _N_SLABS = (4, 8)
 _N_CHANNEL_PIECES = (4, 8)  # with fewer channels at a time oneDNN slows down
@@ -38,43 +36,21 @@ _WORTH_SHARE = 0.25  # of the scratch, to be saved
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-@dataclass(frozen=True)
-class Cut:
-    """How something is cut: along which dimension, into how many pieces, and how much less scratch they take.
+def forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *rest: Any) -> torch.Tensor:
+    """`aten.convolution` of the same arguments in so many pieces along `dim` of its result: 0, samples; 2, slabs.
 
-    `reordered`: sums are in another order than those of the whole, and so their bits others.
+    `rest`: options of the convolution, `dim`, and how many pieces.
     """
-
-    dim: int
-    count: int
-    saved_bytes: int
-    reordered: bool = False
-
-
-def forward(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-    dim: int,
-    pieces: int,
-) -> torch.Tensor:
-    """`aten.convolution` of the same arguments in so many pieces along `dim` of its result: 0, samples; 2, slabs."""
+    *options, dim, pieces = rest
+    stride, padding, dilation, transposed, output_padding, groups = Options(*options)
 
     def convolved(read: torch.Tensor, pads: Sequence[int], extra: Sequence[int]) -> torch.Tensor:
         result: torch.Tensor = _aten.convolution(read, weight, bias, stride, pads, dilation, transposed, extra, groups)
         return result
 
     if dim == _SAMPLES:
-        spans = _spans(x.shape[0], pieces)
-        return _joined(
-            x.shape[0], dim, ((*span, convolved(x[slice(*span)], padding, output_padding)) for span in spans)
-        )
+        made = ((some, convolved(x[some], padding, output_padding)) for some in spans(x.shape[0], pieces))
+        return _joined(x.shape[0], dim, made)
     step, pad, reach = window = _window(weight, stride, padding, dilation)
     if transposed:
         length = (x.shape[2] - 1) * step - 2 * pad + reach + 1 + output_padding[0]
@@ -90,23 +66,14 @@ def forward(
 
 
 def input_gradient(
-    grad: torch.Tensor,
-    weight: torch.Tensor,
-    input_shape: Sequence[int],
-    input_stride: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-    dim: int,
-    pieces: int,
+    grad: torch.Tensor, weight: torch.Tensor, input_shape: Sequence[int], input_stride: Sequence[int], *rest: Any
 ) -> torch.Tensor:
     """`convolution.input_gradient` of the same arguments in so many pieces along `dim`: 0, samples; 2, slabs.
 
     The input is contiguous or channels_last.
     """
+    *options, dim, pieces = rest
+    stride, padding, dilation, transposed, output_padding, groups = Options(*options)
     length = input_shape[dim]
     channels_last = tuple(input_stride) != _strides(input_shape, False)
 
@@ -116,8 +83,8 @@ def input_gradient(
         return whole_input_gradient(read, weight, *layout, stride, pads, dilation, transposed, extra, groups)
 
     if dim == _SAMPLES:
-        spans = _spans(length, pieces)
-        return _joined(length, dim, ((i, end, of(grad[i:end], end - i, padding, output_padding)) for i, end in spans))
+        made = ((some, of(grad[some], _size(some), padding, output_padding)) for some in spans(length, pieces))
+        return _joined(length, dim, made)
     window = _window(weight, stride, padding, dilation)
     if not transposed:
         scattered = _scattered(
@@ -133,24 +100,10 @@ def input_gradient(
     return _joined(length, dim, _gathered(grad, length, pieces, window, of_slab))
 
 
-def weight_gradient(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias_sizes: Sequence[int] | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-    wanted: Sequence[bool],
-    dim: int,
-    pieces: int,
-) -> tuple[None, torch.Tensor, torch.Tensor | None]:
-    """`convolution.weight_gradient`, as a plan asks for it by the op's name."""
-    options = (stride, padding, dilation, transposed, output_padding, groups, wanted)
-    return cut_weight_gradient(grad, x, weight, bias_sizes, *options, pieces, dim)
+def weight_gradient(*arguments: Any) -> tuple[None, torch.Tensor, torch.Tensor | None]:
+    """`convolution.weight_gradient`, as a plan asks for it by the op's name: `dim` comes before the pieces."""
+    *others, dim, pieces = arguments
+    return cut_weight_gradient(*others, pieces, dim)
 
 
 class _Window(NamedTuple):
@@ -165,7 +118,7 @@ def _window(weight: torch.Tensor, stride: Sequence[int], padding: Sequence[int],
     return _Window(stride[0], padding[0], (weight.shape[2] - 1) * dilation[0])
 
 
-_Part = tuple[int, int, torch.Tensor]  # from where to where in the result
+_Part = tuple[slice, torch.Tensor]  # from where to where in the result
 
 
 def _gathered(
@@ -178,16 +131,17 @@ def _gathered(
     """Slabs of a result of which each row reads a window of rows. `compute`: rows read, rows wanted, padding → rows."""
     step, pad, reach = window
     n_rows = source.shape[2]
-    for begin, end in _spans(length, pieces):
+    for made in spans(length, pieces):
+        begin, end = made.start, made.stop
         first, stop = begin * step - pad, (end - 1) * step - pad + reach + 1
         if first >= 0 and stop <= n_rows:
-            yield begin, end, compute(source[:, :, first:stop], end - begin, 0)
+            yield made, compute(source[:, :, first:stop], end - begin, 0)
             continue
         # At an edge the convolution pads by itself, on both sides: rows besides are computed and dropped.
         start = max(0, min(begin - -(-pad // step), (n_rows - 1) // step))
         read = source[:, :, start * step : max(start * step + 1, stop)]
         some = compute(read, (read.shape[2] + 2 * pad - reach - 1) // step + 1, pad)
-        yield begin, end, some[:, :, begin - start : end - start]
+        yield made, some[:, :, begin - start : end - start]
         del some  # before the next is allocated
 
 
@@ -203,15 +157,15 @@ def _scattered(
     What no window covers is left out. The first slab reads something: the padding is not larger than the reach.
     """
     step, pad, reach = window
-    for begin, end in _spans(length, pieces):
-        start = max(0, -(-(begin + pad - reach) // step))
-        beyond = min(source.shape[2], (end - 1 + pad) // step + 1)
+    for made in spans(length, pieces):
+        start = max(0, -(-(made.start + pad - reach) // step))
+        beyond = min(source.shape[2], (made.stop - 1 + pad) // step + 1)
         if beyond <= start:  # between the windows
             continue
         first, stop = start * step - pad, (beyond - 1) * step - pad + reach + 1
         some = compute(source[:, :, start:beyond], stop - first)
-        inner, outer = max(begin, first), min(end, stop)
-        yield inner, outer, some[:, :, inner - first : outer - first]
+        inner, outer = max(made.start, first), min(made.stop, stop)
+        yield slice(inner, outer), some[:, :, inner - first : outer - first]
         del some  # before the next is allocated
 
 
@@ -228,11 +182,11 @@ def _joined(length: int, dim: int, parts: Iterator[_Part], fill: torch.Tensor | 
         else:
             gap.copy_(fill.view(-1, *[1] * (gap.dim() - 2)).expand_as(gap))
 
-    for begin, end, part in parts:
+    for some, part in parts:
         out = _empty(part, dim, length) if out is None else out
-        leave_out(begin)
-        out.narrow(dim, begin, end - begin).copy_(part)
-        done = end
+        leave_out(some.start)
+        out.narrow(dim, some.start, _size(some)).copy_(part)
+        done = some.stop
         del part  # before the next is allocated
     leave_out(length)
     assert out is not None
@@ -254,8 +208,7 @@ def choose(whole: Callable[..., Any], arguments: Sequence[Any]) -> Cut | None:
         What `IN_PIECES[whole]` takes besides, and what that saves.
     """
     tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
-    numbers = [size for tensor in tensors for size in (*tensor.shape, *tensor.stride())]
-    if not all(type(size) is int for size in numbers):
+    if not are_sizes_known(*tensors):
         return None
     if any(tensor.device.type != "cpu" or tensor.dtype not in _DTYPES for tensor in tensors):
         return None
@@ -313,12 +266,8 @@ def _best_cut(whole: Callable[..., Any], frozen: tuple[Any, ...], n_threads: int
         least_saved_bytes = _WORTH_SHARE * scratch_bytes
         for way in ways:
             found, changes = allocations.record(lambda way=way: _results(IN_PIECES[whole](*arguments, *way)))  # type: ignore[misc]
-            same = all(
-                torch.equal(ours, theirs) and ours.stride() == theirs.stride()
-                for ours, theirs in zip(found, expected, strict=True)
-            )
             saved_bytes = whole_bytes - allocations.peak_bytes(changes)
-            if same and saved_bytes > least_saved_bytes:
+            if have_same_bits(found, expected) and saved_bytes > least_saved_bytes:
                 best, least_saved_bytes = Cut(*way, saved_bytes), saved_bytes
     return best
 
@@ -351,9 +300,8 @@ def _frozen(value: Any) -> Any:
     return tuple(value) if isinstance(value, Sequence) else value
 
 
-def _spans(length: int, pieces: int) -> Iterator[tuple[int, int]]:
-    step = -(-length // pieces)
-    return ((begin, min(length, begin + step)) for begin in range(0, length, step))
+def _size(some: slice) -> int:
+    return int(some.stop - some.start)
 
 
 def _empty(piece: torch.Tensor, dim: int, length: int) -> torch.Tensor:

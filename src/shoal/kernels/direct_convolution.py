@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from shoal.kernels.convolution import Options
 from shoal.kernels.convolution import input_gradient as library_input_gradient
 from shoal.kernels.memory_format import in_traced_layout
 from shoal.kernels.norm.norm_rows import run_in_workspace
@@ -38,17 +39,7 @@ Tensors = torch.Tensor | Sequence[torch.Tensor]
 
 
 def forward(
-    x: Tensors,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-    *,
-    over: torch.Tensor | None = None,
+    x: Tensors, weight: torch.Tensor, bias: torch.Tensor | None, *options: Any, over: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Replaces `aten.convolution` of the same arguments; `x` may be parts that lie side by side along the channels.
 
@@ -65,64 +56,42 @@ def forward(
             [36., 54., 36.],
             [24., 36., 24.]])
     """
-    options = (stride, padding, dilation, transposed, output_padding, groups)
     parts = _parts(x)
-    result: torch.Tensor = choose(_OP, *parts, weight, bias).forward(parts, weight, bias, options, over)
+    result: torch.Tensor = choose(_OP, *parts, weight, bias).forward(parts, weight, bias, Options(*options), over)
     return result
 
 
 def input_gradient(
-    grad: torch.Tensor,
-    weight: torch.Tensor,
-    input_shape: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-    first_channel: int = 0,
-    *,
-    over: torch.Tensor | None = None,
+    grad: torch.Tensor, weight: torch.Tensor, input_shape: Sequence[int], *rest: Any, over: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The gradient of a convolution's input, or of the part of it that begins at a channel.
 
     Args:
         over: `grad`, where the result is of its shape and is to be written over it.
         input_shape: of the part, which is all of the input where it has as many channels.
-        first_channel: where it begins.
+        rest: options of the convolution, and where the part begins, if not at 0.
         The others as of `convolution.input_gradient`.
 
     Returns:
         Contiguous.
     """
-    options = (stride, padding, dilation, transposed, output_padding, groups)
-    part = weight.narrow(0 if transposed else 1, first_channel, input_shape[1])
+    options, first = Options(*rest[: len(Options._fields)]), rest[len(Options._fields) :]
+    part = weight.narrow(0 if options.transposed else 1, first[0] if first else 0, input_shape[1])
     result: torch.Tensor = choose(_OP, grad, weight).input_gradient(grad, part, input_shape, options, over)
     return result
 
 
 def weight_gradient(
-    grad: torch.Tensor,
-    x: Tensors,
-    weight: torch.Tensor,
-    bias_sizes: Sequence[int] | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-    wanted: Sequence[bool],
-    strides: Sequence[int],
+    grad: torch.Tensor, x: Tensors, weight: torch.Tensor, bias_sizes: Sequence[int] | None, *rest: Any
 ) -> tuple[None, torch.Tensor, torch.Tensor | None]:
     """Replaces `aten.convolution_backward` of the same arguments if the input's gradient is not wanted.
 
     Args:
-        strides: of the weight's gradient: PyTorch's follow the input's memory format and not the weight's.
+        rest: options of the convolution, which gradients are wanted, and the strides of the weight's gradient:
+            PyTorch's follow the input's memory format and not the weight's.
     """
-    options = (stride, padding, dilation, transposed, output_padding, groups)
-    parts = _parts(x)
+    *given, wanted, strides = rest
+    options, parts = Options(*given), _parts(x)
     of_weight: torch.Tensor = choose(_OP, grad, *parts, weight).weight_gradient(grad, parts, weight, options, strides)
     return None, of_weight, grad.sum((0, 2, 3, 4)) if wanted[2] else None
 
@@ -140,9 +109,6 @@ def applies(*operands: torch.Tensor | None) -> bool:
     )
 
 
-_Options = tuple[Sequence[int], Sequence[int], Sequence[int], bool, Sequence[int], int]
-
-
 class _Reference:
     """PyTorch's own."""
 
@@ -151,7 +117,7 @@ class _Reference:
         parts: Sequence[torch.Tensor],
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        options: _Options,
+        options: Options,
         over: torch.Tensor | None = None,
     ) -> torch.Tensor:
         result: torch.Tensor = _aten.convolution(_joined(parts), weight, bias, *options).contiguous()
@@ -162,7 +128,7 @@ class _Reference:
         grad: torch.Tensor,
         weight: torch.Tensor,
         input_shape: Sequence[int],
-        options: _Options,
+        options: Options,
         over: torch.Tensor | None = None,
     ) -> torch.Tensor:
         strides = torch.empty(tuple(input_shape), device="meta").stride()
@@ -174,7 +140,7 @@ class _Reference:
         grad: torch.Tensor,
         parts: Sequence[torch.Tensor],
         weight: torch.Tensor,
-        options: _Options,
+        options: Options,
         strides: Sequence[int],
     ) -> torch.Tensor:
         mask = [False, True, False]
@@ -190,7 +156,7 @@ class _Native:
         parts: Sequence[torch.Tensor],
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        options: _Options,
+        options: Options,
         over: torch.Tensor | None = None,
     ) -> torch.Tensor:
         stride, padding, dilation, transposed, extra, _ = options
@@ -216,18 +182,15 @@ class _Native:
         grad: torch.Tensor,
         weight: torch.Tensor,
         input_shape: Sequence[int],
-        options: _Options,
+        options: Options,
         over: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if over is not None:
-            sizes = zip(input_shape[2:], weight.shape[2:], options[1], options[2], strict=True)
+            sizes = zip(input_shape[2:], weight.shape[2:], options.padding, options.dilation, strict=True)
             axes = [next(_phases(size, taps, 1, pad, apart)) for size, taps, pad, apart in sizes]
             return _over([grad], grad, weight.transpose(0, 1), None, axes)
         result = grad.new_empty(tuple(input_shape))
-        if options[3]:
-            _gather(grad, weight, None, options, result, False)
-        else:
-            _scatter(grad, weight, None, options, result, False)
+        (_gather if options.transposed else _scatter)(grad, weight, None, options, result, False)
         return result
 
     @staticmethod
@@ -235,14 +198,14 @@ class _Native:
         grad: torch.Tensor,
         parts: Sequence[torch.Tensor],
         weight: torch.Tensor,
-        options: _Options,
+        options: Options,
         strides: Sequence[int],
     ) -> torch.Tensor:
         result = weight.new_empty_strided(weight.shape, tuple(strides))
         begin = 0
         for x in parts:
-            part = result.narrow(0 if options[3] else 1, begin, x.shape[1])
-            source, onto = (grad, x) if options[3] else (x, grad)
+            part = result.narrow(0 if options.transposed else 1, begin, x.shape[1])
+            source, onto = (grad, x) if options.transposed else (x, grad)
             _gradient_of_weight(source, onto, part, options)
             begin += x.shape[1]
         return result
@@ -283,20 +246,20 @@ class _Axis:
 
 
 def _gather(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, options: _Options, y: torch.Tensor, add: bool
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, options: Options, y: torch.Tensor, add: bool
 ) -> None:
     """`y`, or what is added to it: each result reads a window of `x`. `weight` is (out, in, ...)."""
-    _convolve(x, weight, (0, 1), bias, options[0], _windows(y, weight, options), y, add)
+    _convolve(x, weight, (0, 1), bias, options.stride, _windows(y, weight, options), y, add)
 
 
-def _windows(y: torch.Tensor, weight: torch.Tensor, options: _Options) -> list[_Axis]:
+def _windows(y: torch.Tensor, weight: torch.Tensor, options: Options) -> list[_Axis]:
     _, padding, dilation, *_ = options
     sizes = zip(y.shape[2:], weight.shape[2:], padding, dilation, strict=True)
     return [_Axis(0, 1, size, -pad, taps, 0, 1, apart) for size, taps, pad, apart in sizes]
 
 
 def _scatter(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, options: _Options, y: torch.Tensor, add: bool
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, options: Options, y: torch.Tensor, add: bool
 ) -> None:
     """`y`, or what is added to it: each element of `x` is spread over a window of it. `weight` is (in, out, ...)."""
     stride, padding, dilation, *_ = options
@@ -388,7 +351,7 @@ def _over(
     return over
 
 
-def _gradient_of_weight(x: torch.Tensor, grad: torch.Tensor, of_weight: torch.Tensor, options: _Options) -> None:
+def _gradient_of_weight(x: torch.Tensor, grad: torch.Tensor, of_weight: torch.Tensor, options: Options) -> None:
     stride, padding, dilation, *_ = options
     axes = [
         _Axis(0, 1, grad.shape[axis + 2], -padding[axis], of_weight.shape[axis + 2], 0, 1, dilation[axis])

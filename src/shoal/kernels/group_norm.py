@@ -14,6 +14,7 @@ from functools import lru_cache
 
 import torch
 
+from shoal.kernels.batch_norm import Gradients, scaled
 from shoal.kernels.memory_format import channels_last_format
 from shoal.lowlevel.torch_internals import isolated
 
@@ -28,10 +29,7 @@ def normalise(
 
     `x` is contiguous or channels_last; `weight` and `bias` are (C,).
     """
-    scale, shift = lines(x, weight, bias, mean, invstd)
-    layout = torch.contiguous_format if x.is_contiguous() else channels_last_format(x.dim())
-    y, strides = torch.addcmul(shift, x, scale), torch.empty_like(x, memory_format=layout, device="meta").stride()
-    return y if y.stride() == strides else y.as_strided(y.shape, strides)  # they differ along axes of one element
+    return scaled(x, *lines(x, weight, bias, mean, invstd))
 
 
 def normalise_(
@@ -42,16 +40,17 @@ def normalise_(
     return torch.addcmul(shift, x, scale, out=x)
 
 
-def backward(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor, invstd: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Group norm's backward of contiguous tensors: gradients of input, weight and bias."""
-    return _backward(grad, x, weight, mean, invstd, [True, True, True])
+def backward(grad: torch.Tensor, x: torch.Tensor, *vectors: torch.Tensor) -> Gradients:
+    """Group norm's backward of contiguous tensors: gradients of input, weight and bias.
+
+    `vectors`: weight, mean and invstd.
+    """
+    return _backward(grad, x, *vectors, wanted=[True, True, True])
 
 
 def backward_(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor, invstd: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Gradients:
     """`backward` that writes the gradient of the input over `grad`."""
     if not (grad.is_contiguous() and x.is_contiguous()):
         of_input, of_weight, of_bias = backward(grad, x, weight, mean, invstd)
@@ -61,15 +60,10 @@ def backward_(
 
 
 def backward_in_pieces(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    mean: torch.Tensor,
-    invstd: torch.Tensor,
-    step: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor, invstd: torch.Tensor, step: int
+) -> Gradients:
     """`backward_` of contiguous tensors, `step` groups of one sample at a time."""
-    _, of_weight, of_bias = _backward(grad, x, weight, mean, invstd, [False, True, True])
+    _, of_weight, of_bias = _backward(grad, x, weight, mean, invstd, wanted=[False, True, True])
     samples, channels, groups = x.shape[0], x.shape[1], mean.shape[1]
     in_group = channels // groups
     for sample in range(samples):
@@ -78,23 +72,15 @@ def backward_in_pieces(
             some, of_some = slice(group, group + step), slice(group * in_group, (group + step) * in_group)
             piece = grad[one, of_some]
             statistics = mean[one, some].contiguous(), invstd[one, some].contiguous()
-            piece.copy_(_backward(piece, x[one, of_some], weight[of_some], *statistics, [True, False, False])[0])
+            operands = (piece, x[one, of_some], weight[of_some], *statistics)
+            piece.copy_(_backward(*operands, wanted=[True, False, False])[0])
     return grad, of_weight, of_bias
 
 
-def _backward(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    mean: torch.Tensor,
-    invstd: torch.Tensor,
-    wanted: list[bool],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    samples, channels = x.shape[:2]
-    pixels, groups = x.shape[2:].numel(), mean.shape[1]
-    found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.aten.native_group_norm_backward(
-        grad, x, mean, invstd, weight, samples, channels, pixels, groups, wanted
-    )
+def _backward(grad: torch.Tensor, x: torch.Tensor, *vectors: torch.Tensor, wanted: list[bool]) -> Gradients:
+    weight, mean, invstd = vectors
+    sizes = x.shape[0], x.shape[1], x.shape[2:].numel(), mean.shape[1]
+    found: Gradients = torch.ops.aten.native_group_norm_backward(grad, x, mean, invstd, weight, *sizes, wanted)
     return found
 
 

@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-from shoal.kernels.convolution_pieces import WORTH_PIECES_BYTES, Cut
 from shoal.kernels.group_norm import backward_in_pieces
-from shoal.lowlevel.torch_internals import isolated
+from shoal.kernels.pieces import WORTH_PIECES_BYTES, Cut, are_sizes_known, have_same_bits, repeats
 
 _WHOLE = torch.ops.aten.native_group_norm_backward.default
 _CHANNELS = 1
@@ -25,45 +24,20 @@ _ALL = [True, True, True]
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def backward(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    mean: torch.Tensor,
-    invstd: torch.Tensor,
-    weight: torch.Tensor,
-    samples: int,
-    channels: int,
-    pixels: int,
-    groups: int,
-    wanted: Sequence[bool],
-    dim: int,
-    pieces: int,
-) -> Gradients:
+def backward(grad: torch.Tensor, *rest: Any) -> Gradients:
     """`aten.native_group_norm_backward` of contiguous tensors, in so many pieces of each sample's groups."""
-    return backward_(
-        grad.clone(), x, mean, invstd, weight, samples, channels, pixels, groups, wanted, dim, pieces
-    )  # fmt: skip
+    return backward_(grad.clone(), *rest)
 
 
 def backward_(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    mean: torch.Tensor,
-    invstd: torch.Tensor,
-    weight: torch.Tensor,
-    samples: int,
-    channels: int,
-    pixels: int,
-    groups: int,
-    wanted: Sequence[bool],
-    dim: int,
-    pieces: int,
+    grad: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, invstd: torch.Tensor, weight: torch.Tensor, *rest: Any
 ) -> Gradients:
     """`backward` that writes the gradient of the input over `grad`."""
+    *settings, _, pieces = rest  # sizes, groups, and what is wanted; along which dimension
     if not (grad.is_contiguous() and x.is_contiguous()):
-        of_input, *others = _WHOLE(grad, x, mean, invstd, weight, samples, channels, pixels, groups, wanted)
+        of_input, *others = _WHOLE(grad, x, mean, invstd, weight, *settings)
         return grad.copy_(of_input), *others
-    return backward_in_pieces(grad, x, weight, mean, invstd, -(-groups // pieces))
+    return backward_in_pieces(grad, x, weight, mean, invstd, -(-mean.shape[1] // pieces))
 
 
 IN_PIECES: dict[Any, Callable[..., Gradients]] = {_WHOLE: backward}
@@ -92,8 +66,7 @@ def choose(whole: Callable[..., Any], arguments: Sequence[Any]) -> Cut | None:
 def cut_elsewhere(whole: Callable[..., Any], arguments: Sequence[Any]) -> Cut | None:
     """`choose` for a GPU that is not here, on which it cannot be tried whether pieces repeat the bits."""
     grad, x, mean, _, weight, *_, groups, wanted = arguments
-    sizes = [size for tensor in (grad, x) for size in (*tensor.shape, *tensor.stride())]
-    if not all(type(size) is int for size in sizes) or weight is None or list(wanted) != _ALL or x.dim() < 3:
+    if not are_sizes_known(grad, x) or weight is None or list(wanted) != _ALL or x.dim() < 3:
         return None
     if not (grad.is_contiguous() and x.is_contiguous()) or grad.dtype != x.dtype or weight.dtype != mean.dtype:
         return None
@@ -110,15 +83,13 @@ def _repeats_bits(
     """Whether pieces give the bits of the whole on this device; False where it has no room to find out."""
     dtype, of_weight = dtypes
     samples, channels, *_ = shape
-    try:
-        with isolated(device):
-            generator = torch.Generator(device).manual_seed(1)
-            grad, x = (torch.randn(shape, dtype=dtype, device=device, generator=generator) for _ in range(2))
-            weight = torch.linspace(0.5, 2, channels, dtype=of_weight, device=device)
-            sizes = samples, channels, x[0, 0].numel(), groups
-            _, mean, invstd = torch.ops.aten.native_group_norm(x, weight, weight, *sizes, 1e-5)
-            arguments = (grad, x, mean, invstd, weight, *sizes, _ALL)
-            pairs = zip(backward(*arguments, _CHANNELS, pieces), _WHOLE(*arguments), strict=True)
-            return all(torch.equal(ours, theirs) for ours, theirs in pairs)
-    except torch.OutOfMemoryError:
-        return False
+
+    def compare(generator: torch.Generator) -> bool:
+        grad, x = (torch.randn(shape, dtype=dtype, device=device, generator=generator) for _ in range(2))
+        weight = torch.linspace(0.5, 2, channels, dtype=of_weight, device=device)
+        sizes = samples, channels, x[0, 0].numel(), groups
+        _, mean, invstd = torch.ops.aten.native_group_norm(x, weight, weight, *sizes, 1e-5)
+        arguments = (grad, x, mean, invstd, weight, *sizes, _ALL)
+        return have_same_bits(backward(*arguments, _CHANNELS, pieces), _WHOLE(*arguments))
+
+    return repeats(device, compare)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from math import prod
+from typing import Any
 
 import torch
 
@@ -15,56 +16,33 @@ from shoal.lowlevel.torch_internals import isolated
 
 _PIECE_ELEMS = 1 << 18  # 1 MiB of float32: a piece stays in L2 until it is copied
 WORTH_PIECES_BYTES = 4 << 20  # tensors below this are not worth pieces
-_aten = torch.ops.aten
+_WHOLE = torch.ops.aten.native_layer_norm_backward
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # of input, weight and bias
 
 
-def backward(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    shape: list[int],
-    mean: torch.Tensor,
-    invstd: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def backward(grad: torch.Tensor, *operands: Any) -> Gradients:
     """Layer norm's backward of contiguous tensors: gradients of input, weight and bias.
 
     Args:
-        grad, x: (..., *shape).
-        shape: of what is normalised.
-        mean, invstd: what the forward pass saved, (..., 1, ...).
-        weight, bias: of that shape.
+        grad: (..., *shape).
+        operands: x, like `grad`; shape, of what is normalised; mean and invstd, what the forward pass saved,
+            (..., 1, ...); weight and bias, of that shape.
     """
-    return _backward(grad, x, shape, mean, invstd, weight, bias, [True, True, True])
+    found: Gradients = _WHOLE(grad, *operands, [True, True, True])
+    return found
 
 
-def backward_(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    shape: list[int],
-    mean: torch.Tensor,
-    invstd: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def backward_(grad: torch.Tensor, x: torch.Tensor, *others: Any) -> Gradients:
     """`backward` that writes the gradient of the input over `grad`."""
     if not (grad.is_contiguous() and x.is_contiguous()):
-        of_input, of_weight, of_bias = backward(grad, x, shape, mean, invstd, weight, bias)
+        of_input, of_weight, of_bias = backward(grad, x, *others)
         return grad.copy_(of_input), of_weight, of_bias
-    return _backward_in_pieces(grad, x, shape, mean, invstd, weight, bias, _PIECE_ELEMS)
+    return _backward_in_pieces(grad, x, *others, _PIECE_ELEMS)
 
 
-def _backward_in_pieces(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    shape: list[int],
-    mean: torch.Tensor,
-    invstd: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    piece_elems: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    _, of_weight, of_bias = _backward(grad, x, shape, mean, invstd, weight, bias, [False, True, True])
+def _backward_in_pieces(grad: torch.Tensor, x: torch.Tensor, shape: list[int], *others: Any) -> Gradients:
+    mean, invstd, weight, bias, piece_elems = others
+    _, of_weight, of_bias = _WHOLE(grad, x, shape, mean, invstd, weight, bias, [False, True, True])
     rows = mean.numel()
     flat, x = grad.view(rows, *shape), x.view(rows, *shape)
     mean, invstd = (one.reshape(rows, *[1] * len(shape)) for one in (mean, invstd))
@@ -72,24 +50,8 @@ def _backward_in_pieces(
     for start in range(0, rows, step):
         some = slice(start, start + step)
         operands = (flat[some], x[some], shape, mean[some], invstd[some], weight, bias)
-        flat[some] = _backward(*operands, [True, False, False])[0]
+        flat[some] = _WHOLE(*operands, [True, False, False])[0]
     return grad, of_weight, of_bias
-
-
-def _backward(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    shape: list[int],
-    mean: torch.Tensor,
-    invstd: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    wanted: list[bool],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _aten.native_layer_norm_backward(
-        grad, x, shape, mean, invstd, weight, bias, wanted
-    )
-    return found
 
 
 @lru_cache(maxsize=1024)
@@ -104,7 +66,7 @@ def backward_repeats_bits(dtype: torch.dtype, weight_dtype: torch.dtype, normali
         draw = torch.Generator(device="cpu").manual_seed(1)
         x, grad = (torch.randn(37, normalised, generator=draw).mul_(3).add_(1).to(dtype) for _ in range(2))
         weight, bias = (torch.randn(normalised, generator=draw).to(weight_dtype) for _ in range(2))
-        _, mean, invstd = _aten.native_layer_norm(x, [normalised], weight, bias, 1e-5)
+        _, mean, invstd = torch.ops.aten.native_layer_norm(x, [normalised], weight, bias, 1e-5)
         operands = (x, [normalised], mean, invstd, weight, bias)
         whole = backward(grad, *operands)
         pieces = _backward_in_pieces(grad.clone(), *operands, 5 * normalised)

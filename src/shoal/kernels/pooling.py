@@ -26,46 +26,33 @@ _PIECE_ELEMS = 1 << 16  # outputs in a piece: each int64 scratch is 512 KiB
 _DEVICE_PIECE_ELEMS = 1 << 22  # where every piece costs launches of kernels: 32 MiB
 
 
-def forward(
-    x: torch.Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    ceil_mode: bool,
-    after_relu: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Max pooling of (N, C, ...): its result, and for each output the place of the winner within its window, uint8.
 
-    With `after_relu`, a window whose maximum is zero has none.
+    `rest`: kernel, stride, padding, dilation and ceil_mode of the pooling, and whether a ReLU comes before it: a window
+    whose maximum is zero then has none.
     """
-    axes = zip(x.shape[2:], kernel, stride, padding, dilation, strict=True)
-    sizes = [_outputs(*axis, ceil_mode) for axis in axes]
+    *options, after_relu = rest
+    *windows, ceil_mode = options
+    sizes = [_outputs(*axis, ceil_mode) for axis in zip(x.shape[2:], *windows, strict=True)]
     layout = suggested_memory_format(x)
-    result: tuple[torch.Tensor, torch.Tensor] = choose(_OP, layout, dilation, x).forward(
-        x, sizes, layout, (kernel, stride, padding, dilation, ceil_mode), after_relu
-    )
+    implementation = choose(_OP, layout, windows[-1], x)
+    result: tuple[torch.Tensor, torch.Tensor] = implementation.forward(x, sizes, layout, options, after_relu)
     return result
 
 
 def backward(
-    grad: torch.Tensor,
-    codes: torch.Tensor,
-    input_shape: Sequence[int],
-    channels_last: bool,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    ceil_mode: bool,
-    after_relu: bool,
+    grad: torch.Tensor, codes: torch.Tensor, input_shape: Sequence[int], channels_last: bool, *rest: Any
 ) -> torch.Tensor:
-    """Max pooling's backward from one-byte codes and the shape of its input; `after_relu`: and the ReLU's before it."""
+    """Max pooling's backward from one-byte codes and the shape of its input, and the ReLU's before it if there is one.
+
+    `rest`: as of `forward`.
+    """
+    *options, after_relu = rest
     layout = channels_last_format(len(input_shape)) if channels_last else torch.contiguous_format
     result = torch.empty(tuple(input_shape), dtype=grad.dtype, device=grad.device, memory_format=layout)
     if result.numel():
-        options = kernel, stride, padding, dilation, ceil_mode
-        choose(_OP, layout, dilation, grad, codes).backward(grad, codes, result, options, after_relu)
+        choose(_OP, layout, options[3], grad, codes).backward(grad, codes, result, options, after_relu)
     return result
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from shoal.kernels import prelu
-from shoal.kernels.convolution_pieces import WORTH_PIECES_BYTES, Cut
 from shoal.kernels.memory_format import channels_last_format
+from shoal.kernels.pieces import WORTH_PIECES_BYTES, Cut, are_sizes_known, spans
 
 _WHOLE = torch.ops.aten._prelu_kernel_backward.default
 _ELEMENTS, _CHANNELS = 0, 1
@@ -22,15 +22,13 @@ _PIECES = 8
 Gradients = tuple[torch.Tensor, torch.Tensor]
 
 
-def backward(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, dims: list[int], keepdim: bool, dim: int, pieces: int
-) -> Gradients:
+def backward(grad: torch.Tensor, x: torch.Tensor, *rest: Any) -> Gradients:
     """`prelu.backward` of a dense input, in so many pieces: of elements (0) or of channels (1).
 
     The incoming gradient has its layout, or is some channels of a contiguous tensor, and the input is contiguous.
     """
     form = torch.contiguous_format if is_part(grad, x) else torch.preserve_format
-    return backward_(grad.clone(memory_format=form), x, weight, dims, keepdim, dim, pieces)
+    return backward_(grad.clone(memory_format=form), x, *rest)
 
 
 def backward_(
@@ -59,7 +57,7 @@ def _pieces(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, slice]]:
     """Views of both that cover them, and which slopes are theirs."""
     if dim == _CHANNELS:
-        for some in _spans(x.shape[1], pieces):
+        for some in spans(x.shape[1], pieces):
             yield grad[:, some], x[:, some], some
         return
     every = slice(0, weight.numel())
@@ -67,13 +65,8 @@ def _pieces(
         of_rows, rows = (tensor.as_strided((tensor.numel(),), (1,)) for tensor in (grad, x))
     else:  # channels_last: a pixel after the other
         of_rows, rows = (tensor.movedim(1, -1).reshape(-1, tensor.shape[1]) for tensor in (grad, x))
-    for some in _spans(rows.shape[0], pieces):
+    for some in spans(rows.shape[0], pieces):
         yield of_rows[some], rows[some], every
-
-
-def _spans(length: int, pieces: int) -> Iterator[slice]:
-    step = -(-length // pieces)
-    return (slice(begin, min(length, begin + step)) for begin in range(0, length, step))
 
 
 def is_part(grad: torch.Tensor, x: torch.Tensor) -> bool:
@@ -101,8 +94,7 @@ def choose(whole: Callable[..., Any], arguments: Sequence[Any]) -> Cut | None:
         What `IN_PIECES[prelu.backward]` takes besides, and what that saves.
     """
     grad, x, weight = arguments[:3]
-    sizes = [size for tensor in (grad, x) for size in (*tensor.shape, *tensor.stride())]
-    if not all(type(size) is int for size in sizes) or x.dim() < 2:
+    if not are_sizes_known(grad, x) or x.dim() < 2:
         return None
     if grad.stride() != x.stride() and not is_part(grad, x):
         return None

@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 from shoal.core.means import KERNEL_MEANS
 from shoal.kernels import direct_convolution
-from shoal.kernels.convolution_pieces import WORTH_PIECES_BYTES, may_be_worth_pieces
+from shoal.kernels.convolution_pieces import may_be_worth_pieces
+from shoal.kernels.pieces import WORTH_PIECES_BYTES
 from shoal.lowlevel.dispatch import allowed
 
 _CONVOLUTIONS = (

@@ -72,10 +72,7 @@ def measure(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def whole_gradient(
-    grad: torch.Tensor | None,
-    measured: Measured,
-    dtype: torch.dtype | None = None,
-    factor: torch.Tensor | None = None,
+    grad: torch.Tensor | None, measured: Measured, dtype: torch.dtype | None = None, factor: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The gradient of a tensor whose statistics were used too: one affine map for all their readers.
 
