@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shoal.codecs import get
 from shoal.codecs.blocks import blocks_of
 from shoal.codecs.launch import triton_applies as applies
-from shoal.codecs.table_codes_triton import buckets_of
+from shoal.codecs.table_codes_triton import Rounding, buckets_of
 from shoal.errors import CodecError
 from shoal.lowlevel.dispatch import TABLE, VARIABLE, choose
 from tests.interpreter import INTERPRETED, not_interpreted, on_device, with_triton
@@ -82,7 +82,7 @@ def test_table_codes(device: str, name: str, block: int | None, options: dict[st
             values = x.to(where)
             scales = torch.full((blocks_of(len(x), block),), 9.0, device=where)
             codes, out = torch.full_like(values, 9, dtype=torch.uint8), torch.full_like(values, 9)
-            module.encode_blocks(values, table, block, scales, codes, **options)
+            module.encode_blocks(values, table, block, scales, codes, Rounding(**options))
             module.decode_blocks(codes, scales, table, block, out)
             made.append([scales, codes, out])
         assert applies(values.to(device), scales.to(device), codes.to(device))
@@ -229,7 +229,7 @@ def launch_each(elems: int, block_elems: int | None) -> None:
         there(elems, dtype=byte),
     )
     table_codes_triton.encode_blocks(x, TABLES["dynamic_tree"], block_elems, scales, codes)
-    table_codes_triton.encode_blocks(x, TABLES["dynamic_tree"], block_elems, scales, codes, scale=1.0, seed=3)
+    table_codes_triton.encode_blocks(x, TABLES["dynamic_tree"], block_elems, scales, codes, Rounding(1.0, 3))
     table_codes_triton.decode_blocks(codes, scales, TABLES["dynamic_tree"], block_elems, x)
     for width_bytes in (1, 2, 3):
         packed = there(width_bytes * elems, dtype=byte)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from shoal import codecs
 from shoal.codecs.blocks import blocks_of
+from shoal.codecs.table_codes_triton import Rounding
 from shoal.codecs.tables import Table, table_of
 from shoal.errors import CodecError, InputError
 from shoal.lowlevel.dispatch import TABLE, VARIABLE
@@ -56,7 +57,7 @@ def both(
     for kernels in (reference, native):
         scales = torch.full((blocks_of(x.numel(), block),), 7.0)
         codes = torch.full((x.numel(),), 77, dtype=torch.uint8)
-        kernels.encode_blocks(x, table, block, scales, codes, scale=scale, seed=seed, first_elem=first_elem)
+        kernels.encode_blocks(x, table, block, scales, codes, Rounding(scale, seed, first_elem))
         out = torch.full((x.numel(),), 7.0)
         kernels.decode_blocks(codes, scales, table, block, out)
         found.append((scales, codes, out))
@@ -200,7 +201,7 @@ def test_threads_and_the_size_of_a_tensor_change_no_bit(
 
     def encoded(kernels: ModuleType) -> tuple[torch.Tensor, torch.Tensor]:
         scales, codes = torch.empty(blocks_of(elems, block)), torch.empty(elems, dtype=torch.uint8)
-        kernels.encode_blocks(x, TABLES[name], block, scales, codes, seed=seed, first_elem=2**32 - 70_000)
+        kernels.encode_blocks(x, TABLES[name], block, scales, codes, Rounding(None, seed, 2**32 - 70_000))
         return scales, codes
 
     expected = encoded(reference)

@@ -29,11 +29,6 @@ class CastCodec(FloatCodec):
     def properties(self) -> Properties:
         return Properties(
             bits_per_value=16,
-            lossless=False,
-            zero=True,
-            odd=True,
-            monotone=True,
-            idempotent=True,
             nan="NaN",
             infinity="itself",
             overflow=_OVERFLOW[self.to],

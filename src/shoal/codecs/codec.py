@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from math import inf, prod
 from typing import Any, ClassVar
 
 import torch
@@ -22,7 +22,7 @@ from shoal.codecs.tables import Table
 from shoal.errors import CodecError, brief
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Properties:
     """What a codec guarantees; the tests check every codec against it.
 
@@ -45,14 +45,14 @@ class Properties:
     """
 
     bits_per_value: int
-    lossless: bool
-    zero: bool
-    odd: bool
-    monotone: bool
-    idempotent: bool
+    lossless: bool = False
+    zero: bool = True
+    odd: bool = True
+    monotone: bool = True
+    idempotent: bool = True
     nan: str
     infinity: str
-    overflow: float
+    overflow: float = inf
     relative_error: float | None
     absolute_error: float
 

@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
@@ -107,14 +107,10 @@ class OneBitCodec(FloatCodec):
     def properties(self) -> Properties:
         return Properties(
             bits_per_value=1,
-            lossless=False,
             zero=False,
             odd=False,
-            monotone=True,
-            idempotent=True,
             nan="block",
             infinity="side",
-            overflow=inf,
             relative_error=None,
             absolute_error=1.0,
         )
@@ -208,18 +204,6 @@ def _check(x: torch.Tensor, block_elems: int | None, means: torch.Tensor, bits: 
     check_flat("bits", bits, torch.uint8)
     check_length("means", means, 2 * blocks_of(x.numel(), block_elems))
     check_length("bits", bits, -(-x.numel() // 8))
-
-
-class _Functions(Protocol):
-    """What every implementation has: the functions of this module, without their checks."""
-
-    def encode_blocks(
-        self, x: torch.Tensor, block_elems: int | None, means: torch.Tensor, bits: torch.Tensor
-    ) -> None: ...
-
-    def decode_blocks(
-        self, bits: torch.Tensor, means: torch.Tensor, block_elems: int | None, out: torch.Tensor
-    ) -> None: ...
 
 
 class _Reference:
@@ -360,7 +344,7 @@ class _Triton:
             )
 
 
-_OP: Op[_Functions] = register(
+_OP: Op[_Reference | _Native | _Triton] = register(
     "one_bit",
     _Reference(),
     Implementation("triton", _Triton(), _triton_applies),

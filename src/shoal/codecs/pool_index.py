@@ -104,20 +104,13 @@ class Windows:
         return torch.arange(start, start + count * step, step, device=self._device)
 
 
-def encode(
-    indices: torch.Tensor,
-    input_shape: Sequence[int],
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-) -> torch.Tensor:
+def encode(indices: torch.Tensor, input_shape: Sequence[int], *window: Sequence[int]) -> torch.Tensor:
     """Turn the int64 indices of `max_pool2d` or `max_pool3d` into one byte each.
 
     Args:
         indices: (N, C, *output), int64, any memory format.
         input_shape: of the pool's input, (N, C, *input).
-        kernel, stride, padding, dilation: of the pool, one number per spatial dimension.
+        window: kernel, stride, padding and dilation of the pool, one number per spatial dimension.
 
     Returns:
         uint8 codes of the shape and memory format of `indices`.
@@ -127,20 +120,12 @@ def encode(
     >>> indices.item(), encode(indices, x.shape, [2, 2], [2, 2], [0, 0], [1, 1]).item()
     (2, 2)
     """
-    geometry = (input_shape, indices.shape[2:], kernel, stride, padding, dilation)
-    return Windows(*geometry, indices.device).encode(indices)
+    return Windows(input_shape, indices.shape[2:], *window, device=indices.device).encode(indices)
 
 
-def decode(
-    codes: torch.Tensor,
-    input_shape: Sequence[int],
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-) -> torch.Tensor:
+def decode(codes: torch.Tensor, input_shape: Sequence[int], *window: Sequence[int]) -> torch.Tensor:
     """The inverse of `encode`: the int64 indices that `max_pool2d` or `max_pool3d` gave; `NO_PLACE` gives any."""
-    return Windows(input_shape, codes.shape[2:], kernel, stride, padding, dilation, codes.device).decode(codes)
+    return Windows(input_shape, codes.shape[2:], *window, device=codes.device).decode(codes)
 
 
 def _inner(sizes: Sequence[int]) -> list[int]:

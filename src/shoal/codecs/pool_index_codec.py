@@ -8,7 +8,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf, prod
+from math import prod
 from numbers import Integral
 from typing import Any
 
@@ -69,13 +69,9 @@ class PoolIndexCodec(Codec):
         return Properties(
             bits_per_value=8,
             lossless=True,
-            zero=True,
             odd=False,
-            monotone=True,
-            idempotent=True,
             nan="none",
             infinity="none",
-            overflow=inf,
             relative_error=0.0,
             absolute_error=0.0,
         )

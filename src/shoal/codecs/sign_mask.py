@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf
-from typing import Protocol
 
 import torch
 
@@ -69,13 +67,9 @@ class SignMaskCodec(Codec):
         return Properties(
             bits_per_value=1,
             lossless=True,
-            zero=True,
             odd=False,
-            monotone=True,
-            idempotent=True,
             nan="sign",
             infinity="sign",
-            overflow=inf,
             relative_error=0.0,
             absolute_error=0.0,
         )
@@ -102,14 +96,6 @@ def _check(x: torch.Tensor, mask: torch.Tensor, *dtypes: torch.dtype) -> None:
     check_flat("values", x, *dtypes)
     check_flat("mask", mask, torch.uint8)
     check_length("mask", mask, -(-x.numel() // 8))
-
-
-class _Functions(Protocol):
-    """What every implementation has: the functions of this module, without their checks."""
-
-    def encode(self, x: torch.Tensor, out: torch.Tensor) -> None: ...
-
-    def decode(self, mask: torch.Tensor, out: torch.Tensor) -> None: ...
 
 
 class _Reference:
@@ -163,7 +149,7 @@ def _native_applies(*tensors: torch.Tensor) -> bool:
     return kinds in ([torch.float32, torch.uint8], [torch.uint8, torch.bool]) and are_here(*tensors)
 
 
-_OP: Op[_Functions] = register(
+_OP: Op[_Reference | _Native | _Triton] = register(
     "sign_mask",
     _Reference(),
     Implementation("triton", _Triton(), triton_applies),

@@ -91,14 +91,9 @@ class TableCodec(FloatCodec):
         relative, absolute = greatest_errors(self.codes)
         return Properties(
             bits_per_value=8,
-            lossless=False,
-            zero=True,
-            odd=True,
-            monotone=True,
             idempotent=self.fixed_scale is not None or bool(self.codes.magnitudes[-1] == 1),
             nan="block",
             infinity="block",
-            overflow=inf,
             relative_error=relative,
             absolute_error=absolute,
         )

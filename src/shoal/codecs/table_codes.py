@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from math import inf
-from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,7 +16,7 @@ import torch
 from shoal.codecs.blocks import blocks_of, pieces
 from shoal.codecs.checks import check_flat, check_length
 from shoal.codecs.launch import are_here, threads_for, triton_applies
-from shoal.codecs.table_codes_triton import TableCodesTriton
+from shoal.codecs.table_codes_triton import TO_NEAREST, Rounding, TableCodesTriton
 from shoal.codecs.tables import MAGNITUDES, SIGN, Table
 from shoal.errors import CodecError
 from shoal.lowlevel.dispatch import Implementation, Op, choose, level_number, register
@@ -77,8 +76,8 @@ def encode_blocks(
     rounded = None if scale is None else as_float32(scale)
     if rounded is not None and not 0 < rounded < inf:
         raise CodecError(f"scale={scale}: expected a finite float32 > 0; leave it out for the greatest magnitude")
-    run = choose(_OP, x, scales, codes)
-    run.encode_blocks(x, table, block_elems, scales, codes, scale=rounded, seed=seed, first_elem=first_elem)
+    rounding = Rounding(rounded, seed, first_elem)
+    choose(_OP, x, scales, codes).encode_blocks(x, table, block_elems, scales, codes, rounding)
 
 
 def decode_blocks(
@@ -115,27 +114,6 @@ def _check(x: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, block_ele
     check_length("codes", codes, x.numel())
 
 
-class _Functions(Protocol):
-    """What every implementation has: the functions of this module, without their checks."""
-
-    def encode_blocks(
-        self,
-        x: torch.Tensor,
-        table: Table,
-        block_elems: int | None,
-        scales: torch.Tensor,
-        codes: torch.Tensor,
-        *,
-        scale: float | None = None,
-        seed: int | None = None,
-        first_elem: int = 0,
-    ) -> None: ...
-
-    def decode_blocks(
-        self, codes: torch.Tensor, scales: torch.Tensor, table: Table, block_elems: int | None, out: torch.Tensor
-    ) -> None: ...
-
-
 class _Reference:
     """Plain torch: the definition that every implementation equals bit for bit."""
 
@@ -146,11 +124,9 @@ class _Reference:
         block_elems: int | None,
         scales: torch.Tensor,
         codes: torch.Tensor,
-        *,
-        scale: float | None = None,
-        seed: int | None = None,
-        first_elem: int = 0,
+        rounding: Rounding = TO_NEAREST,
     ) -> None:
+        scale, seed, first_elem = rounding
         scales.copy_(_scales(x, block_elems or max(x.numel(), 1), scale))
         thresholds = table.thresholds.to(x.device)
         magnitudes = table.magnitudes.to(x.device)
@@ -259,11 +235,9 @@ class _Native:
         block_elems: int | None,
         scales: torch.Tensor,
         codes: torch.Tensor,
-        *,
-        scale: float | None = None,
-        seed: int | None = None,
-        first_elem: int = 0,
+        rounding: Rounding = TO_NEAREST,
     ) -> None:
+        scale, seed, first_elem = rounding
         call = _native_call(x, table, block_elems, scales, codes)
         call.x = x.data_ptr()
         if scale is not None:
@@ -368,7 +342,7 @@ def _floats(values: torch.Tensor) -> ctypes.Array[ctypes.c_float]:
 
 
 NATIVE = _Native()
-_OP: Op[_Functions] = register(
+_OP: Op[_Reference | _Native | TableCodesTriton] = register(
     "table_codes",
     _Reference(),
     Implementation("triton", TableCodesTriton(), triton_applies),

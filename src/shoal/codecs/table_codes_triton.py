@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -72,6 +73,17 @@ def buckets_of(thresholds: torch.Tensor) -> Buckets:
     return Buckets((places << 7 | below).int(), before, shift)
 
 
+class Rounding(NamedTuple):
+    """How values become codes: the last three arguments of `table_codes.encode_blocks`."""
+
+    scale: float | None = None
+    seed: int | None = None
+    first_elem: int = 0
+
+
+TO_NEAREST = Rounding()
+
+
 class TableCodesTriton:
     """The functions of `table_codes` for tensors that `launch.triton_applies` takes."""
 
@@ -82,11 +94,9 @@ class TableCodesTriton:
         block_elems: int | None,
         scales: torch.Tensor,
         codes: torch.Tensor,
-        *,
-        scale: float | None = None,
-        seed: int | None = None,
-        first_elem: int = 0,
+        rounding: Rounding = TO_NEAREST,
     ) -> None:
+        scale, seed, first_elem = rounding
         grid, rows, columns, parts = block_tiles(x.numel(), block_elems)
         if not grid:
             return

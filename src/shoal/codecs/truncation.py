@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 from math import inf
-from typing import Protocol
 
 import torch
 
@@ -102,11 +101,6 @@ class TruncateCodec(FloatCodec):
         relative = _RELATIVE[self.width_bytes][self.nearest]
         return Properties(
             bits_per_value=8 * self.width_bytes,
-            lossless=False,
-            zero=True,
-            odd=True,
-            monotone=True,
-            idempotent=True,
             nan="NaN",
             infinity="NaN" if self.width_bytes == 1 else "itself",
             overflow=_OVERFLOW[self.width_bytes][self.nearest],
@@ -136,14 +130,6 @@ def _check(x: torch.Tensor, width_bytes: int, packed: torch.Tensor) -> None:
     check_flat("values", x, torch.float32)
     check_flat("packed bytes", packed, torch.uint8)
     check_length("packed bytes", packed, width_bytes * x.numel())
-
-
-class _Functions(Protocol):
-    """What every implementation has: the functions of this module, without their checks."""
-
-    def pack(self, x: torch.Tensor, width_bytes: int, nearest: bool, out: torch.Tensor) -> None: ...
-
-    def unpack(self, packed: torch.Tensor, width_bytes: int, out: torch.Tensor) -> None: ...
 
 
 class _Reference:
@@ -277,7 +263,7 @@ def _aligned(buffer: torch.Tensor, item_bytes: int) -> bool:
     return buffer.data_ptr() % item_bytes == 0 and buffer.storage_offset() % item_bytes == 0
 
 
-_OP: Op[_Functions] = register(
+_OP: Op[_Reference | _Native | _Triton] = register(
     "truncation",
     _Reference(),
     Implementation("triton", _Triton(), triton_applies),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -32,7 +31,7 @@ each_kind = pytest.mark.parametrize(
 
 
 def window(kernel: int, **changes: Any) -> Window:
-    return replace(Window((1, 1), (kernel // 2,) * 2, (1, 1), 1), **changes)
+    return Window((1, 1), (kernel // 2,) * 2, (1, 1), 1)._replace(**changes)
 
 
 def channels_last(x: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -50,46 +50,6 @@ def affine_of(mean: torch.Tensor | None, scale: torch.Tensor | None, shift: torc
     return None if mean is None or scale is None or shift is None else Affine(mean, scale, shift)
 
 
-class Sweeps(Protocol):
-    """One implementation. Every tensor is read or written once; one that is written may be one that is read."""
-
-    def statistics(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Replaces `torch.var_mean(x, (0, 2, 3), correction=0)`: mean and variance, (C,), in float32."""
-
-    def norm_act(
-        self, x: torch.Tensor, affine: Affine, residual: torch.Tensor | None, relu: bool, out: torch.Tensor
-    ) -> None:
-        """Write relu(affine(x) + residual) into `out`, in its dtype.
-
-        Args:
-            x: (N, C, ...).
-            affine: used in float32.
-            residual: of the shape of x, or None.
-            relu: whether a ReLU follows.
-            out: of the shape of x.
-        """
-
-    def norm_act_backward(
-        self,
-        grad: torch.Tensor,
-        z: torch.Tensor | None,
-        x: torch.Tensor,
-        affine: Affine,
-        relu: bool,
-        grad_x: torch.Tensor | None,
-        masked: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gradients of scale and shift, (C,) float32; those of x and the residual are written.
-
-        Args:
-            grad: of the result.
-            z: the result, read where `relu` is set; None: recomputed from x, nothing was added.
-            x, affine, relu: as for `norm_act`.
-            grad_x: where the gradient of x is written; None: it is not wanted.
-            masked: where `grad` is written as the ReLU lets it through; None: it is not wanted.
-        """
-
-
 class _Pass(ctypes.Structure):
     """ShoalNormPass of csrc/shoal_native.h."""
 
@@ -114,14 +74,20 @@ class _Pass(ctypes.Structure):
 
 
 class _Native:
-    """`csrc/norm_pass.cpp`; `level`: "portable", "avx2" or "avx512"; None: as SHOAL_KERNELS says."""
+    """`csrc/norm_pass.cpp`; `level`: "portable", "avx2" or "avx512"; None: as SHOAL_KERNELS says.
+
+    Every tensor is read or written once; one that is written may be one that is read.
+    """
 
     def applies(self, *tensors: torch.Tensor) -> bool:
         """Whether it reads and writes such tensors, (N, C, H, W), here; all of one shape but for their channels."""
         return bool(levels()) and all(native_row_stride(x) is not None for x in tensors)
 
     def statistics(self, x: torch.Tensor, *, level: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sums are taken around a pivot in every block of rows and added up in doubles."""
+        """Replaces `torch.var_mean(x, (0, 2, 3), correction=0)`: mean and variance, (C,), in float32.
+
+        Sums are taken around a pivot in every block of rows and added up in doubles.
+        """
         mean, variance = torch.empty(x.shape[1]), torch.empty(x.shape[1])
         call = _call(x, level)
         call.statistic_mean, call.statistic_variance = mean.data_ptr(), variance.data_ptr()
@@ -138,6 +104,15 @@ class _Native:
         *,
         level: str | None = None,
     ) -> None:
+        """Write relu(affine(x) + residual) into `out`, in its dtype.
+
+        Args:
+            x: (N, C, ...).
+            affine: used in float32.
+            residual: of the shape of x, or None.
+            relu: whether a ReLU follows.
+            out: of the shape of x.
+        """
         vectors = list(map(vector, affine))
         call = _call(x, level, vectors, relu)
         call.residual, call.ld_residual = _rows(residual, x)
@@ -156,6 +131,15 @@ class _Native:
         *,
         level: str | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gradients of scale and shift, (C,) float32; those of x and the residual are written.
+
+        Args:
+            grad: of the result.
+            z: the result, read where `relu` is set; None: recomputed from x, nothing was added.
+            x, affine, relu: as for `norm_act`.
+            grad_x: where the gradient of x is written; None: it is not wanted.
+            masked: where `grad` is written as the ReLU lets it through; None: it is not wanted.
+        """
         of_scale, of_shift = torch.empty(x.shape[1]), torch.empty(x.shape[1])
         vectors = list(map(vector, affine))
         call = _call(x, level, vectors, relu)
@@ -200,7 +184,7 @@ def _form(x: torch.Tensor | None) -> Hashable:
 
 
 class _Triton:
-    """`norm_triton_kernels`."""
+    """`norm_triton_kernels`: what `_Native` does."""
 
     def __init__(self) -> None:
         self._launches = Launches()
@@ -301,7 +285,7 @@ def _try_on(device: torch.device) -> None:
 
 TRITON_KERNELS = TritonKernels("shoal.kernels.norm.norm_triton_kernels", "PyTorch's own kernels", InputError, _try_on)
 NATIVE, TRITON = _Native(), _Triton()
-_OP: Op[Sweeps | None] = register(
+_OP: Op[_Native | _Triton | None] = register(
     "norm_sweeps",
     None,
     Implementation("triton", TRITON, TRITON.applies),
@@ -309,7 +293,7 @@ _OP: Op[Sweeps | None] = register(
 )
 
 
-def sweeps(*tensors: torch.Tensor) -> Sweeps | None:
+def sweeps(*tensors: torch.Tensor) -> _Native | _Triton | None:
     """What runs passes over `tensors`; None: PyTorch's own kernels do.
 
     >>> sweeps(torch.ones(2, 3, 4, 5, dtype=torch.float64))
