@@ -45,20 +45,14 @@ class Windows:
     Args:
         input_shape: of the pool's input, (N, C, *input).
         output_sizes: how many windows there are along each spatial dimension.
-        kernel, stride, padding, dilation: of the pool, one number per spatial dimension.
+        window: kernel, stride, padding and dilation of the pool, one number per spatial dimension.
         device: where the indices are.
     """
 
     def __init__(
-        self,
-        input_shape: Sequence[int],
-        output_sizes: Sequence[int],
-        kernel: Sequence[int],
-        stride: Sequence[int],
-        padding: Sequence[int],
-        dilation: Sequence[int],
-        device: torch.device,
+        self, input_shape: Sequence[int], output_sizes: Sequence[int], *window: Sequence[int], device: torch.device
     ) -> None:
+        kernel, stride, padding, dilation = window
         sizes = tuple(input_shape[2:])
         self._image_elems = prod(sizes)
         self._device = device

@@ -29,7 +29,7 @@ from shoal.kernels.convolution import Options
 from shoal.kernels.convolution import input_gradient as library_input_gradient
 from shoal.kernels.memory_format import in_traced_layout
 from shoal.kernels.norm.norm_rows import run_in_workspace
-from shoal.lowlevel.dispatch import Implementation, choose, level_number, register
+from shoal.lowlevel.dispatch import Implementation, Op, choose, level_number, register
 from shoal.lowlevel.native import has
 
 _aten = torch.ops.aten
@@ -56,8 +56,24 @@ def forward(
             [36., 54., 36.],
             [24., 36., 24.]])
     """
-    parts = _parts(x)
-    result: torch.Tensor = choose(_OP, *parts, weight, bias).forward(parts, weight, bias, Options(*options), over)
+    parts, given = _parts(x), Options(*options)
+    if not choose(_OP, *parts, weight, bias):
+        whole: torch.Tensor = _aten.convolution(_joined(parts), weight, bias, *given).contiguous()
+        return whole if over is None else over.copy_(whole)
+    if over is not None:
+        return _over(parts, over, weight, bias, _windows(over, weight, given))
+    stride, padding, dilation, transposed, extra, _ = given
+    sizes = [
+        (n - 1) * s - 2 * p + d * (k - 1) + 1 + e if transposed else (n + 2 * p - d * (k - 1) - 1) // s + 1
+        for n, k, s, p, d, e in zip(parts[0].shape[2:], weight.shape[2:], stride, padding, dilation, extra, strict=True)
+    ]
+    result = weight.new_empty((parts[0].shape[0], weight.shape[1 if transposed else 0], *sizes))
+    begin = 0
+    for part in parts:
+        of_part = weight.narrow(0 if transposed else 1, begin, part.shape[1])
+        own = (part, of_part, bias if begin == 0 else None, given, result, begin > 0)
+        _scatter(*own) if transposed else _gather(*own)
+        begin += part.shape[1]
     return result
 
 
@@ -77,7 +93,16 @@ def input_gradient(
     """
     options, first = Options(*rest[: len(Options._fields)]), rest[len(Options._fields) :]
     part = weight.narrow(0 if options.transposed else 1, first[0] if first else 0, input_shape[1])
-    result: torch.Tensor = choose(_OP, grad, weight).input_gradient(grad, part, input_shape, options, over)
+    if not choose(_OP, grad, weight):
+        strides = torch.empty(tuple(input_shape), device="meta").stride()
+        whole = library_input_gradient(grad, part, input_shape, strides, *options).contiguous()
+        return whole if over is None else over.copy_(whole)
+    if over is not None:
+        sizes = zip(input_shape[2:], part.shape[2:], options.padding, options.dilation, strict=True)
+        axes = [next(_phases(size, taps, 1, pad, apart)) for size, taps, pad, apart in sizes]
+        return _over([grad], grad, part.transpose(0, 1), None, axes)
+    result = grad.new_empty(tuple(input_shape))
+    (_gather if options.transposed else _scatter)(grad, part, None, options, result, False)
     return result
 
 
@@ -92,8 +117,19 @@ def weight_gradient(
     """
     *given, wanted, strides = rest
     options, parts = Options(*given), _parts(x)
-    of_weight: torch.Tensor = choose(_OP, grad, *parts, weight).weight_gradient(grad, parts, weight, options, strides)
-    return None, of_weight, grad.sum((0, 2, 3, 4)) if wanted[2] else None
+    of_bias = grad.sum((0, 2, 3, 4)) if wanted[2] else None
+    if not choose(_OP, grad, *parts, weight):
+        mask = [False, True, False]
+        found: torch.Tensor = _aten.convolution_backward(grad, _joined(parts), weight, None, *options, mask)[1]
+        return None, in_traced_layout(found, strides), of_bias
+    of_weight = weight.new_empty_strided(weight.shape, tuple(strides))
+    begin = 0
+    for part in parts:
+        some = of_weight.narrow(0 if options.transposed else 1, begin, part.shape[1])
+        source, onto = (grad, part) if options.transposed else (part, grad)
+        _gradient_of_weight(source, onto, some, options)
+        begin += part.shape[1]
+    return None, of_weight, of_bias
 
 
 def applies(*operands: torch.Tensor | None) -> bool:
@@ -109,110 +145,7 @@ def applies(*operands: torch.Tensor | None) -> bool:
     )
 
 
-class _Reference:
-    """PyTorch's own."""
-
-    @staticmethod
-    def forward(
-        parts: Sequence[torch.Tensor],
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        options: Options,
-        over: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        result: torch.Tensor = _aten.convolution(_joined(parts), weight, bias, *options).contiguous()
-        return result if over is None else over.copy_(result)
-
-    @staticmethod
-    def input_gradient(
-        grad: torch.Tensor,
-        weight: torch.Tensor,
-        input_shape: Sequence[int],
-        options: Options,
-        over: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        strides = torch.empty(tuple(input_shape), device="meta").stride()
-        result = library_input_gradient(grad, weight, input_shape, strides, *options).contiguous()
-        return result if over is None else over.copy_(result)
-
-    @staticmethod
-    def weight_gradient(
-        grad: torch.Tensor,
-        parts: Sequence[torch.Tensor],
-        weight: torch.Tensor,
-        options: Options,
-        strides: Sequence[int],
-    ) -> torch.Tensor:
-        mask = [False, True, False]
-        found: torch.Tensor = _aten.convolution_backward(grad, _joined(parts), weight, None, *options, mask)[1]
-        return in_traced_layout(found, strides)
-
-
-class _Native:
-    """`csrc/direct_conv.cpp`."""
-
-    @staticmethod
-    def forward(
-        parts: Sequence[torch.Tensor],
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        options: Options,
-        over: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        stride, padding, dilation, transposed, extra, _ = options
-        if over is not None:
-            return _over(parts, over, weight, bias, _windows(over, weight, options))
-        sizes = [
-            (n - 1) * s - 2 * p + d * (k - 1) + 1 + e if transposed else (n + 2 * p - d * (k - 1) - 1) // s + 1
-            for n, k, s, p, d, e in zip(
-                parts[0].shape[2:], weight.shape[2:], stride, padding, dilation, extra, strict=True
-            )
-        ]
-        result = weight.new_empty((parts[0].shape[0], weight.shape[1 if transposed else 0], *sizes))
-        begin = 0
-        for x in parts:
-            part = weight.narrow(0 if transposed else 1, begin, x.shape[1])
-            own = (x, part, bias if begin == 0 else None, options, result, begin > 0)
-            _scatter(*own) if transposed else _gather(*own)
-            begin += x.shape[1]
-        return result
-
-    @staticmethod
-    def input_gradient(
-        grad: torch.Tensor,
-        weight: torch.Tensor,
-        input_shape: Sequence[int],
-        options: Options,
-        over: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        if over is not None:
-            sizes = zip(input_shape[2:], weight.shape[2:], options.padding, options.dilation, strict=True)
-            axes = [next(_phases(size, taps, 1, pad, apart)) for size, taps, pad, apart in sizes]
-            return _over([grad], grad, weight.transpose(0, 1), None, axes)
-        result = grad.new_empty(tuple(input_shape))
-        (_gather if options.transposed else _scatter)(grad, weight, None, options, result, False)
-        return result
-
-    @staticmethod
-    def weight_gradient(
-        grad: torch.Tensor,
-        parts: Sequence[torch.Tensor],
-        weight: torch.Tensor,
-        options: Options,
-        strides: Sequence[int],
-    ) -> torch.Tensor:
-        result = weight.new_empty_strided(weight.shape, tuple(strides))
-        begin = 0
-        for x in parts:
-            part = result.narrow(0 if options.transposed else 1, begin, x.shape[1])
-            source, onto = (grad, x) if options.transposed else (x, grad)
-            _gradient_of_weight(source, onto, part, options)
-            begin += x.shape[1]
-        return result
-
-
-_NATIVE: Implementation[Any] = Implementation("native", _Native, applies)
-_OP = register("direct_convolution", _Reference, _NATIVE)
+_OP: Op[bool] = register("direct_convolution", False, Implementation("native", True, applies))  # whether they do it
 
 
 class _Call(ctypes.Structure):

@@ -33,10 +33,10 @@ def forward(x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
     whose maximum is zero then has none.
     """
     *options, after_relu = rest
-    *windows, ceil_mode = options
-    sizes = [_outputs(*axis, ceil_mode) for axis in zip(x.shape[2:], *windows, strict=True)]
+    *window, ceil_mode = options
+    sizes = [_outputs(*of_axis, ceil_mode=ceil_mode) for of_axis in zip(x.shape[2:], *window, strict=True)]
     layout = suggested_memory_format(x)
-    implementation = choose(_OP, layout, windows[-1], x)
+    implementation = choose(_OP, layout, window[-1], x)
     result: tuple[torch.Tensor, torch.Tensor] = implementation.forward(x, sizes, layout, options, after_relu)
     return result
 
@@ -64,7 +64,7 @@ class _ByPyTorch:
         x: torch.Tensor, sizes: Sequence[int], layout: torch.memory_format, options: Options, after_relu: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         pool = _aten.max_pool2d_with_indices if len(sizes) == 2 else _aten.max_pool3d_with_indices
-        windows = pool_index.Windows(x.shape, sizes, *options[:4], x.device)
+        windows = pool_index.Windows(x.shape, sizes, *options[:4], device=x.device)
 
         def of(some: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             # The library's form that writes into given tensors takes five times as long.
@@ -94,7 +94,7 @@ class _ByPyTorch:
     ) -> None:
         two = result.dim() == 4
         packet = _aten.max_pool2d_with_indices_backward if two else _aten.max_pool3d_with_indices_backward
-        windows = pool_index.Windows(result.shape, codes.shape[2:], *options[:4], codes.device)
+        windows = pool_index.Windows(result.shape, codes.shape[2:], *options[:4], device=codes.device)
         for some in _pieces(codes.shape, codes.device):
             indices = windows.decode(codes[some])
             given = grad[some]
@@ -110,7 +110,7 @@ class _ByPyTorch:
             packet.grad_input(given, part, *options, indices, grad_input=part)
 
 
-def _outputs(size: int, kernel: int, stride: int, padding: int, dilation: int, ceil_mode: bool) -> int:
+def _outputs(size: int, kernel: int, stride: int, padding: int, dilation: int, *, ceil_mode: bool) -> int:
     """How many windows there are along an axis; rounding up makes none that begins in the padding behind the input."""
     room = size + 2 * padding - dilation * (kernel - 1) - 1
     count = (room + stride - 1 if ceil_mode else room) // stride + 1

@@ -48,31 +48,29 @@ def zeroed_(grad: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
 def leaky_backward(grad: torch.Tensor, positive: torch.Tensor, slope: float) -> torch.Tensor:
     """`grad` where `positive`, `slope` times it elsewhere; both (N, ...) of one shape."""
     mask = positive.view(torch.uint8)
-    if grad.stride() != mask.stride() or not _fills_its_block(grad):
+    if not _lie_alike(grad, mask):
         # The library decides the layout of the result, as it does for the plain network.
         return torch.ops.aten.leaky_relu_backward(grad, mask, slope, True)
-    result = torch.empty_like(grad, memory_format=torch.preserve_format)
-    _leak_in_pieces(grad, mask, slope, result)
-    return result
+    return _leak_in_pieces(grad, mask, slope, torch.empty_like(grad, memory_format=torch.preserve_format))
 
 
 def leaky_backward_(grad: torch.Tensor, positive: torch.Tensor, slope: float) -> torch.Tensor:
     """`leaky_backward` that writes over `grad`."""
     mask = positive.view(torch.uint8)
-    if grad.stride() != mask.stride() or not _fills_its_block(grad):
+    if not _lie_alike(grad, mask):
         return torch.ops.aten.leaky_relu_backward.grad_input(grad, mask, slope, True, grad_input=grad)
-    _leak_in_pieces(grad, mask, slope, grad)
-    return grad
+    return _leak_in_pieces(grad, mask, slope, grad)
 
 
-def _leak_in_pieces(grad: torch.Tensor, mask: torch.Tensor, slope: float, result: torch.Tensor) -> None:
+def _leak_in_pieces(grad: torch.Tensor, mask: torch.Tensor, slope: float, result: torch.Tensor) -> torch.Tensor:
     for flat_grad, flat_mask, flat in _flat_pieces(grad, mask, result):
         torch.ops.aten.leaky_relu_backward.grad_input(flat_grad, flat_mask, slope, True, grad_input=flat)
+    return result
 
 
 def where_above(grad: torch.Tensor, mask: torch.Tensor, threshold: int) -> torch.Tensor:
     """`grad` where `mask`, bytes of its shape, is above `threshold`; zero elsewhere."""
-    if grad.stride() != mask.stride() or not _fills_its_block(grad):
+    if not _lie_alike(grad, mask):
         # The library decides the layout of the result, as it does for the plain network.
         return torch.ops.aten.threshold_backward(grad, mask, threshold)
     result = torch.empty_like(grad, memory_format=torch.preserve_format)
@@ -82,7 +80,7 @@ def where_above(grad: torch.Tensor, mask: torch.Tensor, threshold: int) -> torch
 
 def where_above_(grad: torch.Tensor, mask: torch.Tensor, threshold: int) -> torch.Tensor:
     """`where_above` that writes over `grad`."""
-    if grad.stride() != mask.stride() or not _fills_its_block(grad):
+    if not _lie_alike(grad, mask):
         return torch.ops.aten.threshold_backward.grad_input(grad, mask, threshold, grad_input=grad)
     choose(_GATE, grad, mask)(grad, mask, threshold, grad)
     return grad
@@ -121,9 +119,10 @@ def _native_gate(grad: torch.Tensor, mask: torch.Tensor, threshold: int, result:
     )
 
 
-def _fills_its_block(tensor: torch.Tensor) -> bool:
+def _lie_alike(tensor: torch.Tensor, mask: torch.Tensor) -> bool:
+    """Whether both have the same strides, and fill their blocks."""
     span_elems = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return span_elems == tensor.numel()
+    return tensor.stride() == mask.stride() and span_elems == tensor.numel()
 
 
 def note_closed(x: torch.Tensor, codes: torch.Tensor, above: float) -> None:

@@ -34,15 +34,7 @@ def copy_rows(into: torch.Tensor, rows: torch.Tensor) -> None:
     if into.stride(1) != 1:
         into, rows = into.t(), rows.t()
     if into.numel():
-        choose(_OP, into, rows).copy(into, rows)
-
-
-class _ByPyTorch:
-    """PyTorch's kernel."""
-
-    @staticmethod
-    def copy(into: torch.Tensor, rows: torch.Tensor) -> None:
-        into.copy_(rows)
+        choose(_OP, into, rows)(into, rows)
 
 
 class _Triton:
@@ -83,4 +75,4 @@ def _try_on(device: torch.device) -> None:
 
 TRITON_KERNELS = TritonKernels("shoal.kernels.row_copies_triton_kernels", "PyTorch's own kernel", InputError, _try_on)
 TRITON = _Triton()
-_OP: Op[Any] = register("copy_rows", _ByPyTorch, Implementation("triton", TRITON, TRITON.applies))
+_OP: Op[Any] = register("copy_rows", torch.Tensor.copy_, Implementation("triton", TRITON.copy, TRITON.applies))

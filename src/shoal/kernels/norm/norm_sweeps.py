@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -224,13 +224,9 @@ class _Triton:
         self, x: torch.Tensor, affine: Affine, residual: torch.Tensor | None, relu: bool, out: torch.Tensor
     ) -> None:
         def made() -> Launch:
-            grid, (at_x, at_residual, at_out) = grid_of(x, residual, out)
-            rest = (*grid.extent, relu, *grid.tile)
-
-            def arguments(x: Any, mean: Any, scale: Any, shift: Any, residual: Any, out: Any) -> tuple[Any, ...]:
-                return x, at_x, mean, scale, shift, residual, at_residual, out, at_out, *rest
-
-            return Launch(TRITON_KERNELS.found().activate, grid.by_block, arguments)
+            grid, strides = grid_of(x, residual, out)
+            rest = (*strides, *grid.extent, relu, *grid.tile)
+            return Launch(TRITON_KERNELS.found().activate, grid.by_block, lambda *tensors: (*tensors, *rest))
 
         key = "norm_act", relu, x.device, _form(x), _form(residual), _form(out)
         with on_device(x.device):
@@ -251,18 +247,11 @@ class _Triton:
         sums = x.new_empty((2, parts, x.shape[1]), dtype=torch.float32)
 
         def made() -> Launch:
-            grid, (at_x, at_grad, at_z, at_grad_x, at_masked) = grid_of(x, grad, z, grad_x, masked)
-            rest = (*grid.extent, *grid.shares, relu, *grid.tile)
+            grid, strides = grid_of(x, grad, z, grad_x, masked)
+            rest = (*strides, *grid.extent, *grid.shares, relu, *grid.tile)
+            return Launch(TRITON_KERNELS.found().activate_backward, grid.by_part, lambda *given: (*given, *rest))
 
-            def arguments(
-                grad: Any, z: Any, x: Any, mean: Any, scale: Any, shift: Any, grad_x: Any, masked: Any, *sums: Any
-            ) -> tuple[Any, ...]:
-                head = (grad, at_grad, z, at_z, x, at_x, mean, scale, shift, grad_x, at_grad_x, masked, at_masked)
-                return *head, *sums, *rest
-
-            return Launch(TRITON_KERNELS.found().activate_backward, grid.by_part, arguments)
-
-        tensors = (grad, z, x, *map(vector, affine), grad_x, masked, *sums)
+        tensors = (x, grad, z, *map(vector, affine), grad_x, masked, *sums)
         with on_device(x.device):
             self._launches.run(key, tensors, made)
         of_scale, of_shift = sums.sum(1)
