@@ -1,4 +1,4 @@
-"""What ops in pieces have in common: how one is cut, and whether its pieces repeat the bits of the whole here."""
+"""Shared by ops that are computed in pieces: how one is cut, and whether pieces give the bits of the whole."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from shoal.lowlevel.torch_internals import isolated
 
 WORTH_PIECES_BYTES = 4 << 20
-"""A smaller tensor, or scratch, is left alone."""
+"""Tensors and scratch smaller than this are not cut."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Cut:
 
 
 def spans(length: int, pieces: int) -> Iterator[slice]:
-    """A length in that many pieces, the last perhaps shorter, or fewer.
+    """Slices that cut a length into at most `pieces` parts; the last may be shorter.
 
     >>> list(spans(5, 2))
     [slice(0, 3, None), slice(3, 5, None)]
@@ -37,12 +37,12 @@ def spans(length: int, pieces: int) -> Iterator[slice]:
 
 
 def are_sizes_known(*tensors: torch.Tensor) -> bool:
-    """Whether shapes and strides of tensors, which may be fake, are numbers."""
+    """Whether all shapes and strides are integers: those of fake tensors may be symbolic."""
     return all(type(size) is int for tensor in tensors for size in (*tensor.shape, *tensor.stride()))
 
 
 def have_same_bits(found: Sequence[torch.Tensor | None], expected: Sequence[torch.Tensor | None]) -> bool:
-    """Whether tensors have the same elements and strides; what is None in one of the two is left out."""
+    """Whether tensors are equal in elements and strides; pairs with a None are skipped."""
     return all(
         ours is None or theirs is None or (torch.equal(ours, theirs) and ours.stride() == theirs.stride())
         for ours, theirs in zip(found, expected, strict=True)
@@ -50,7 +50,7 @@ def have_same_bits(found: Sequence[torch.Tensor | None], expected: Sequence[torc
 
 
 def repeats(device: torch.device, compare: Callable[[torch.Generator], bool]) -> bool:
-    """What `compare` finds out on a device with random numbers; False where it has no room for that."""
+    """What `compare` returns for a seeded generator of the device; False if the device is out of memory."""
     try:
         with isolated(device):
             return compare(torch.Generator(device).manual_seed(1))

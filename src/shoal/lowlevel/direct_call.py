@@ -30,7 +30,7 @@ def register_op(
         schema: of the op, without its namespace: "name(Tensor x) -> Tensor".
         forward: its implementation.
         fake: what it returns, in shapes, strides and dtypes.
-        setup, differentiate: as `torch.library.register_autograd` takes them; None: it has no gradient.
+        setup, differentiate: as `torch.library.register_autograd` takes them; None: the op is not differentiable.
 
     Returns:
         The op's `direct_call`.

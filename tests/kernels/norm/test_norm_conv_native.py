@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shoal.errors import InputError
 from shoal.kernels.norm import norm_conv_native
-from shoal.kernels.norm.norm_conv_native import Window
+from shoal.kernels.norm.norm_conv_native import NormConv, Window
 from shoal.kernels.norm.norm_rows import native_row_stride as row_stride
 from shoal.kernels.norm.norm_sweeps import Affine, affine_of
 from shoal.kernels.norm.statistics import Measured
@@ -96,19 +96,12 @@ def native(
     into = apart(torch.zeros(images, inner, *size), gap) if gap else None
     moved = window(case.weight.shape[2])
     assert norm_conv_native.applies(x, case.weight, case.bias, moved)
-    affine = affine_of(case.mean, case.scale, case.shift)
-    y, mean_y, variance_y = norm_conv_native.forward(
-        x, affine, case.relu, case.weight, case.bias, moved, statistics, out=out, winograd=winograd, level=level
-    )
+    layer = NormConv(affine_of(case.mean, case.scale, case.shift), case.relu, case.weight, case.bias, moved)
+    y, mean_y, variance_y = norm_conv_native.forward(x, layer, statistics, out=out, winograd=winograd, level=level)
     assert mean_y.numel() == variance_y.numel() == (outer if statistics else 0)
     needs = [True, case.mean is not None, True, case.bias is not None]
     measured = None if of_mean is None or of_variance is None else Measured(y, mean_y, of_mean, of_variance)
-    gradients = norm_conv_native.backward(
-        *(grad, measured, x, affine, case.relu, case.weight, moved, needs),
-        grad_x=into,
-        winograd=winograd,
-        level=level,
-    )
+    gradients = norm_conv_native.backward(grad, measured, x, layer, needs, grad_x=into, winograd=winograd, level=level)
     return [y, *((mean_y, variance_y) if statistics else (None, None)), *gradients]
 
 
@@ -256,8 +249,8 @@ def test_what_lies_between_the_pixels_is_left_alone(level: str) -> None:
     case = drawn(3, 2, (6, 10), (4, 5))
     wide = torch.full((2, 4, 5, 30), 7.0)
     out = wide[..., 9:19].permute(0, 3, 1, 2)
-    affine = affine_of(case.mean, case.scale, case.shift)
-    norm_conv_native.forward(case.x, affine, True, case.weight, None, window(3), True, out=out, level=level)
+    layer = NormConv(affine_of(case.mean, case.scale, case.shift), True, case.weight, None, window(3))
+    norm_conv_native.forward(case.x, layer, True, out=out, level=level)
     assert (wide[..., :9] == 7).all() and (wide[..., 19:] == 7).all() and not (wide[..., 9:19] == 7).any()
 
 
@@ -266,9 +259,8 @@ def test_a_gradient_is_added_to_what_is_there(level: str) -> None:
     case = drawn(1, 2, (12, 8), (3, 3), statistics=False)
     fresh = native(case, level)[3]
     into = channels_last(torch.ones_like(case.x))
-    affine = affine_of(case.mean, case.scale, case.shift)
-    args = (case.x, affine, True, case.weight, window(1), [True] * 4)
-    found = norm_conv_native.backward(case.grads[0], None, *args, grad_x=into, level=level)
+    layer = NormConv(affine_of(case.mean, case.scale, case.shift), True, case.weight, None, window(1))
+    found = norm_conv_native.backward(case.grads[0], None, case.x, layer, [True] * 4, grad_x=into, level=level)
     assert found[0] is into and fresh is not None
     torch.testing.assert_close(into, fresh + 1)
 
@@ -334,10 +326,11 @@ def test_nan_reaches_the_result_and_the_statistics() -> None:
 
 def test_results_are_channels_last_and_what_is_not_needed_is_none() -> None:
     case = drawn(1, 2, (5, 6), (3, 4), statistics=False)
-    y, mean_y, _ = norm_conv_native.forward(case.x, None, True, case.weight, None, window(1), False)
+    layer = NormConv(None, True, case.weight, None, window(1))
+    y, mean_y, _ = norm_conv_native.forward(case.x, layer, False)
     assert y.is_contiguous(memory_format=torch.channels_last) and mean_y.shape == (0,)
     needs = [True, False, False, False]
-    found = norm_conv_native.backward(case.grads[0], None, case.x, None, True, case.weight, window(1), needs)
+    found = norm_conv_native.backward(case.grads[0], None, case.x, layer, needs)
     assert found[0] is not None and found[0].is_contiguous(memory_format=torch.channels_last)
     assert found[1:] == (None,) * 5
 
@@ -379,8 +372,8 @@ def test_the_level_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -
 
 def test_all_it_needs_beside_its_results_is_a_workspace_of_the_step() -> None:
     case = drawn(1, 8, (64, 64), (16, 16))
-    args = (affine_of(case.mean, case.scale, case.shift), True, case.weight, None, window(1), True)
-    _, changes = allocations.record(lambda: norm_conv_native.forward(case.x, *args))
+    layer = NormConv(affine_of(case.mean, case.scale, case.shift), True, case.weight, None, window(1))
+    _, changes = allocations.record(lambda: norm_conv_native.forward(case.x, layer, True))
     kept = case.x.nbytes + 2 * 64 * 4  # as many channels out as in
     assert sum(changes) == kept
     assert allocations.peak_bytes(changes) <= kept + (1 << 20)
@@ -399,7 +392,7 @@ def test_gradients_that_are_all_alike_add_up_to_their_number(level: str, winogra
     grad = channels_last(torch.full((2, 3, 40, 40), each))
     ones = torch.ones(3)
     _, _, _, of_shift, _, _ = norm_conv_native.backward(
-        *(grad, None, x, Affine(0 * ones, ones, 0 * ones), False, weight, window(kernel)),
+        *(grad, None, x, NormConv(Affine(0 * ones, ones, 0 * ones), False, weight, None, window(kernel))),
         [True, True, False, False],
         winograd=winograd,
         level=level,
@@ -421,15 +414,13 @@ def test_a_factor_gives_the_bits_of_the_product(
     weight = torch.randn(channels[1], channels[0], kernel, kernel, generator=generator)
     affine = Affine(*(torch.rand(channels[0], generator=generator) for _ in range(3)))
     factor, *of_statistics = (torch.randn(channels[1], generator=generator) for _ in range(3))
-    around = (affine, True, weight)
-    y, mean_y, _ = norm_conv_native.forward(x, *around, None, window(kernel), True)
+    layer = NormConv(affine, True, weight, None, window(kernel))
+    y, mean_y, _ = norm_conv_native.forward(x, layer, True)
     measured = Measured(y, mean_y, *of_statistics) if statistics else None
     needs = [True, True, True, True]
 
     def gradients(grad: torch.Tensor, factor: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        return norm_conv_native.backward(
-            grad, measured, x, *around, window(kernel), needs, factor=factor, winograd=winograd, level=level
-        )
+        return norm_conv_native.backward(grad, measured, x, layer, needs, factor=factor, winograd=winograd, level=level)
 
     *found, of_bias = gradients(grad, factor)
     *expected, bias = gradients(channels_last(grad * factor.view(1, -1, 1, 1)), None)

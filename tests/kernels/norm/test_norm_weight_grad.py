@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shoal.kernels.norm import norm_weight_grad
-from shoal.kernels.norm.norm_conv_native import Window
+from shoal.kernels.norm.norm_conv_native import NormConv, Window
 from shoal.kernels.norm.norm_sweeps import affine_of
 from shoal.lowlevel import allocations
 from shoal.lowlevel.native import levels
@@ -52,8 +52,8 @@ class Case:
         self.grad = channels_last(draw(images, outer + gap, *sides))[:, :outer]
 
     def native(self, level: str | None = None) -> torch.Tensor:
-        affine = affine_of(*self.vectors)
-        return norm_weight_grad.weight_grad(self.grad, self.x, affine, self.relu, self.weight, self.window, level=level)
+        layer = NormConv(affine_of(*self.vectors), self.relu, self.weight, None, self.window)
+        return norm_weight_grad.weight_grad(self.grad, self.x, layer, level=level)
 
     def plain(self, dtype: torch.dtype) -> torch.Tensor:
         # Contiguous: without AVX-512, strided 1x1 convolutions of few channels in channels_last may end the process.

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import register_flop_formula
 from shoal.kernels.batch_norm_vectors import batch_norm_scale, batch_norm_scale_backward
 from shoal.kernels.memory_format import dense_in_format, memory_format_of, suggested_memory_format
 from shoal.kernels.norm.norm_conv import convolve, convolve_backward
-from shoal.kernels.norm.norm_conv_native import Window
+from shoal.kernels.norm.norm_conv_native import NormConv, Window
 from shoal.kernels.norm.norm_sweeps import Affine
 from shoal.kernels.norm.statistics import Measured, measure, whole_gradient, wide
 from shoal.lowlevel.direct_call import register_op
@@ -124,14 +124,14 @@ def _forward(
 def _step(
     x: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor, step: Step, out: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    affine, window = _affine(step, mean, variance), _window(step.weight)
-    y, mean_y, variance_y = convolve(x, affine, step.relu, step.weight, None, window, True, out)
+    y, mean_y, variance_y = convolve(x, _layer(step, mean, variance), True, out)
     return dense_in_format(y, memory_format_of(x)) if out is None else y, mean_y, variance_y
 
 
-def _affine(step: Step, mean: torch.Tensor, variance: torch.Tensor) -> Affine:
-    """Its batch norm, in the dtype of `variance`."""
-    return Affine(mean, batch_norm_scale(variance, step.gamma, step.eps), step.beta.to(variance.dtype))
+def _layer(step: Step, mean: torch.Tensor, variance: torch.Tensor) -> NormConv:
+    """A step given the statistics of what it reads, its batch norm in the dtype of `variance`."""
+    affine = Affine(mean, batch_norm_scale(variance, step.gamma, step.eps), step.beta.to(variance.dtype))
+    return NormConv(affine, step.relu, step.weight, None, _window(step.weight))
 
 
 def _forward_fake(x: torch.Tensor, mean: torch.Tensor | None, variance: Any, *described: Any) -> list[torch.Tensor]:
@@ -181,9 +181,9 @@ def _backward(
             x, mean, variance = read[place]
             step = layer[place]
             into = None if place else sums[:, :have]
+            known, needs = Measured(y, mean_y, of_mean, of_variance), (True, True, True, False)
             of_x, of_read_mean, of_scale, of_beta, of_weight, _ = convolve_backward(
-                *(of_y, Measured(y, mean_y, of_mean, of_variance), x, _affine(step, mean, variance), step.relu),
-                *(step.weight, _window(step.weight), (True, True, True, False), into),
+                of_y, known, x, _layer(step, mean, variance), needs, into
             )
             assert of_x is not None and of_read_mean is not None and of_scale is not None
             assert of_beta is not None and of_weight is not None

@@ -20,9 +20,9 @@ from torch.utils.flop_counter import register_flop_formula
 from shoal.kernels.memory_format import dense_in_format, memory_format_of, suggested_memory_format
 from shoal.kernels.norm import norm_conv_native, norm_weight_grad
 from shoal.kernels.norm.norm_act import activated, activated_backward, joined, parted, parted_fake
-from shoal.kernels.norm.norm_conv_native import Window
+from shoal.kernels.norm.norm_conv_native import NormConv, Window
 from shoal.kernels.norm.norm_rows import native_row_stride
-from shoal.kernels.norm.norm_sweeps import Affine, affine_of
+from shoal.kernels.norm.norm_sweeps import affine_of
 from shoal.kernels.norm.statistics import Measured, by_channel, measure, whole_gradient, wide
 from shoal.lowlevel.direct_call import register_op
 from shoal.lowlevel.dispatch import Implementation, Op, choose, register
@@ -90,20 +90,14 @@ def norm_conv(
 
 
 def convolve(
-    x: torch.Tensor,
-    affine: Affine | None,
-    relu: bool,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    window: Window,
-    statistics: bool,
-    out: torch.Tensor | None = None,
+    x: torch.Tensor, layer: NormConv, statistics: bool, out: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`norm_conv` of one tensor without autograd; the result goes to `out` where there is one."""
+    affine, relu, weight, bias, window = layer
     native = choose(_FORWARD, x, weight, bias, window)
     if native is not None:
         rows = out if out is not None and native_row_stride(out) is not None else None
-        y, mean_y, variance_y = native.forward(x, affine, relu, weight, bias, window, statistics, out=rows)
+        y, mean_y, variance_y = native.forward(x, layer, statistics, out=rows)
         return y if out is None or out is rows else out.copy_(y), mean_y, variance_y
     a = activated(x, affine, relu, weight.dtype)
     y = torch.convolution(a, weight, bias, *window.options)
@@ -123,7 +117,8 @@ def _forward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     bias, *moves, statistics = rest
     window, x = Window(*moves), joined(xs)
-    y, mean_y, variance_y = convolve(x, affine_of(mean, scale, shift), relu, weight, bias, window, statistics)
+    layer = NormConv(affine_of(mean, scale, shift), relu, weight, bias, window)
+    y, mean_y, variance_y = convolve(x, layer, statistics)
     if choose(_FORWARD, x, weight, bias, window) is not None:
         read = memory_format_of(x) if relu or mean is not None else suggested_memory_format(x)
         y = dense_in_format(y, suggested_memory_format(weight) if read == torch.contiguous_format else read)
@@ -161,9 +156,8 @@ def backward_onto(*operands: Any) -> list[torch.Tensor]:
     measured = (
         None if y is None or of_mean is None or of_variance is None else Measured(y, mean_y, of_mean, of_variance)
     )
-    of_x, *of_vectors, of_weight, of_bias = convolve_backward(
-        grad, measured, joined(xs), affine_of(*vectors), relu, weight, Window(*moves), needs, onto, factor
-    )
+    layer = NormConv(affine_of(*vectors), relu, weight, None, Window(*moves))
+    of_x, *of_vectors, of_weight, of_bias = convolve_backward(grad, measured, joined(xs), layer, needs, onto, factor)
     found = [] if of_x is None else parted(of_x, xs)
     if of_weight is not None:
         of_weight = dense_in_format(of_weight, suggested_memory_format(weight))
@@ -174,10 +168,7 @@ def convolve_backward(
     grad: torch.Tensor,
     measured: Measured | None,
     x: torch.Tensor,
-    affine: Affine | None,
-    relu: bool,
-    weight: torch.Tensor,
-    window: Window,
+    layer: NormConv,
     needs: Sequence[bool],
     grad_x: torch.Tensor | None = None,
     factor: torch.Tensor | None = None,
@@ -190,12 +181,11 @@ def convolve_backward(
         factor: (K,), what `grad` is multiplied with; None: nothing.
         The others as for `norm_conv_native.backward`.
     """
+    affine, relu, weight, _, window = layer
     native = choose(_BACKWARD, x, weight, None, window)
     if native is not None:
         rows = grad_x if grad_x is not None and native_row_stride(grad_x) is not None else None
-        of_input, *others = native.backward(
-            grad, measured, x, affine, relu, weight, window, needs, factor=factor, grad_x=rows
-        )
+        of_input, *others = native.backward(grad, measured, x, layer, needs, factor=factor, grad_x=rows)
         if grad_x is not None and grad_x is not rows and of_input is not None:
             of_input = grad_x.add_(of_input)
         return of_input, *others
@@ -210,7 +200,7 @@ def convolve_backward(
     sizes, mask = [weight.shape[0]] if needs[3] else None, [through, needs[2] and alone is None, needs[3]]
     da, of_weight, of_bias = _aten.convolution_backward(grad, a, weight, sizes, *window.options, mask)
     if alone is not None:
-        of_weight = alone.weight_grad(grad, x, affine, relu, weight, window)
+        of_weight = alone.weight_grad(grad, x, layer)
     del grad
     of_x = da
     vectors: tuple[torch.Tensor | None, ...] | None = None

@@ -47,6 +47,23 @@ class Window(NamedTuple):
         return self.stride, self.padding, self.dilation, False, [0] * len(self.stride), self.groups
 
 
+class NormConv(NamedTuple):
+    """A convolution of relu(affine(x)).
+
+    Attributes:
+        affine: with vectors of (C,), in float32 or float64; None: nothing is normalised.
+        relu: whether a ReLU comes before the convolution.
+        weight, bias: of the convolution, (K, C, ...) and (K,) or None.
+        window: of the convolution.
+    """
+
+    affine: Affine | None
+    relu: bool
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    window: Window
+
+
 class _Call(ctypes.Structure):
     """ShoalNormConv of csrc/shoal_native.h."""
 
@@ -124,11 +141,7 @@ def backward_pays(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 
 def forward(
     x: torch.Tensor,
-    affine: Affine | None,
-    relu: bool,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    window: Window,
+    layer: NormConv,
     statistics: bool,
     *,
     out: torch.Tensor | None = None,
@@ -139,10 +152,7 @@ def forward(
 
     Args:
         x: (N, C, H, W), float32, as `applies` requires.
-        affine: with vectors of (C,); None: nothing is normalised.
-        relu: whether a ReLU comes before the convolution.
-        weight, bias: (K, C, 1, 1) or (K, C, 3, 3); (K,) or None.
-        window: of the convolution; `applies` says which.
+        layer: `applies` says which.
         statistics: whether mean and biased variance of y are wanted.
         out: where y is written, (N, K, H, W), channels_last, its pixels perhaps apart: a slice of a dense block.
         winograd: whether a 3 x 3 uses Winograd's algorithm; None: as `winograd_pays` says.
@@ -152,14 +162,15 @@ def forward(
         y in channels_last, its mean and variance, (K,), float32; (0,) where not wanted.
     """
     images, _, height, width = x.shape
-    y = empty_rows(images, weight.shape[0], height, width) if out is None else out
+    channels, bias = layer.weight.shape[0], layer.bias
+    y = empty_rows(images, channels, height, width) if out is None else out
     ld_y = native_row_stride(y)
-    if ld_y is None or y.shape != (images, weight.shape[0], height, width):
+    if ld_y is None or y.shape != (images, channels, height, width):
         raise InputError(f"out is {tuple(y.shape)} of strides {y.stride()}; give a channels_last tensor for the result")
-    found = [torch.empty(weight.shape[0] if statistics else 0) for _ in range(2)]
+    found = [torch.empty(channels if statistics else 0) for _ in range(2)]
     own_bias = None if bias is None else vector(bias)
-    vectors = vectors_of(x, affine)
-    call = _call(x, vectors, relu, weight, winograd, level)
+    vectors = vectors_of(x, layer.affine)
+    call = _call(x, vectors, layer, winograd, level)
     call.bias, call.y, call.ld_y = address(own_bias), y.data_ptr(), ld_y
     if statistics:
         call.mean_y, call.variance_y = found[0].data_ptr(), found[1].data_ptr()
@@ -171,10 +182,7 @@ def backward(
     grad: torch.Tensor,
     measured: Measured | None,
     x: torch.Tensor,
-    affine: Affine | None,
-    relu: bool,
-    weight: torch.Tensor,
-    window: Window,
+    layer: NormConv,
     needs: Sequence[bool],
     *,
     factor: torch.Tensor | None = None,
@@ -201,10 +209,10 @@ def backward(
         raise InputError(
             f"grad_x is {tuple(into.shape)} of strides {into.stride()}; give a channels_last tensor like x"
         )
-    of_weight = torch.empty_like(weight, memory_format=torch.channels_last)
+    affine, of_weight = layer.affine, torch.empty_like(layer.weight, memory_format=torch.channels_last)
     of_scale, of_shift = torch.empty(channels), torch.empty(channels)
     vectors = vectors_of(x, affine)
-    call = _call(x, vectors, relu, weight, winograd, level)
+    call = _call(x, vectors, layer, winograd, level)
     call.grad_y, call.ld_grad_y = grad.data_ptr(), native_row_stride(grad)
     own_factor = None if factor is None else vector(factor)
     call.grad_factor = address(own_factor)
@@ -235,14 +243,10 @@ def vectors_of(x: torch.Tensor, affine: Affine | None) -> list[torch.Tensor]:
 
 
 def _call(
-    x: torch.Tensor,
-    vectors: Sequence[torch.Tensor],
-    relu: bool,
-    weight: torch.Tensor,
-    winograd: bool | None,
-    level: str | None,
+    x: torch.Tensor, vectors: Sequence[torch.Tensor], layer: NormConv, winograd: bool | None, level: str | None
 ) -> _Call:
-    """What forward and backward have in common; it points into `x`, `vectors` and `weight`."""
+    """What forward and backward have in common; it points into `x`, `vectors` and the weight."""
+    weight = layer.weight
     kernel = weight.shape[2]
     if kernel == 3 and weight.stride(2) != 3 * weight.stride(3):
         raise InputError(f"a weight of strides {weight.stride()}; give one that is contiguous or channels_last")
@@ -254,7 +258,7 @@ def _call(
         in_channels=channels,
         out_channels=weight.shape[0],
         kernel=kernel,
-        relu=relu,
+        relu=layer.relu,
         threads=torch.get_num_threads(),
         level=level_number(level),
         winograd=kernel == 3 and (winograd_pays(x, weight) if winograd is None else winograd),

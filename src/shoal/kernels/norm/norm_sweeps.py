@@ -30,23 +30,23 @@ _MAX_KNOWN = 4096  # forms of tensors whose parts are remembered
 
 
 class Affine(NamedTuple):
-    """(x - mean) * scale + shift, for each channel of x, (N, C, ...); vectors of (C,)."""
+    """(x - mean) * scale + shift for each channel of x, (N, C, ...); the vectors are (C,)."""
 
     mean: torch.Tensor
     scale: torch.Tensor
     shift: torch.Tensor
 
     def of(self, channels: slice) -> Affine:
-        """That of some of the channels."""
+        """The vectors of some channels."""
         return Affine(*(values[channels] for values in self))
 
     def gradients(self, of_scale: torch.Tensor, of_shift: torch.Tensor) -> Affine:
-        """Gradients of the three vectors, from those of two of them."""
+        """Gradients of all vectors, given those of scale and shift."""
         return Affine(-self.scale * of_shift, of_scale, of_shift)
 
 
 def affine_of(mean: torch.Tensor | None, scale: torch.Tensor | None, shift: torch.Tensor | None) -> Affine | None:
-    """The three vectors; None where an op is given none of them: nothing is normalised."""
+    """The optional vectors of an op as one; None if they are: nothing is normalised."""
     return None if mean is None or scale is None or shift is None else Affine(mean, scale, shift)
 
 

@@ -14,9 +14,8 @@ import ctypes
 
 import torch
 
-from shoal.kernels.norm.norm_conv_native import Window, is_same_convolution, vectors_of
+from shoal.kernels.norm.norm_conv_native import NormConv, Window, is_same_convolution, vectors_of
 from shoal.kernels.norm.norm_rows import in_rows, native_row_stride, run_in_workspace
-from shoal.kernels.norm.norm_sweeps import Affine
 from shoal.lowlevel.dispatch import level_number
 
 
@@ -49,25 +48,13 @@ def pays(x: torch.Tensor, weight: torch.Tensor, window: Window) -> bool:
     return weight.shape[2] == 3
 
 
-def weight_grad(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    affine: Affine | None,
-    relu: bool,
-    weight: torch.Tensor,
-    window: Window,
-    *,
-    level: str | None = None,
-) -> torch.Tensor:
+def weight_grad(grad: torch.Tensor, x: torch.Tensor, layer: NormConv, *, level: str | None = None) -> torch.Tensor:
     """Replaces the gradient of `weight` in `y = conv2d(relu((x - mean) * scale + shift), weight)`.
 
     Args:
         grad: of y, (N, K, H', W'), whole.
         x: (N, C, H, W), float32, as `applies` requires.
-        affine: with vectors of (C,); None: nothing is normalised.
-        relu: whether a ReLU comes before the convolution.
-        weight: (K, C, 1, 1) or (K, C, 3, 3); only its shape is read.
-        window: of the convolution.
+        layer: with a weight of (K, C, 1, 1) or (K, C, 3, 3), of which only the shape is read.
         level: "portable", "avx2" or "avx512"; None: as SHOAL_KERNELS says.
 
     Returns:
@@ -76,12 +63,13 @@ def weight_grad(
     >>> rows = lambda x: x.contiguous(memory_format=torch.channels_last)
     >>> x, grad, one = rows(torch.full((1, 2, 3, 3), 4.0)), rows(torch.ones(1, 1, 3, 3)), torch.ones(2)
     >>> window = Window([1, 1], [0, 0], [1, 1], 1)
-    >>> weight_grad(grad, x, Affine(one, 2 * one, one), True, torch.ones(1, 2, 1, 1), window).flatten()
+    >>> layer = NormConv(Affine(one, 2 * one, one), True, torch.ones(1, 2, 1, 1), None, window)
+    >>> weight_grad(grad, x, layer).flatten()
     tensor([63., 63.])
     """
     images, channels, height, width = x.shape
     grad = in_rows(grad)
-    vectors = vectors_of(x, affine)
+    vectors, weight = vectors_of(x, layer.affine), layer.weight
     of_weight = torch.empty_like(weight, memory_format=torch.channels_last)
     call = _Call(
         images=images,
@@ -92,8 +80,8 @@ def weight_grad(
         in_channels=channels,
         out_channels=weight.shape[0],
         kernel=weight.shape[2],
-        stride=window.stride[0],
-        relu=relu,
+        stride=layer.window.stride[0],
+        relu=layer.relu,
         threads=torch.get_num_threads(),
         level=level_number(level),
         x=x.data_ptr(),

@@ -16,10 +16,7 @@ from shoal.lowlevel.direct_call import register_op
 
 
 class Measured(NamedTuple):
-    """A tensor with other readers of its statistics: its mean, (C,), and the gradients of mean and variance, (C,).
-
-    The gradients are summed over all that read the statistics.
-    """
+    """A tensor, (N, C, ...), its mean, and the gradients of its mean and variance, summed over their readers; (C,)."""
 
     x: torch.Tensor
     mean: torch.Tensor
