@@ -61,11 +61,10 @@ def weight_grad(grad: torch.Tensor, x: torch.Tensor, layer: NormConv, *, level: 
         Of the shape of `weight`, channels_last, float32.
 
     >>> rows = lambda x: x.contiguous(memory_format=torch.channels_last)
-    >>> x, grad, one = rows(torch.full((1, 2, 3, 3), 4.0)), rows(torch.ones(1, 1, 3, 3)), torch.ones(2)
-    >>> window = Window([1, 1], [0, 0], [1, 1], 1)
-    >>> layer = NormConv(Affine(one, 2 * one, one), True, torch.ones(1, 2, 1, 1), None, window)
+    >>> x, grad = rows(torch.full((1, 2, 3, 3), 4.0)), rows(torch.ones(1, 1, 3, 3))
+    >>> layer = NormConv(None, True, torch.ones(1, 2, 1, 1), None, Window([1, 1], [0, 0], [1, 1], 1))
     >>> weight_grad(grad, x, layer).flatten()
-    tensor([63., 63.])
+    tensor([36., 36.])
     """
     images, channels, height, width = x.shape
     grad = in_rows(grad)
