@@ -251,7 +251,7 @@ def test_the_gradient_of_batch_norm_takes_the_block_of_the_incoming_gradient(
     small: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not small:
-        monkeypatch.setattr("shoal.kernels.batch_norm.WORTH_PIECES_BYTES", 0)
+        monkeypatch.setattr("shoal.capture.gradients_in_place.WORTH_PIECES_BYTES", 0)
     model = nn.Sequential(conv(3, 4), nn.BatchNorm2d(4), nn.Tanh())
     graph = captured_step(model).graph
     (op,) = [op for op in graph.ops if "batch_norm" in op.target and op.phase == "backward"]

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from shoal.kernels import batch_norm
 from shoal.kernels.batch_norm import backward, backward_, backward_repeats_bits, normalise, normalise_, repeats_bits
+from shoal.kernels.pieces import WORTH_PIECES_BYTES
 from shoal.lowlevel import allocations
 from shoal.lowlevel.dispatch import VARIABLE
 from shoal.lowlevel.native import cpu_features, levels
@@ -120,7 +121,7 @@ def test_where_its_gradient_repeats_the_bits_it_does_for_any_batch_and_any_piece
 @pytest.mark.parametrize("shape", [(16384, 64, 1, 1), (65536, 16, 1)])
 def test_the_gradient_of_single_pixels_has_the_same_bits_too(shape: tuple[int, ...]) -> None:
     x, grad = torch.randn(shape), torch.randn(shape)
-    assert x.nbytes >= batch_norm.WORTH_PIECES_BYTES
+    assert x.nbytes >= WORTH_PIECES_BYTES
     weight = per_channel(x, 1)
     assert backward_repeats_bits(x.dtype, x.dtype, CPU, x.dim(), x.shape[1], False)
     _, mean, deviation = forward(x, weight, weight)

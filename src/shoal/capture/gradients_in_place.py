@@ -16,6 +16,7 @@ from torch import fx
 from shoal.capture.fx_nodes import held_bytes
 from shoal.kernels import batch_norm, group_norm, layer_norm, prelu
 from shoal.kernels.memory_format import channels_last_format
+from shoal.kernels.pieces import WORTH_PIECES_BYTES
 from shoal.kernels.prelu_pieces import is_part
 
 _aten = torch.ops.aten
@@ -47,7 +48,7 @@ def _of_batch_norm(graph: fx.Graph, node: fx.Node, backward: set[fx.Node]) -> No
         layout = channels_last_format(value.dim())
         if value.dim() == 3 or not value.is_contiguous(memory_format=layout):
             return
-    elif held_bytes(value) < batch_norm.WORTH_PIECES_BYTES:
+    elif held_bytes(value) < WORTH_PIECES_BYTES:
         return
     sizes = value.dim(), int(value.shape[1])
     if batch_norm.backward_repeats_bits(value.dtype, weight_dtype, value.device, *sizes, channels_last):
@@ -61,7 +62,7 @@ def _of_group_norm(graph: fx.Graph, node: fx.Node, backward: set[fx.Node]) -> No
     values = [operand.meta["val"] for operand in (grad, x, weight)]
     dense = all(value.is_contiguous() and value.dtype == values[1].dtype for value in values)
     value = values[1]
-    if not dense or value.device.type != "cpu" or value.dim() < 3 or held_bytes(value) < group_norm.WORTH_PIECES_BYTES:
+    if not dense or value.device.type != "cpu" or value.dim() < 3 or held_bytes(value) < WORTH_PIECES_BYTES:
         return
     if group_norm.backward_repeats_bits(value.dtype, value.device, min(value.dim(), 5), int(value.shape[1]), groups):
         node.target, node.args = group_norm.backward, (grad, x, weight, mean, invstd)
@@ -76,7 +77,7 @@ def _of_layer_norm(graph: fx.Graph, node: fx.Node, backward: set[fx.Node]) -> No
     fixed = all(type(size) is int for size in (*value.shape, *shape))
     if not fixed or not all(one.is_contiguous() for one in values) or value.device.type != "cpu":
         return
-    if values[0].dtype != value.dtype or held_bytes(value) < layer_norm.WORTH_PIECES_BYTES:
+    if values[0].dtype != value.dtype or held_bytes(value) < WORTH_PIECES_BYTES:
         return
     if layer_norm.backward_repeats_bits(value.dtype, values[2].dtype, prod(shape)):
         node.target, node.args = layer_norm.backward, (grad, x, shape, mean, invstd, weight, bias)

@@ -30,7 +30,6 @@ _CHANNELS_ELEMS = 1 << 19  # and twice that where a piece is copied out and back
 _MIN_PIECES = 16
 _NATIVE = (torch.float32, torch.bfloat16)
 _MIN_ELEMS = 1 << 15  # of a thread that is worth waking
-WORTH_PIECES_BYTES = 4 << 20  # contiguous tensors below this are not worth pieces
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # of input, weight and bias
 Gradient = Callable[..., Gradients]

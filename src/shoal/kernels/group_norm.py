@@ -19,7 +19,6 @@ from shoal.kernels.memory_format import channels_last_format
 from shoal.lowlevel.torch_internals import isolated
 
 _PIECE_ELEMS = 1 << 18  # 1 MiB of float32: a piece stays in L2 until it is copied
-WORTH_PIECES_BYTES = 4 << 20  # tensors below this are not worth pieces
 
 
 def normalise(

@@ -15,7 +15,6 @@ import torch
 from shoal.lowlevel.torch_internals import isolated
 
 _PIECE_ELEMS = 1 << 18  # 1 MiB of float32: a piece stays in L2 until it is copied
-WORTH_PIECES_BYTES = 4 << 20  # tensors below this are not worth pieces
 _WHOLE = torch.ops.aten.native_layer_norm_backward
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # of input, weight and bias
 
