@@ -60,7 +60,7 @@ class Halting(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stages = nn.ModuleList(nn.Sequential(*blocks(inputs, 8, 8)) for inputs in (3, 8))
+        self.stages = nn.ModuleList(nn.Sequential(*blocks(inputs, 8, 8)) for inputs in (3, 8, 8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for stage in self.stages:
@@ -151,7 +151,7 @@ def test_one_graph_for_every_later_size_trains_bit_for_bit(
     ("make", "shapes"),
     [
         (Text, [(8, length) for length in (40, 90, *range(30, 180, 50))]),
-        (Halting, [(2, 3, side, side) for side in (12, 20, 16)]),
+        (Halting, [(2, 3, side, side) for side in (12, 20, 26, 16)]),
     ],
 )
 def test_every_step_stays_in_the_budget_by_pytorchs_own_count(
