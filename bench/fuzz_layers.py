@@ -9,6 +9,7 @@ from math import prod
 _MAX_ELEMENTS = 1 << 15  # of any tensor: networks are tiny, since compiling takes the time
 _MAX_TOKENS = 144
 _MIN_FOR_WINDOWS = 3
+_PADDING_MODES = ("zeros", "circular", "reflect", "replicate")
 
 
 @dataclass
@@ -47,6 +48,15 @@ class Writer:
         self.made.append(f'self.register_buffer("l{self.names}", {text})')
         return f"self.l{self.names}"
 
+    def put_in(self, state: str, first: int) -> None:
+        """Freeze what was made from the `first` on, or put it in eval mode."""
+        for text in self.made[first:]:
+            layer, made, of = text.partition(" = ")
+            if made and state == "frozen":
+                self.made.append(f"{layer}.requires_grad_(False)")
+            elif of.startswith("nn.") and not of.startswith("nn.Parameter"):
+                self.made.append(f"{layer}.eval()")
+
     def line(self, text: str) -> None:
         self.lines.append(text)
 
@@ -71,8 +81,14 @@ def _conv(w: Writer, variant: str, amount: int) -> None:
         rest = f"{rest}, groups=2"
     elif variant == "depthwise":
         out, rest = w.channels, f"{rest}, groups={w.channels}"
-    elif variant in ("circular", "reflect", "replicate") and smallest > 1:
-        rest = f"{rest}, padding_mode='{variant}'"
+    elif (mode := variant.split("_")[0]) in _PADDING_MODES and smallest > 1:
+        rest = f"{rest}, padding_mode='{mode}'"
+        if variant.endswith("strided"):
+            rest, sizes = f"{rest}, stride=2", tuple((size + 1) // 2 for size in sizes)
+        elif variant.endswith("wide") and smallest > 2:
+            kernel, rest = 5, rest.replace("padding=1", "padding=2")
+        elif variant.endswith("uneven"):  # one pixel on one side, none on the other
+            kernel, rest = 2, rest.replace("padding=1", "padding='same'")
     elif variant == "unpadded" and smallest >= _MIN_FOR_WINDOWS:
         rest, sizes = "bias=False", tuple(size - 2 for size in sizes)
     elif variant.startswith("transposed"):
@@ -388,8 +404,9 @@ def _math(w: Writer, variant: str, amount: int) -> None:
 VARIANTS: dict[str, tuple[str, ...]] = {
     kind: tuple(variants.split())
     for kind, variants in {
-        "conv": "plain plain pointwise strided dilated grouped depthwise circular reflect replicate unpadded "
-        "transposed transposed_strided frozen",
+        "conv": "plain plain pointwise strided dilated grouped depthwise unpadded transposed transposed_strided frozen "
+        "zeros_wide zeros_uneven circular circular_strided circular_wide circular_uneven reflect reflect_strided "
+        "reflect_wide reflect_uneven replicate replicate_strided replicate_wide replicate_uneven",
         "norm": "batch batch batch_untracked batch_plain batch_momentum batch_cumulative batch_frozen batch_eval "
         "batch_eval_frozen batch_eval_plain batch_functional instance instance_affine "
         "instance_tracked group group_plain layer layer_last rms_last",
@@ -405,7 +422,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
         "complex": "spectral conjugate adjoint mixed magnitude",
         "math": "softmax centre squeeze_excite scale running_mean counter cumsum einsum where detached double "
         "standardise normalize pairwise_max used_twice logsumexp",
-        "branch": "residual in_place concat gate alpha aside_in_place",
+        "branch": "residual in_place concat gate alpha aside_in_place frozen eval",
         "repeat": "twice",
     }.items()
 }

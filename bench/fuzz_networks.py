@@ -27,7 +27,6 @@ _KINDS = {
     "inplace": 3,
     "complex": 2,
 }
-_KINDS |= {"complex": 2}
 _RARER = {"dropout": 2, "branch": 5, "repeat": 2}
 _SIZES = {1: (64, 96, 33, 128), 2: (16, 12, 9, 20), 3: (6, 8, 5)}
 _MAX_DEPTH = 2
@@ -169,8 +168,10 @@ def _branch(writer: layers.Writer, layer: Layer) -> None:
     """Aside goes what came in; it meets what the layers inside made of it."""
     aside, channels, sizes = writer.name(), writer.channels, writer.sizes
     writer.line(f"{aside} = x")
-    before = len(writer.lines)
+    before, made = len(writer.lines), len(writer.made)
     _write(writer, layer.inside)
+    if layer.variant in ("frozen", "eval"):
+        writer.put_in(layer.variant, made)
     if writer.sizes != sizes:  # they cannot meet but as numbers
         writer.line(f"x = x + {aside}.mean()")
     elif writer.channels != channels or layer.variant == "concat":
@@ -184,7 +185,7 @@ def _branch(writer: layers.Writer, layer: Layer) -> None:
             "alpha": f"x = torch.add(x, {aside}, alpha=0.5)",
             "aside_in_place": f"x = {aside}.add_(x)",
         }
-        writer.line(how[layer.variant])
+        writer.line(how.get(layer.variant, how["residual"]))
 
 
 def _repeat(writer: layers.Writer, layer: Layer) -> None:

@@ -65,7 +65,7 @@ def contenders(run: Run, workload: Workload, plain_bytes: int) -> dict[str, Call
 
     def shoal_at(share: float, name: str, **chosen: Any) -> Callable[[], Contender]:
         def make() -> Contender:
-            model = planned_copy(workload, plain_bytes, share, **chosen)
+            model = planned_copy(workload, plain_bytes, share, **({"allow": "bitwise"} | chosen))
             return Contender(name, in_bfloat16(model), model)
 
         return make

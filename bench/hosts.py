@@ -6,7 +6,7 @@
     python -m bench.hosts --hosts lightning,timm
 
 The trainers' rows come from `tests/hosts`, which runs the lines of `docs/hosts` for two epochs, with and without those
-that name Shoal: parameters and buffers have to be equal bit for bit, and bytes are counted by PyTorch's memory events
+that name Shoal: parameters and buffers have to be equal to rounding, and bytes are counted by PyTorch's memory events
 around the trainer's own steps. A first step is given as what it takes beyond plain PyTorch's. These networks are small:
 what a step takes is mostly what the trainer does around it. A trainer that is not installed is said.
 """

@@ -50,7 +50,8 @@ def _steps(settings: Mapping[str, Setting]) -> Iterator[tuple[str, Problem]]:
         plain = shoal.plan(model, images, hardware=HARDWARE, name=name)
         yield f"{name}, all kept", step_blocks(plain.graph, plain.residences)
         try:
-            half = shoal.plan(model, images, plain.predicted_peak_bytes // 2, hardware=HARDWARE, name=name)
+            half_bytes = plain.predicted_peak_bytes // 2
+            half = shoal.plan(model, images, half_bytes, hardware=HARDWARE, allow="bitwise", name=name)
         except BudgetError:
             continue
         yield f"{name}, half the bytes", step_blocks(half.graph, half.residences)

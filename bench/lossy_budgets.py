@@ -49,7 +49,7 @@ from shoal.errors import BudgetError
 
 SHARES = (50.0, 33.0, 25.0, 20.0, 15.0)
 QUICK_SHARES = (90.0, 78.0)  # parameters are a large part of so small a step
-ALLOW = {"exact": "exact", "lossy": "exact, encode"}
+ALLOW = {"exact": "bitwise", "lossy": "bitwise, encode"}  # bits are compared
 CONTENDERS = tuple(ALLOW)
 
 

@@ -66,7 +66,7 @@ def run_within(
         plain: the step as plain PyTorch runs it.
         budget_bytes: not to be exceeded.
         check: takes a step and raises where it is wrong; None: all bits, by `Reference.check`.
-        options, arguments: of `shoal.compile`.
+        options, arguments: of `shoal.compile`; `allow` is "bitwise" unless given: the default check is of all bits.
         brief: one checked step instead of two, for slow steps on the CPU.
 
     Raises:
@@ -75,6 +75,7 @@ def run_within(
         Unsettled: repairs did not end.
     """
     check = check or plain.reference.check
+    arguments = {"allow": "bitwise", **arguments}
     model = compile_model(
         plain.workload.shared_copy(), budget_bytes, name=plain.workload.name, options=options, **arguments
     )

@@ -197,7 +197,7 @@ def plan_rows(run: Run, name: str, network: _Network) -> list[dict[str, Any]]:
             row: dict[str, Any] = {"network": name, "share": share}
             try:
                 budget_bytes = int(plain_bytes * share / 100)
-                plan = shoal.plan(model, example, budget_bytes, hardware=hardware, offload_to=None)
+                plan = shoal.plan(model, example, budget_bytes, hardware=hardware, offload_to=None, allow="bitwise")
                 row["ops"] = len(plan.graph.ops)
                 row["added_percent"] = 100 * plan.added_seconds / plan.plain_seconds
                 row["bound_percent"] = 100 * plan.least_added_seconds / plan.plain_seconds
@@ -220,7 +220,7 @@ def step_rows(run: Run, name: str, network: _Network) -> list[dict[str, Any]]:
             torch._dynamo.reset()
             torch.manual_seed(0)
             net, example = network.make(), network.example()
-            compiled = shoal.compile(net, budget=budget_bytes)
+            compiled = shoal.compile(net, budget=budget_bytes, allow="bitwise")
             phases = ((step_planning, "profile_step"), (profile, "_measure_each"), (step_planning, "remembered"))
             with timed(run.clock, *phases) as spent:
                 started = run.clock()

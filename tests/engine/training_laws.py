@@ -25,6 +25,7 @@ from shoal.core.step import StepGraph
 from shoal.cost.profile import Costs
 from shoal.planners import Planner
 from shoal.planners.just_in_time import just_in_time
+from tests.float32_rule import too_far
 from tests.random_steps import any_order, legal_offloads
 
 needs_compiler = pytest.mark.skipif(
@@ -190,6 +191,21 @@ def same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
         return False
     mine, other = (tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (ours, theirs))
     return torch.equal(mine, other)
+
+
+def beyond_rounding(
+    ours: dict[str, torch.Tensor], model: nn.Module, batches: Sequence[torch.Tensor], **how: Any
+) -> dict[str, tuple[float, float]]:
+    """What a training left that breaks the float32 rule: what `allow="exact"`, the default, has to keep.
+
+    Args:
+        ours: as `train` returned it for a planned copy of `model`.
+        model: as it was before; it is not changed.
+        batches: as given to `train`.
+        how: as given to `train`.
+    """
+    exact = train(copy.deepcopy(model).double(), [batch.double() for batch in batches], **how)
+    return too_far(ours, train(copy.deepcopy(model), batches, **how), exact)
 
 
 def assert_same_training(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from shoal.engine.status import Status
+from tests.float32_rule import too_far
 from tests.hosts.meter import HostMeter
 
 ROWS = "SHOAL_HOSTS_ROWS"  # names the file that `bench.hosts` reads, a line of JSON for each comparison
 EPOCHS, BATCHES, BATCH = 2, 3, 8
+ROUNDING = 1e-3  # of the largest value of a layer: what a few steps of float32 may differ by; no host trains in float64
 _METERED_STEPS = 3  # the first of a run, while Shoal plans and meters
 CLASSES = 4
 
@@ -76,7 +78,7 @@ def holds_to(
     train: Callable[[int | None], nn.Module],
     beside_bytes: int = 0,
 ) -> tuple[Run, int]:
-    """Train plainly, then inside that share of what this took: the same bits, and never a byte over the budget.
+    """Train plainly, then inside that share of what this took: the same to rounding, never a byte over the budget.
 
     Args:
         train: trains a new model inside a budget, None for plain PyTorch, and returns it.
@@ -90,7 +92,8 @@ def holds_to(
     budget = int(budget_share * (plain.peak_bytes - beside_bytes))
     there = {id(status) for status in _statuses()}
     planned = metered(lambda: train(budget))
-    unequal = [name for name, value in plain.state.items() if not np.array_equal(value, planned.state.get(name))]
+    assert planned.state.keys() == plain.state.keys()
+    unequal = list(beyond_rounding(planned.state, plain.state))
     _write_row(
         graphs=max((_graphs(status) for status in _statuses() if id(status) not in there), default=None),
         budget_bytes=budget,
@@ -103,10 +106,15 @@ def holds_to(
         plain_seconds=plain.step_seconds[_METERED_STEPS:],
     )
     assert planned.steps == plain.steps >= EPOCHS * BATCHES
-    assert planned.state.keys() == plain.state.keys()
     assert not unequal
     assert 0 < planned.peak_bytes - beside_bytes <= budget, f"plain: {plain.peak_bytes} bytes"
     return planned, budget
+
+
+def beyond_rounding(ours: Mapping[str, np.ndarray], plain: Mapping[str, np.ndarray]) -> dict[str, tuple[float, float]]:
+    """The tensors that differ by more than rounding, each with its largest difference and the one allowed."""
+    theirs = {name: torch.from_numpy(value) for name, value in plain.items()}
+    return too_far({name: torch.from_numpy(value) for name, value in ours.items()}, theirs, theirs, ROUNDING)
 
 
 def _statuses() -> list[Status]:

@@ -28,7 +28,7 @@ def _own_state() -> Iterator[None]:
     [LINES, LINES.replace("cpu=True", 'cpu=True, mixed_precision="bf16"')],
     ids=["float32", "bfloat16"],
 )
-def test_it_trains_inside_the_budget_to_the_same_bits(code: str) -> None:
+def test_it_trains_inside_the_budget_as_plain_pytorch_does(code: str) -> None:
     batches = loader()
 
     def train(budget: int | None) -> nn.Module:

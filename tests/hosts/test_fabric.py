@@ -13,7 +13,7 @@ pytest.importorskip("lightning", reason="lightning is not installed: make test-h
 
 
 @pytest.mark.parametrize("block", [4, 5], ids=["shoal.compile", "torch.compile"])
-def test_it_trains_inside_the_budget_to_the_same_bits(block: int) -> None:
+def test_it_trains_inside_the_budget_as_plain_pytorch_does(block: int) -> None:
     batches = loader()
 
     def train(budget: int | None) -> nn.Module:

@@ -86,7 +86,7 @@ def settings(folder: Path, **more: Any) -> dict[str, Any]:
     [(Whole, WHOLE), (Halting, WHOLE), (Part, PART), (Part, BY_HAND)],
     ids=["whole module", "two graphs", "submodule", "submodule by hand"],
 )
-def test_it_trains_inside_the_budget_to_the_same_bits(module: type[Whole], code: str, tmp_path: Path) -> None:
+def test_it_trains_inside_the_budget_as_plain_pytorch_does(module: type[Whole], code: str, tmp_path: Path) -> None:
     batches = loader()
 
     def train(budget: int | None) -> nn.Module:

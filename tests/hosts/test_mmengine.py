@@ -37,12 +37,12 @@ def train_by(code: str, budget: int | None, batches: Any, folder: Path) -> nn.Mo
     return model
 
 
-def test_a_model_compiled_before_trains_inside_the_budget_to_the_same_bits(tmp_path: Path) -> None:
+def test_a_model_compiled_before_trains_inside_the_budget_as_plain_pytorch_does(tmp_path: Path) -> None:
     batches = loader()
     holds_to(0.7, lambda budget: train_by(BEFORE, budget, batches, tmp_path))
 
 
-def test_a_hook_trains_inside_the_budget_to_the_same_bits(tmp_path: Path) -> None:
+def test_a_hook_trains_inside_the_budget_as_plain_pytorch_does(tmp_path: Path) -> None:
     batches = loader()
 
     def train(budget: int | None) -> nn.Module:

@@ -90,7 +90,8 @@ def test_it_trains_inside_the_budget(block: int, plain_peak_bytes: int) -> None:
     planned = run_page(budget, block)
     (status,) = (status for status in laws._statuses() if id(status) not in there)
     assert status.measured_peak_bytes <= budget
-    assert all(torch.equal(value, planned.state_dict()[key]) for key, value in plain.state_dict().items())
+    ours, theirs = ({name: value.numpy() for name, value in net.state_dict().items()} for net in (planned, plain))
+    assert not laws.beyond_rounding(ours, theirs)
 
 
 def test_sliding_windows_of_a_compiled_network_are_those_of_the_plain_one() -> None:

@@ -28,7 +28,7 @@ def vit() -> nn.Module:
     )
 
 
-def test_it_trains_inside_the_budget_to_the_same_bits() -> None:
+def test_it_trains_inside_the_budget_as_plain_pytorch_does() -> None:
     batches = loader()
 
     def train(budget: int | None) -> nn.Module:

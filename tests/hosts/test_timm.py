@@ -21,7 +21,7 @@ timm = pytest.importorskip("timm", reason="timm is not installed: make test-host
 SCRIPT = Path(__file__).parent / "vendor" / "timm_train.py"
 
 
-def test_it_trains_inside_the_budget_to_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_trains_inside_the_budget_as_plain_pytorch_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_images(tmp_path / "images", ("train", "validation"))
     monkeypatch.chdir(tmp_path)
     environment, _, *arguments = shlex.split(page.block("timm.md", language="sh"))

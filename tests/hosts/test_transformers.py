@@ -38,7 +38,7 @@ def arguments(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("block", [0, 1], ids=["its own optimizer", "declared optimizer"])
-def test_it_trains_inside_the_budget_to_the_same_bits(block: int, tmp_path: Path) -> None:
+def test_it_trains_inside_the_budget_as_plain_pytorch_does(block: int, tmp_path: Path) -> None:
     pixels, labels = images(side=64)
     data = [{"pixel_values": x, "labels": y} for x, y in zip(pixels, labels, strict=True)]
 
