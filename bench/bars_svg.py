@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 
-from shoal.report.frontier_svg import WIDTH, image
+from shoal.report.svg import WIDTH, Chart
 
 _ROW, _TOP, _BOTTOM = 22, 76, 18
 _LETTER = 7.0  # pixels of one, on average
-_MOST_NAME, _VALUE_ROOM = 330, 96
+_MOST_NAME = 330
 
 
 @dataclass(frozen=True)
@@ -36,39 +35,32 @@ def bars_svg(title: str, about: str, bars: Sequence[Bar], mark: float | None = N
     left = 24 + min(_MOST_NAME, max((_LETTER * len(bar.name) for bar in bars), default=0))
     values = [bar.value for bar in bars if bar.value is not None] + ([] if mark is None else [mark])
     low, high = min([0.0, *values]), max([0.0, *values]) or 1.0
-    room = WIDTH - _VALUE_ROOM - left - (_VALUE_ROOM if low < 0 else 0)
-    start = left + (_VALUE_ROOM if low < 0 else 0)
+    aside = max(_LETTER * len(bar.words) + 12 for bar in bars) if bars else 0
+    start = left + (aside if low < 0 else 0)
+    room = WIDTH - aside - start
 
     def x(value: float) -> float:
         return start + (value - low) / (high - low) * room
 
-    parts = [
-        f'<text class="title" x="24" y="30">{escape(title)}</text>',
-        f'<text x="24" y="50">{escape(about)}</text>',
-    ]
-    floor = height - _BOTTOM + 4
+    chart, floor = Chart(title, about, height=height, left=24), height - _BOTTOM + 4
     for place, bar in enumerate(bars):
         y = _TOP + _ROW * place
-        parts.append(f'<text class="least" x="{left - 8:.0f}" y="{y + 12}" text-anchor="end">{escape(bar.name)}</text>')
+        chart.text(left - 8, y + 12, bar.name, kind="least", anchor="end")
         if bar.value is None:
-            parts.append(f'<text x="{x(0) + 6:.1f}" y="{y + 12}">{escape(bar.words)}</text>')
+            chart.text(x(0) + 6, y + 12, bar.words)
             continue
         begin, end = sorted((x(0), x(bar.value)))
         kind = "whole" if mark is None or bar.value <= mark else "patches"
-        parts.append(
-            f'<rect class="{kind}" x="{begin:.1f}" y="{y}" width="{max(end - begin, 1):.1f}" height="15" rx="2"/>'
-        )
-        near = mark is not None and end <= x(mark) < end + 56  # the line would strike the words out
-        end = x(mark) if near and mark is not None else end
+        chart.bar(kind, begin, y, max(end - begin, 1))
+        if mark is not None and end <= x(mark) < end + 56:  # the line would strike the words out
+            end = x(mark)
         at, anchor = (end + 6, "start") if bar.value >= 0 else (begin - 6, "end")
-        parts.append(f'<text x="{at:.1f}" y="{y + 12}" text-anchor="{anchor}">{escape(bar.words)}</text>')
-    parts.append(f'<path class="axis" d="M{x(0):.1f},{_TOP - 6}V{floor}"/>')
+        chart.text(at, y + 12, bar.words, anchor=anchor)
+    chart.path("axis", f"M{x(0):.1f},{_TOP - 6}V{floor}")
     if mark is not None:
-        parts.append(f'<path class="budget" d="M{x(mark):.1f},{_TOP - 6}V{floor}"/>')
-        parts.append(
-            f'<text class="budget-name" x="{x(mark):.1f}" y="{_TOP - 10}" text-anchor="end">{escape(marked)}</text>'
-        )
-    return image(title, parts, height)
+        chart.path("budget", f"M{x(mark):.1f},{_TOP - 6}V{floor}")
+        chart.text(x(mark), _TOP - 10, marked, kind="budget-name", anchor="end")
+    return chart.svg()
 
 
 def _cut(name: str) -> str:

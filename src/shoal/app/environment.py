@@ -13,6 +13,7 @@ import psutil
 import torch
 
 import shoal
+from shoal.core.columns import aligned
 from shoal.core.files import cache_dir
 from shoal.core.sizes import format_bytes
 from shoal.cost.measurement_cache import device_name
@@ -144,6 +145,6 @@ def as_text(found: dict[str, dict[str, Any]]) -> str:
     lines: list[str] = []
     for section, values in found.items():
         lines.append(section)
-        width = max(map(len, values), default=0)
-        lines += [f"  {name.ljust(width)}  {value}" for name, value in values.items()] or ["  none"]
+        rows = aligned((name, str(value)) for name, value in values.items())
+        lines += [f"  {row}" for row in rows or ["none"]]
     return "\n".join(lines)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from shoal.core.columns import aligned
 from shoal.core.sizes import format_bytes
 from shoal.errors import InputError
 
@@ -173,7 +174,5 @@ def describe_candidates(variant: Variant, candidates: Sequence[Candidate]) -> li
     """The form of a step, and the table of those that were considered, each column as wide as its widest cell."""
     if not candidates:
         return [] if variant == WHOLE else [f"computed        {variant}"]
-    rows = [COLUMNS, *(one.cells() for one in candidates)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    return [f"computed        {variant}; considered were", *(f"  {line.rstrip()}" for line in lines)]
+    lines = aligned([COLUMNS, *(one.cells() for one in candidates)])
+    return [f"computed        {variant}; considered were", *(f"  {line}" for line in lines)]

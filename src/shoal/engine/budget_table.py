@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from shoal.core.columns import aligned
 from shoal.core.sizes import format_bytes
 from shoal.engine.known_turn import KnownTurn
 from shoal.memory.static_memory import StaticMemory
@@ -96,8 +97,8 @@ def table(budget: Told, standing: Sequence[Standing], turns: Sequence[KnownTurn]
             f"budget          {format_bytes(budget.budget_bytes)}",
             f"predicted peak  {_size(budget.predicted_peak_bytes, 'no turn was planned yet')}",
             f"measured peak   {_size(budget.peak_bytes, 'no turn was measured yet')}",
-            *_columns(models),
-            *(_columns(ran) if turns else []),
+            *aligned(models),
+            *(aligned(ran) if turns else []),
         ]
     )
 
@@ -128,11 +129,6 @@ def _at_the_peak(turns: Iterable[KnownTurn]) -> dict[str, int]:
             model = turn.models[runs[int(part)]]
             found[model] = found.get(model, 0) + held.nbytes
     return found
-
-
-def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def _size(nbytes: int | None, otherwise: str) -> str:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from shoal.capture.call_arguments import Example
+from shoal.core.columns import aligned
 from shoal.core.lossy import LossyOptions
 from shoal.core.plan import Plan
 from shoal.core.progress import STAGES, Preparation
@@ -113,11 +114,7 @@ class Status:
             + ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in by_stage.items() if seconds),
             *(f"  again in {one.seconds:.1f} s: {one.why}" for one in self.preparations if one.why),
         ]
-        rows = [_COLUMNS, *(_row(each) for each in self.plans)]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
-        lines += [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-        ]
+        lines += aligned([_COLUMNS, *(_row(each) for each in self.plans)])
         return "\n".join(lines)
 
     def _reserved(self) -> str:

@@ -7,8 +7,8 @@ from typing import Any
 from shoal.core.frontier import BatchFrontierData, BatchPoint
 from shoal.core.sizes import format_bytes
 from shoal.report.batch_table import COLUMNS, described, rate, row, rows
-from shoal.report.frontier_svg import NARROWEST, kind_of
 from shoal.report.page import page
+from shoal.report.svg import NARROWEST, kind_of
 from shoal.report.words import Tile, format_percent, format_seconds
 
 

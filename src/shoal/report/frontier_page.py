@@ -6,9 +6,9 @@ from typing import Any
 
 from shoal.core.frontier import FrontierData, FrontierPoint
 from shoal.core.sizes import format_bytes
-from shoal.report.frontier_svg import NARROWEST, kind_of
 from shoal.report.frontier_table import COLUMNS, described_added, row, rows
 from shoal.report.page import page
+from shoal.report.svg import NARROWEST, kind_of
 from shoal.report.words import Tile, format_percent, format_seconds
 
 

@@ -84,7 +84,12 @@ def page(template: str, **contents: Any) -> str:
         template: its file, which extends `page.html`.
         contents: what that and `page.html` name.
     """
-    return _environment().get_template(template).render(plotly=_plotly(), **contents)
+    return text_of(template, plotly=_plotly(), **contents)
+
+
+def text_of(template: str, **contents: Any) -> str:
+    """A file of the folder `templates`, filled in; what is no text of ours is escaped."""
+    return _environment().get_template(template).render(**contents)
 
 
 @cache

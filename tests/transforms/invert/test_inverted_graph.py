@@ -48,10 +48,10 @@ def test_norms_of_samples_are_told_layer_by_layer() -> None:
         "layer  was                           now              inexact to",
         "1      InstanceNorm3d and LeakyReLU  LeakyReLU(0.01)  3e-06",
         "4      GroupNorm and ELU             ELU(1)           4e-05",
-        "7      kept: the ReLU behind it has no inverse",
-        "10     kept: there is no ReLU, LeakyReLU or ELU behind it but 11 (PReLU)",
-        "12     kept: it keeps running statistics, by which it normalises in eval mode",
-        "14     kept: it is a LayerNorm, which has no inverted form",
+        "7   kept: the ReLU behind it has no inverse",
+        "10  kept: there is no ReLU, LeakyReLU or ELU behind it but 11 (PReLU)",
+        "12  kept: it keeps running statistics, by which it normalises in eval mode",
+        "14  kept: it is a LayerNorm, which has no inverted form",
     ]
     assert [site.layer for site in invert_norm(volumes()).inverted] == ["1", "4", "7"]
 

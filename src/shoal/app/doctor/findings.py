@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shoal.core.columns import aligned
 from shoal.core.sizes import format_bytes
 from shoal.lowlevel import cuda_calls
 
@@ -32,8 +33,7 @@ def as_lines(found: Examination) -> list[str]:
         "helps most": _helps(found),
         "type": _type(found),
     }
-    width = max(map(len, rows))
-    return [f"{name.ljust(width)}  {words}" for name, words in rows.items()]
+    return aligned(rows.items())
 
 
 def as_json(found: Examination) -> dict[str, Any]:

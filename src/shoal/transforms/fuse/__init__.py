@@ -1,4 +1,4 @@
 """`shoal.fuse_batchnorm`: batch norms done by the convolutions around them (BN fission-n-fusion).
 
-Imports `kernels`, `lowlevel`, `transforms.invert` and what all transforms share.
+Imports `core`, `kernels`, `lowlevel`, `transforms.invert` and what all transforms share.
 """

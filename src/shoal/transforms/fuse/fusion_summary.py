@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
+from shoal.core.columns import aligned
 from shoal.transforms.stand_in import Left
 
 
@@ -51,10 +52,8 @@ class FusionSummary:
             for one in self.fused
         ]
         rows += [(one.layer, f"left: {one.reason}") for one in self.left]
-        width = max((len(layer) for layer, _ in rows), default=0)
         head = f"level {self.level}: {len(self.fused)} fused, {len(self.left)} left"
-        lines = [f"{layer.ljust(width)}  {what}" for layer, what in rows]
-        return "\n".join([head, *lines, *(f"{first} to {last}: one buffer" for first, last in self.blocks)])
+        return "\n".join([head, *aligned(rows), *(f"{first} to {last}: one buffer" for first, last in self.blocks)])
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         table = Table(title=f"fuse_batchnorm, level {self.level}: {len(self.fused)} fused, {len(self.left)} left")

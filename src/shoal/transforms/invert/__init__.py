@@ -1,4 +1,4 @@
 """`shoal.invert_norm`: norms that save only their results (In-Place ABN).
 
-Imports `kernels`, `lowlevel` and what all transforms share.
+Imports `core`, `kernels`, `lowlevel` and what all transforms share.
 """

@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from shoal.core.columns import aligned
 from shoal.errors import InputError
 from shoal.kernels.invertible_norm import inverted_norm
 from shoal.kernels.invertible_norm.inverted_batch_norm import kept_from_zero, reconstruction_error
@@ -117,12 +118,8 @@ class InvertedModel(_Rewritten):
                     worst + (f" in {_channels(channels)}" if channels else ""),
                 )
             )
-        names = [row[0] for row in rows] + [left.layer for left in self.left]
-        widths = [max(map(len, names)), *(max(len(row[column]) for row in rows) for column in (1, 2))]
-        lines += [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, [*widths, 0], strict=True)).rstrip() for row in rows
-        ]
-        lines += [f"{left.layer.ljust(widths[0])}  kept: {left.reason}" for left in self.left]
+        lines += aligned(rows)
+        lines += aligned((left.layer, f"kept: {left.reason}") for left in self.left)
         return "\n".join(lines)
 
     def restore(

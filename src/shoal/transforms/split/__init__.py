@@ -1,4 +1,4 @@
 """`shoal.split`: the first layers of a network on patches of its input (Split-CNN).
 
-Imports `kernels`, `transforms.invert` and what all transforms share.
+Imports `core`, `kernels`, `transforms.invert` and what all transforms share.
 """

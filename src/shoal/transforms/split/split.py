@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import fx, nn
 
+from shoal.core.columns import aligned
 from shoal.errors import InputError
 from shoal.kernels.batch_norm_vectors import measures
 from shoal.transforms.invert.inverted_graph import inverted_layers
@@ -333,7 +334,6 @@ def _described(plan: SplitPlan, sizes: tuple[int, ...], batch_norm: str) -> str:
             spans = ", ".join(f"{begin}:{end}" for begin, end in inputs)
             padding = ", ".join(f"{begin}+{end}" for begin, end in pads)
             rows.append((step.name, str(dim), spans, padding, f"{window.begin}+{window.end}"))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     times = " x ".join(map(str, plan.grid)), " x ".join(map(str, sizes)), " x ".join(map(str, plan.joined(sizes)))
     count = len(plan.patches)
     mode = (
@@ -341,7 +341,5 @@ def _described(plan: SplitPlan, sizes: tuple[int, ...], batch_norm: str) -> str:
         if plan.exact
         else f"batch norm {'by patch' if batch_norm == 'patch' else 'over all'}"
     )
-    lines = [f"{count} patches ({times[0]}) of {times[1]}, joined at {times[2]}; {mode}"]
-    for row in rows:
-        lines.append("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    return "\n".join(lines)
+    head = f"{count} patches ({times[0]}) of {times[1]}, joined at {times[2]}; {mode}"
+    return "\n".join([head, *aligned(rows)])

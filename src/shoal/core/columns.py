@@ -1,0 +1,24 @@
+"""Text in columns, to be printed or pasted anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+
+def aligned(rows: Iterable[Sequence[str]]) -> list[str]:
+    """A line for each row, with two spaces between columns as wide as their widest cells.
+
+    >>> aligned([("layer", "was"), ("features.0", "7 x 7")])
+    ['layer       was', 'features.0  7 x 7']
+    """
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    for row in rows:
+        grid.add_row(*map(Text, row))
+    console = Console(width=100_000, color_system=None)  # nothing is wrapped
+    with console.capture() as printed:
+        console.print(grid)
+    return [line.rstrip() for line in printed.get().splitlines()] if grid.row_count else []
