@@ -209,7 +209,7 @@ def test_a_broken_budget_and_a_false_name_are_found(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(backend, "STEPS_TO_METER", 0)
     lower = backend.lower
     monkeypatch.setattr(backend, "lower", lambda captured, residences, **how: lower(captured, {}, **how))  # keep all
-    findings, ran = comparison.findings(Setting("chain", "least", "device"))
+    findings, ran = comparison.findings(Setting("joint", "least", "device"))
     assert OVER_BUDGET in {finding.kind for finding in findings}
     assert ran[-1].peak_bytes > ran[-1].budget_bytes
 
