@@ -74,15 +74,14 @@ def measure_network(name: str, setting: Setting, *, rounds: int, seed: int) -> d
         WrongResult: the losses of a round differ.
     """
     contenders = list(TUNABLES)
-    workload = make_workload(name, setting.batch, setting.image, seed=seed)
-    momentum_bytes = workload.parameter_bytes
-    budget_bytes = int(SHARE * (workload.peak_bytes(workload.model) + momentum_bytes))
-    del workload
     taken: dict[str, list[dict[str, Any]]] = {contender: [] for contender in contenders}
     with ExitStack() as stack:
         workers = {contender: stack.enter_context(_started(contender)) for contender in contenders}
+        asked = {"network": name, "batch": setting.batch, "image": setting.image, "seed": seed}
+        # In a process of its own: a child begins with the most that its parent has held.
+        with Worker("bench.arena:plain_peak_bytes", malloc_environment("", torch.get_num_threads(), os.environ)) as one:
+            budget_bytes = int(SHARE * one.ask(asked))
         for contender, worker in workers.items():
-            asked = {"network": name, "batch": setting.batch, "image": setting.image, "seed": seed}
             budget = budget_bytes if contender in (INSIDE, INSIDE_CACHING) else None
             worker.ask(asked | {"arena": contender == ARENA, "budget_bytes": budget})
         for contender, _ in turns(contenders, WARM_UPS + rounds):
@@ -134,6 +133,12 @@ def _started(contender: str) -> Worker:
     allocator = CACHING_KIND if contender in (CACHING, INSIDE_CACHING) else TORCH
     environment = malloc_environment(TUNABLES[contender], torch.get_num_threads(), os.environ, allocator=allocator)
     return Worker("bench.arena:Trainer", environment)
+
+
+def plain_peak_bytes(question: Mapping[str, Any], stage: Stage) -> int:
+    """The peak of plain PyTorch's step, with SGD's momentum."""
+    workload = make_workload(question["network"], question["batch"], question["image"], seed=question["seed"])
+    return workload.peak_bytes(workload.model) + workload.parameter_bytes
 
 
 class Trainer:

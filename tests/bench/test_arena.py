@@ -25,7 +25,8 @@ class Here:
 
     def __init__(self, answers: str, environment: Mapping[str, str]) -> None:
         module, _, name = answers.partition(":")
-        self._answer = getattr(import_module(module), name)()
+        answer = getattr(import_module(module), name)
+        self._answer = answer() if isinstance(answer, type) else answer
 
     def ask(self, question: Any) -> Any:
         return json.loads(json.dumps(self._answer(json.loads(json.dumps(question)), print)))
