@@ -214,9 +214,9 @@ def test_so_it_does_for_any_thresholds_that_lie_apart(thresholds: list[float], o
 
 def test_thresholds_too_close_or_too_far_apart_are_refused() -> None:
     one = torch.tensor([0.5])
-    with pytest.raises(CodecError, match="float32s apart"):
+    with pytest.raises(CodecError):
         buckets_of(torch.cat([one, one.nextafter(torch.ones(1))]))
-    with pytest.raises(CodecError, match="fewer decades"):
+    with pytest.raises(CodecError):
         buckets_of(torch.tensor([1e-30, 0.5, 0.5001]))
 
 

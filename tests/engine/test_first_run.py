@@ -31,6 +31,7 @@ from tests.engine.training_laws import (
     needs_compiler,
 )
 from tests.joint_graphs import NETWORKS
+from tests.raising import raising
 
 
 class Pixels(nn.Module):
@@ -181,12 +182,12 @@ def test_a_layout_that_the_fake_kernel_lied_about_is_restored_by_a_copy_that_the
 
 def test_where_the_copy_cannot_be_planned_the_step_is_refused() -> None:
     model = torch.compile(Lies(), backend="shoal", options={"budget": "1GiB"})
-    with pytest.raises(CaptureError, match=r"turned.*strides \[4096, 1, 64\], traced \[4096, 64, 1\].*register_fake"):
+    with raising(CaptureError, "[4096, 1, 64]", "[4096, 64, 1]", "register_fake"):
         gradients(model, rows())
     planned = Lies()
     with costs_that_do_not_matter():
         made = shoal.plan(planned, rows(), "1GiB", options=shoal.Options(planner="keep_all"))
-        with pytest.raises(PlanError, match="does not count the copy"):
+        with pytest.raises(PlanError):
             shoal.compile(planned, options=shoal.Options(plan=made))(rows()).square().mean().backward()
 
 
@@ -199,7 +200,7 @@ def test_without_a_budget_a_torch_compile_backend_goes_on_with_the_copy() -> Non
 
 
 def test_a_shape_that_the_fake_kernel_lied_about_is_refused() -> None:
-    with costs_that_do_not_matter(), pytest.raises(CaptureError, match=r"cut.* returns .*\[4, 63, 64\] where its fake"):
+    with costs_that_do_not_matter(), raising(CaptureError, "[4, 63, 64]"):
         gradients(shoal.compile(Lies("cut"), "1GiB"), rows())
 
 

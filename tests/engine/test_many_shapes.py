@@ -226,7 +226,7 @@ def test_the_largest_size_can_be_declared_and_is_then_all_that_is_planned_for() 
 def test_a_declared_size_at_which_no_plan_fits_is_refused() -> None:
     (batch,) = batches((8, 40))
     torch._dynamo.mark_dynamic(batch, 1, max=40000)
-    with pytest.raises(BudgetError, match="no plan of Text fits"):
+    with pytest.raises(BudgetError):
         shoal.compile(Text(), "2MiB", allow="bitwise")(batch)
 
 

@@ -148,5 +148,5 @@ def test_a_planner_whose_order_cannot_run_is_refused() -> None:
         names[0], names[graph.n_forward - 1] = names[graph.n_forward - 1], names[0]
         return Plan(reordered(graph, names), {}, "mine", captured_order=op_names(graph))
 
-    with pytest.raises(PlanError, match="breaks a rule"):
+    with pytest.raises(PlanError):
         shoal.plan(UNet(), images(1, 2, 3, 16, 16)[0], "1GiB", options=shoal.Options(planner=planner))

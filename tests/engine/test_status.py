@@ -49,7 +49,7 @@ def test_before_the_first_step_there_is_the_budget_alone() -> None:
     assert str(Status(None)).startswith("no budget; ")
     assert status.metrics()["shoal/budget_bytes"] == BUDGET and status.metrics()["shoal/plans"] == 0
     assert not {"shoal/plain_seconds", "shoal/measured_peak_bytes"} & status.metrics().keys()
-    with pytest.raises(InputError, match="nothing to report yet; take a training step first"):
+    with pytest.raises(InputError):
         status.report("page.html")
 
 

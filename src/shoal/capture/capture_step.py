@@ -209,8 +209,8 @@ def _reject_lost_gradients(
         if gradient is None and _reaches(node, outputs):
             of = f"layer {places.layers[place]}" if place in places.layers else "an input"
             raise CaptureError(
-                f"{name}: PyTorch loses the gradient of {of} on the meta device, as it does behind PReLU and SELU; "
-                "make the model and its example on the CPU: nothing of them is run"
+                f"{name}: PyTorch loses the gradient of {of} on the meta device, as with PReLU; make "
+                "model and example on the CPU, which runs nothing of them"
             )
 
 

@@ -209,8 +209,8 @@ def _capture_error(failure: Unsupported | UserError | ConstraintViolationError) 
     """What Dynamo could not capture, in one line: the reason, the place and the way out."""
     if isinstance(failure, ConstraintViolationError):
         return CaptureError(
-            "an op of the split part has one size only when it is compiled, so drawn cuts cannot reach it; join before "
-            "it, with join= the name of an earlier module, or split without stochastic="
+            "drawn cuts cannot reach an op of the split part, which has one size only when compiled; use join= with an "
+            "earlier module, or no stochastic="
         )
     what = str(failure.msg).strip().splitlines()[0]
     if OWN_BUDGET in str(failure.msg):
@@ -220,8 +220,8 @@ def _capture_error(failure: Unsupported | UserError | ConstraintViolationError) 
         )
     if "backwards hooks" in what:
         return CaptureError(
-            "a module of the model has a backward hook (register_full_backward_hook or its pre-hook), which cannot be "
-            "part of a planned step; remove it, or use a forward hook, or a hook on a parameter (Tensor.register_hook)"
+            "a module has a full backward hook or pre-hook, which a planned step cannot run; use a forward hook, or "
+            "Tensor.register_hook on a parameter"
         )
     return GraphBreak(in_words(what), _place(failure), may_be_an_error=USER_ERROR[0] in str(failure.msg))
 
@@ -321,8 +321,8 @@ def call_of(model: nn.Module, layers: Callable[..., Any] | None = None) -> Calla
     """
     if any(_draws(module) for module in model.modules() if module is not model):
         raise CaptureError(
-            "a part of the model is split with stochastic=, whose cuts are drawn outside the compiled step; split the "
-            "whole model, with depth= or join= to say how far, or compile that part by itself"
+            "a submodule is split with stochastic=, which draws cuts outside the compiled step; split the whole model "
+            "(depth=, join=) or compile only that submodule"
         )
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -333,8 +333,13 @@ def _native_call(
     )
     if not fits:
         raise CodecError(
-            f"got {values.dtype} {tuple(values.shape)}, scales {tuple(scales.shape)}, codes {tuple(codes.shape)} for "
-            f"blocks of {block}, expected dense float32, a float32 scale a block and a uint8 code a value on the CPU"
+            "expected dense float32 values, one float32 scale a block and one uint8 code a value, on the CPU",
+            details={
+                "values": f"{values.dtype} {tuple(values.shape)}",
+                "scales": f"{scales.dtype} {tuple(scales.shape)}",
+                "codes": f"{codes.dtype} {tuple(codes.shape)}",
+                "block": block,
+            },
         )
     return _Call(
         elements=elems,

@@ -353,7 +353,10 @@ class PlannedStep:
 def _reject_graph_break(gm: fx.GraphModule) -> None:
     if broken := break_after(gm):
         raise CaptureError(
-            f"the model is not one graph: it breaks at {broken}; use shoal.compile, which plans several graphs as one "
-            "step, or take that line out of the model; logging is left out by shoal.compile, and here by "
-            "torch._dynamo.config.ignore_logging_functions"
+            "the model is not one graph; use shoal.compile, which plans several graphs as one step",
+            details={
+                "graph break": broken,
+                "if that is a call of logging": "shoal.compile leaves it out; so does "
+                "torch._dynamo.config.ignore_logging_functions",
+            },
         )

@@ -201,8 +201,11 @@ class _Look:
         shape, strides = sizes[: traced.dim()], sizes[traced.dim() :]
         if value.shape != shape or (value.dtype != traced.dtype and not _is_pytorchs(node)):
             raise CaptureError(
-                f"{_source(node)} returns {value.dtype} {list(value.shape)} where its fake kernel says {traced.dtype} "
-                f"{list(shape)}, so the step cannot be planned; correct the fake kernel (torch.library.register_fake)"
+                f"{_source(node)} contradicts its fake kernel; correct that (torch.library.register_fake)",
+                details={
+                    "kernel": f"{value.dtype} {list(value.shape)}",
+                    "fake kernel": f"{traced.dtype} {list(shape)}",
+                },
             )
         if value.stride() == strides or is_put_right(node):
             return value

@@ -54,6 +54,6 @@ def reject_function_transforms() -> None:
     """Raise CaptureError where a transform of `torch.func` is active."""
     if in_transform():
         raise CaptureError(
-            "a model with a budget is called under torch.func (grad, vmap, jvp, ...) or forward-mode AD, whose steps "
-            "cannot be planned; call copy.deepcopy(model) there, which has no budget"
+            "a model with a budget cannot be called under torch.func or forward-mode AD; call copy.deepcopy(model) "
+            "there, which has no budget"
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from shoal.core.over_budget import over_budget
 from shoal.core.plan import Plan
 from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
@@ -95,19 +96,19 @@ def _with_the_most_aside(
     try:
         return budget_bytes, make(budget_bytes)
     except BudgetError as error:
-        least_bytes = (error.least_feasible_bytes or 0) - budget_bytes
+        least_bytes = (error.minimum_bytes or 0) - budget_bytes
     aside_bytes = budget_bytes - least_bytes
     plan = make(aside_bytes)
     others_bytes = bytes_of_others(plan)
     if others_bytes <= aside_bytes:
         return aside_bytes, plan
     enough_bytes = least_bytes + others_bytes
-    raise BudgetError(
-        f"no plan of {alone.graph.model or 'this model'} fits in {format_bytes(budget_bytes)} when {calls} calls come "
-        f"before a backward pass; one call needs {format_bytes(least_bytes)}, {calls} need "
-        f"{format_bytes(enough_bytes)} ({enough_bytes} bytes); give more bytes, or call backward() after each call",
-        budget_bytes=budget_bytes,
-        least_feasible_bytes=enough_bytes,
+    raise over_budget(
+        alone.graph.model,
+        enough_bytes,
+        budget_bytes,
+        instead="call backward() after each call",
+        details={"calls before a backward pass": calls, "minimum of one call": format_bytes(least_bytes)},
     )
 
 

@@ -24,10 +24,10 @@ from shoal.core.joined_step import (
     with_held,
     with_measured,
 )
+from shoal.core.over_budget import over_budget
 from shoal.core.plan import Plan
 from shoal.core.residence import Residence
 from shoal.core.simulate import simulate
-from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
 from shoal.core.timeline import WAITS, Moment
 from shoal.core.validate_plan import check_own_plan
@@ -100,12 +100,13 @@ def first_share(
             least_bytes = aside_bytes
         except BudgetError as error:
             if found is None:
-                needed_bytes = (error.least_feasible_bytes or room_bytes) + budget_bytes - room_bytes
-                raise BudgetError(
-                    f"no plan of {graph.model or 'this model'} fits in {format_bytes(budget_bytes)}: {who} "
-                    f"needs {format_bytes(needed_bytes)} ({needed_bytes} bytes) with what is in use when it runs, and "
-                    "others may need more; give more bytes",
-                    budget_bytes=budget_bytes,
+                needed_bytes = (error.minimum_bytes or room_bytes) + budget_bytes - room_bytes
+                raise over_budget(
+                    graph.model,
+                    needed_bytes,
+                    budget_bytes,
+                    is_minimum=False,
+                    details={"needed by": f"{who}, with what is in use when it runs; others may need more"},
                 ) from None
             most_bytes = aside_bytes
         aside_bytes = (least_bytes + most_bytes) // 2
@@ -134,8 +135,9 @@ def no_graph(session: Session, broken: str) -> CaptureError:
     """
     if "sparse Tensor" in broken:  # so Dynamo words it
         return CaptureError(
-            f"{session.name or 'the model'} reads a sparse tensor in a function that PyTorch cannot compile; read it "
-            f"in a method with @torch.compiler.disable, or give budget=None\nit breaks at {broken}"
+            f"{session.name or 'the model'} reads a sparse tensor in compiled code; read it in a method with "
+            "@torch.compiler.disable, or use budget=None",
+            details={"graph break": broken},
         )
     way_out = f"it breaks at {broken}; take that line out of the model"
     if session.static.is_sharded:
@@ -348,13 +350,7 @@ def plan_parts(
                 break
             aim_bytes -= over_bytes
         else:
-            raise BudgetError(
-                f"no plan of {model or 'this model'} fits in {format_bytes(budget_bytes)} with its graphs apart; the "
-                f"best found needs {format_bytes(budget_bytes + over_bytes)} ({budget_bytes + over_bytes} bytes); give "
-                "that much",
-                budget_bytes=budget_bytes,
-                least_feasible_bytes=budget_bytes + over_bytes,
-            )
+            raise over_budget(model, budget_bytes + over_bytes, budget_bytes)
         return replace(
             plan, residences=residences, budget_bytes=budget_bytes, lower_bound_seconds=first.lower_bound_seconds
         )

@@ -34,7 +34,7 @@ from shoal.engine.optimizer_steps import watch
 from shoal.engine.placement import Placement, spare_bytes
 from shoal.engine.plan_kernels import kernels_of
 from shoal.engine.plans_in_force import PlansInForce
-from shoal.engine.refusal_hints import with_aside, with_hint, with_hope
+from shoal.engine.refusal_hints import with_hint, with_optimistic, with_reserve
 from shoal.engine.repair import SetAside, exceeded, highest_predicted
 from shoal.engine.reserved_budget import limit_for, look_beside, within_reserved
 from shoal.engine.search.encoding import IF_FASTER, Encoding
@@ -302,7 +302,7 @@ class Session:
             else:
                 log.info("%s: fits if the loop holds less than it may; the first step is metered", self.name)
                 return made, hoped
-        raise with_hope(error, least) from None
+        raise with_optimistic(error, least) from None
 
     def make_plan(self, captured: Captured, device: torch.device, step: Metered, form: Form = WHOLE_FORM) -> Captured:
         """Profile the step's ops here, then plan it inside the budget; `step` gets the plan and what it was made for.
@@ -384,7 +384,7 @@ class Session:
 
     def _hinted(self, refused: BudgetError, planning: StepPlanning) -> BudgetError:
         error = with_hint(refused, self.static, self.state_bytes)
-        return with_aside(error, self._aside.of(planning.fingerprint))
+        return with_reserve(error, self._aside.of(planning.fingerprint))
 
     def _bytes_beside(self, graph: StepGraph) -> int:
         return self.static.bytes_beside(graph) + self._aside.of(graph.fingerprint)

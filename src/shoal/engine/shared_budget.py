@@ -24,6 +24,7 @@ from shoal.capture.dynamo import (
     plain_call,
     settings,
 )
+from shoal.core.over_budget import over_budget
 from shoal.core.sizes import format_bytes
 from shoal.engine.budget_table import Standing, table
 from shoal.engine.compile_options import CompileOptions
@@ -33,7 +34,7 @@ from shoal.engine.search.without_effect import A_TURN, in_several_graphs
 from shoal.engine.session import Session
 from shoal.engine.status import Status
 from shoal.engine.turns import TurnSteps
-from shoal.errors import BudgetError, InputError, brief
+from shoal.errors import InputError, brief
 from shoal.lowlevel.torch_state import active_ddp_module, in_trace, is_exporting
 from shoal.memory.budget import budget_bytes
 from shoal.memory.optimizer_state import Declared, reject_copy
@@ -191,12 +192,18 @@ class Budget:
         state_bytes = static.state_bytes() + (self._steps.session.static.state_bytes() if self._steps else 0)
         floor_bytes = distinct_bytes(lasting) + state_bytes  # which parameters get a gradient is not known yet
         if floor_bytes > budget_bytes:
-            raise BudgetError(
-                f"budget {format_bytes(budget_bytes)} is less than {' and '.join(models)} need before any activation: "
-                f"{format_bytes(floor_bytes)} ({floor_bytes} bytes: parameters and buffers "
-                f"{format_bytes(distinct_bytes(lasting))}, optimizer state {format_bytes(state_bytes)}), and more to "
-                "train; give more bytes or smaller models",
-                budget_bytes=budget_bytes,
+            raise over_budget(
+                " and ".join(models),
+                floor_bytes,
+                budget_bytes,
+                is_minimum=False,
+                instead="smaller models",
+                details={
+                    "parameters and buffers": format_bytes(distinct_bytes(lasting)),
+                    "optimizer state": format_bytes(state_bytes),
+                    "gradients and activations": "not counted yet",
+                },
+                persistent_bytes=floor_bytes,
             )
 
     def _reject_another_process(self) -> None:

@@ -286,8 +286,11 @@ def _adopt(
         theirs = [s.shape for s in plan.graph.storages if s.kind == "input"]
         ours = [s.shape for s in graph.storages if s.kind == "input"]
         raise PlanError(
-            f"the plan is for {plan.graph.model or 'another model'} with inputs {theirs} and {len(plan.graph.ops)} ops"
-            f"; this step is {graph.model or 'a model'} with inputs {ours} and {len(graph.ops)} ops; plan it anew"
+            f"the plan is for another step than that of {graph.model or 'this model'}; call shoal.plan again",
+            details={
+                "plan": f"{plan.graph.model or 'a model'}, inputs {theirs}, {len(plan.graph.ops)} ops",
+                "step": f"{graph.model or 'a model'}, inputs {ours}, {len(graph.ops)} ops",
+            },
         )
     ordered = in_order_of(graph, plan.graph) if plan.captured_order else graph
     check_order(graph, ordered)

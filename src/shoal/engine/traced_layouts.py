@@ -55,8 +55,8 @@ class TracedLayouts:
         known = self._departures.setdefault(fingerprint, {})
         if departures.keys() <= known.keys() or not can_plan_again:
             raise CaptureError(
-                f"{first}{others}, and the copy that puts it right cannot be planned here; use shoal.compile(model, "
-                "budget=...), or correct the fake kernel (torch.library.register_fake)"
+                f"{first}{others}; use shoal.compile(model, budget=...), which plans a copy, or correct the fake "
+                "kernel (torch.library.register_fake)"
             )
         known.update(departures)
         log.warning(

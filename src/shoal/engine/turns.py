@@ -18,6 +18,7 @@ from torch import nn
 from shoal.capture.dynamo import plain_call
 from shoal.capture.graph_breaks import capturing_parts
 from shoal.capture.varying_sizes import SizesSeen
+from shoal.core.over_budget import over_budget
 from shoal.core.progress import doing, preparing
 from shoal.core.residence import Residence
 from shoal.core.sizes import format_bytes
@@ -299,17 +300,14 @@ class TurnSteps(PartSequence):
     def _keep_as_it_ran(self, known: KnownTurn) -> list[Mapping[str, Residence]]:
         """The shares of a turn that cannot be planned as one: everything is kept where all of it fits in any case."""
         budget_bytes = self._budget_bytes
-        reason = (
-            f"a turn of {known.name} sends something back twice, or has backward passes between forward passes so that "
-            f"it is no step with steps inside; it cannot be planned as one, and took "
-            f"{format_bytes(known.predicted_bytes)} ({known.predicted_bytes} bytes) with as little kept as can be"
-        )
+        reason = "backward passes run twice, or between forward passes: the iteration is not planned as one step"
         if known.predicted_bytes > budget_bytes:
-            raise BudgetError(
-                f"{reason}, where the budget is {format_bytes(budget_bytes)}; give that much, or call backward() once "
-                "for each forward pass",
-                budget_bytes=budget_bytes,
-                least_feasible_bytes=known.predicted_bytes,
+            raise over_budget(
+                known.name,
+                known.predicted_bytes,
+                budget_bytes,
+                instead="call backward() once for each forward pass",
+                details={"not planned": reason},
             )
         known.as_it_ran = True
         shares: list[Mapping[str, Residence]] = []

@@ -110,9 +110,9 @@ def reject_copy(optimizer: Declared | None, parameters: Iterable[torch.Tensor]) 
         return
     name = _name_of(optimizer)
     raise InputError(
-        f"optimizer= is {type(optimizer).__name__} over other parameters of the same shapes "
-        f"({format_bytes(sum(p.nbytes for p in held))}): the model, or the options, were copied (copy.deepcopy); make "
-        f"it over model.parameters(){f', or give its name: optimizer={name!r}' if name else ''}"
+        f"optimizer= is {type(optimizer).__name__} over a copy of the parameters; make it over model.parameters()"
+        f"{f', or give its name: optimizer={name!r}' if name else ''}",
+        details={"its parameters": format_bytes(sum(p.nbytes for p in held))},
     )
 
 

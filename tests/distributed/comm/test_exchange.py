@@ -43,7 +43,7 @@ def exchange_all() -> int:
         for r in range(ranks):
             torch.testing.assert_close(got[r], part(r, r, size(r, r)), rtol=0, atol=0)
     exchange.close()
-    with pytest.raises(InputError, match="closed exchange"):
+    with pytest.raises(InputError):
         exchange.all_gather(torch.empty(0, dtype=torch.uint8), [0] * ranks, what="late")
     return exchange.sent_bytes
 

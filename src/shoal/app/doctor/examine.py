@@ -119,7 +119,7 @@ def examine(
     except GraphBreak as error:  # several graphs, unless the planned step says otherwise
         plain, found["breaks"] = None, (f"{error.place}: {error.reason}",)
     except CaptureError as error:
-        plain, found["uncaptured"] = None, str(error)
+        plain, found["uncaptured"] = None, error.message
     left_bytes = (budget_bytes("auto", subject.device) or 0) + distinct_bytes([*model.parameters(), *model.buffers()])
     if plain is not None and plain.plain_peak_bytes > left_bytes:
         found |= {"plain_reason": "not taken, as the device has no room for it", "plan": plain}
@@ -139,11 +139,11 @@ def examine(
     except BudgetError as error:
         doing("what would help")
         standing_bytes = 2 * found["parameter_bytes"] + state_bytes
-        least_bytes = error.least_feasible_bytes or _least_bytes(subject, standing_bytes, how)
-        found |= {"refused": str(error), "least_bytes": least_bytes}
+        least_bytes = error.minimum_bytes or _least_bytes(subject, standing_bytes, how)
+        found |= {"refused": error.message, "least_bytes": least_bytes}
         found["remedies"] = tuple(_remedies(subject, within_bytes, how, least_bytes, state_bytes))
     except CaptureError as error:
-        found |= {"uncaptured": str(error), "breaks": ()}
+        found |= {"uncaptured": error.message, "breaks": ()}
     return Examination(**{"plan": plain, **found})
 
 
@@ -178,7 +178,7 @@ def _least_bytes(subject: Subject, standing_bytes: int, how: Mapping[str, Any]) 
     try:
         return shoal.plan(subject.model, subject.example, standing_bytes, **how).predicted_peak_bytes
     except BudgetError as error:
-        return error.least_feasible_bytes
+        return error.minimum_bytes
     except CaptureError:
         return None
 

@@ -187,9 +187,12 @@ class CheckedAllToAll:
         expected = (self.sequence, expected_bytes, fitting(self.what))
         if (header.sequence, header.length_bytes, header.text) != expected:
             raise TransferError(
-                f"{self.what}: got message {header.sequence} ({header.text}) of {header.length_bytes} bytes from rank "
-                f"{peer}, expected message {self.sequence} of {expected_bytes} bytes; "
-                "give every rank the same model, codec and options"
+                f"{self.what}: got another message from rank {peer} than expected; give every rank the same model, "
+                "codec and options",
+                details={
+                    "got": f"message {header.sequence} ({header.text}) of {header.length_bytes} bytes",
+                    "expected": f"message {self.sequence} of {expected_bytes} bytes",
+                },
             )
         return header
 
@@ -199,8 +202,11 @@ class CheckedAllToAll:
         found = checksum(self.received[peer])
         if found != header.checksum:
             raise TransferError(
-                f"{self.what}: got {header.length_bytes} bytes from rank {peer} with checksum {found:08x}, expected "
-                f"{header.checksum:08x}: they were damaged; check the link, then start from the last checkpoint"
+                f"{self.what}: bytes from rank {peer} are damaged; check the link, then start from the last checkpoint",
+                details={
+                    "bytes": header.length_bytes,
+                    "checksum": f"{found:08x}, expected {header.checksum:08x}",
+                },
             )
 
     def _wait(self, work: Any, peer: int) -> None:

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Generic
 
 from shoal.capture.layered import Refused
-from shoal.core.sizes import MAX_BYTES, format_bytes
+from shoal.core.over_budget import over_budget
+from shoal.core.sizes import MAX_BYTES
 from shoal.core.variant import WHOLE, Variant
 from shoal.engine.search.nearest_first import Form, Way
 from shoal.engine.search.priced import Made, Priced, captured_form
@@ -78,12 +79,8 @@ class _Search(Generic[Graph, Made]):
             least_bytes = min(least_bytes, peak_bytes)
             if self._state.fits(peak_bytes):
                 return Fitting(peak_bytes, self._forms.index(replace(variant, pieces=(), shrunk=False)))
-        raise BudgetError(
-            f"no plan of {name or 'this model'} fits in {format_bytes(budget_bytes)} ({budget_bytes} bytes); the least "
-            f"found, not searched for in full, needs {format_bytes(least_bytes)} ({least_bytes} bytes)",
-            budget_bytes=budget_bytes,
-            least_feasible_bytes=least_bytes,
-        )
+        details = {"searched": "not in full"}
+        raise over_budget(name, least_bytes, budget_bytes, details=details)
 
     def _peaks(self, likely: int) -> Iterator[tuple[int, Variant]]:
         """The peaks of plans, of one form after another, and of each the quickest to be found first."""
@@ -120,7 +117,7 @@ class _Search(Generic[Graph, Made]):
                 try:
                     peak_bytes = way.form.priced.smallest(self._state.budget_bytes)[1].predicted_peak_bytes
                 except BudgetError as error:
-                    peak_bytes = error.least_feasible_bytes or MAX_BYTES
+                    peak_bytes = error.minimum_bytes or MAX_BYTES
                 yield peak_bytes, way.form.variant
 
     def _is_worth_capturing(self, variant: Variant) -> bool:

@@ -171,10 +171,8 @@ class ShoalPlanning:
         except BudgetError as error:
             if all(side < 4 * self.UNet_featuremap_min_edge_length for side in patch):  # type: ignore[attr-defined]
                 smallest = "x".join(map(str, patch))
-                raise error.with_hint(
-                    f"no smaller patch than {smallest} is tried: give -gpu_memory_target more"
-                ) from None
-            least_bytes = error.least_feasible_bytes or 2 * self._budget_bytes
+                raise error.with_detail("smallest patch tried", f"{smallest}; give -gpu_memory_target more") from None
+            least_bytes = error.minimum_bytes or 2 * self._budget_bytes
             self._least[len(patch)] = (voxels, least_bytes)
             return max(least_bytes, self._budget_bytes + 1)
 

@@ -93,8 +93,8 @@ def _scales(ties: Sequence[Tie], reference: int, extents: Sequence[int]) -> dict
     for tie in ties:
         if tie.source in scales and scales[tie.source] != scales.get(tie.result, 0) * tie.window.stride:
             raise CaptureError(
-                f"{tie.name} has stride {tie.window.stride}, but what it joins with later has another one, so no cuts "
-                "fit both; join before it, with join= the name of an earlier module"
+                f"no cuts fit {tie.name} (stride {tie.window.stride}) and what it joins with later; use join= with an "
+                "earlier module"
             )
     return {extent: scales.get(extent, 1) for extent in extents}
 

@@ -260,8 +260,8 @@ class SplitModule(StandIn):
             got = type(args[0]).__name__ if args else "keyword arguments alone"
             shape = f" of shape {tuple(args[0].shape)}" if args and isinstance(args[0], torch.Tensor) else ""
             raise InputError(
-                f"a split network was called with {got}{shape}; expected its images first, as a tensor of {dims + 2} "
-                "dimensions: batch, channels, then the split ones"
+                f"a split network was called with {got}{shape}; expected a tensor of {dims + 2} dimensions first: "
+                "batch, channels, the split ones"
             )
         return tuple(args[0].shape[-dims:])
 

@@ -170,9 +170,9 @@ def _after(
         if not anything:
             missing = next(node for node in convolutions if node not in can_split)
             raise CaptureError(
-                f"only {len(inside)} of the {len(convolutions)} convolutions come before an op that cannot run patch "
-                f"by patch ({_blocker(order, missing, can_split).target}), and depth asks for {wanted}; give a smaller "
-                "depth, or join='auto'"
+                f"depth asks for {wanted} convolutions and {len(inside)} can run in patches; give a smaller depth, or "
+                "join='auto'",
+                details={"op that cannot": _blocker(order, missing, can_split).target},
             )
         wanted = len(inside)
     if wanted == 0:
