@@ -193,3 +193,12 @@ def test_only_three_files_call_what_cuda_alone_has() -> None:
         module for module in MODULES if any(f"{name}.".startswith("torch.cuda.") for name in names_of_torch(module))
     }
     assert calling == {f"shoal.lowlevel.{name}" for name in ("cuda_allocator", "cuda_calls", "cuda_graphs")}
+
+
+def test_every_class_has_a_name_of_its_own() -> None:
+    places: dict[str, list[str]] = {}
+    for module, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(module)
+    assert not {name: modules for name, modules in places.items() if len(modules) > 1}

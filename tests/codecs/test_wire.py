@@ -144,13 +144,13 @@ def test_a_header_that_lies_under_a_right_crc_is_refused(lie: Callable[[bytes], 
 
 
 def test_sizes_whose_strides_would_overflow_are_refused_even_with_nothing_in_them() -> None:
-    header = wire.Header(13, torch.float32, (0, 2**40, 2**40), (0, 1, 2), b"")
+    header = wire.PayloadHeader(13, torch.float32, (0, 2**40, 2**40), (0, 1, 2), b"")
     with pytest.raises(CodecError):
         from_bytes(wire.to_bytes(header, b""))
 
 
 def test_more_than_64_dimensions_are_refused() -> None:
-    header = wire.Header(13, torch.float32, (1,) * 65, tuple(range(65)), b"")
+    header = wire.PayloadHeader(13, torch.float32, (1,) * 65, tuple(range(65)), b"")
     with raising(CodecError, "65", "64"):
         from_bytes(wire.to_bytes(header, b"\0\0"))
 

@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.errors import InputError
 from shoal.kernels.norm.norm_conv import norm_conv
-from shoal.kernels.norm.norm_conv_native import Window
+from shoal.kernels.norm.norm_conv_native import ConvWindow
 from tests.raising import raising
 
-_WINDOW = Window([1, 1], [0, 0], [1, 1], 1)
+_WINDOW = ConvWindow([1, 1], [0, 0], [1, 1], 1)
 
 
 class _Seen(TorchDispatchMode):

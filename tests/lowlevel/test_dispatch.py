@@ -14,7 +14,7 @@ from shoal.kernels.invertible_norm import inverted_batch_norm
 from shoal.kernels.norm import norm_conv
 from shoal.kernels.relu import note_closed
 from shoal.lowlevel import dispatch
-from shoal.lowlevel.dispatch import KINDS, TABLE, VARIABLE, Implementation, Kind, Op, choose, level_number
+from shoal.lowlevel.dispatch import KINDS, TABLE, VARIABLE, DispatchedOp, Implementation, Kind, choose, level_number
 from shoal.lowlevel.native import LEVELS, levels
 from tests.raising import raising
 
@@ -24,14 +24,14 @@ def unset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
 
 
-def op_of(**applies: bool) -> tuple[Op[str], list[tuple[str, Any]]]:
+def op_of(**applies: bool) -> tuple[DispatchedOp[str], list[tuple[str, Any]]]:
     """An op whose implementations apply or not, and what they are asked."""
     asked: list[tuple[str, Any]] = []
 
     def implementation(kind: Kind) -> Implementation[str]:
         return Implementation(kind, kind, lambda *case: (asked.append((kind, case)), applies.get(kind, False))[1])
 
-    return Op("test", "reference", tuple(map(implementation, KINDS))), asked
+    return DispatchedOp("test", "reference", tuple(map(implementation, KINDS))), asked
 
 
 def test_where_none_applies_the_reference_runs() -> None:
@@ -48,7 +48,7 @@ def test_each_is_asked_about_the_case_in_order() -> None:
 def test_what_does_not_pay_leaves_it_to_the_next() -> None:
     slow = Implementation[str]("triton", "triton", lambda elems: True, lambda elems: elems > 8)
     fast = Implementation[str]("native", "native", lambda elems: True)
-    op = Op("test", "reference", (slow, fast))
+    op = DispatchedOp("test", "reference", (slow, fast))
     assert (choose(op, 9), choose(op, 8)) == ("triton", "native")
 
 

@@ -24,7 +24,7 @@ from shoal.core.step import StepGraph
 from shoal.core.variant import Pieces
 from shoal.errors import PlanError
 from shoal.kernels import attention_pieces
-from shoal.kernels.attention_pieces import Layout
+from shoal.kernels.attention_pieces import AttentionLayout
 from shoal.kernels.convolution_pieces import Cut
 
 _aten = torch.ops.aten
@@ -62,7 +62,7 @@ class _Attention:
     of_k: fx.Node
     of_v: fx.Node
     sums: list[fx.Node]
-    layout: Layout
+    layout: AttentionLayout
     wanted: list[tuple[int, ...]]
     inside: set[fx.Node] = field(default_factory=set)
 
@@ -172,7 +172,7 @@ def _attention(softmax: fx.Node) -> _Attention | None:
         return None
     found = _Attention(
         softmax, q, k, v, grad, [bias for _, bias in added], out, of_q, of_k, of_v, sums,
-        Layout(*groups, tuple(shapes), tuple(casts), weights or None), wanted,  # type: ignore[arg-type]
+        AttentionLayout(*groups, tuple(shapes), tuple(casts), weights or None), wanted,  # type: ignore[arg-type]
     )  # fmt: skip
     alone = [side for side in turned if len(side.users) == 1]
     found.inside = {*inside, *passed, *between, *scored, *alone}

@@ -15,8 +15,8 @@ from shoal.capture.call_arguments import Example, arguments_of
 from shoal.capture.captured import Captured
 from shoal.capture.cumulative_norms import admit_cumulative_norms
 from shoal.capture.dynamo import (
+    ErrorThroughDynamo,
     ModelRaised,
-    Refused,
     call_of,
     drawn_for,
     few_collections,
@@ -90,7 +90,7 @@ def in_dynamo(
         with refusals():
             break_at_unknown_sizes(gm)
             copy_assigned_data(gm, inputs)
-            raise Refused(_Done(read(gm, inputs)))
+            raise ErrorThroughDynamo(_Done(read(gm, inputs)))
 
     admit_cumulative_norms(model)
     try:

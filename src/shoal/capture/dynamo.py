@@ -56,7 +56,7 @@ _DYNAMO = Path(torch._dynamo.__file__).parent
 _LOGGED = ("debug", "info", "warning", "warn", "error", "exception", "critical", "fatal", "log", "isEnabledFor")
 
 
-class Refused(BackendCompilerFailed):
+class ErrorThroughDynamo(BackendCompilerFailed):
     """Carries an error of ours through Dynamo, which wraps every other exception of a backend.
 
     Where Dynamo hands it back to the caller of the compiled model, what comes out is the error itself.
@@ -76,7 +76,7 @@ def refusals() -> Iterator[None]:
     try:
         yield
     except ShoalError as error:
-        raise Refused(error) from None
+        raise ErrorThroughDynamo(error) from None
 
 
 class ModelRaised(Exception):

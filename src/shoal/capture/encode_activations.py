@@ -152,7 +152,7 @@ def encode_residences(
 
 
 @dataclass(frozen=True)
-class _Uses:
+class _EncodedUses:
     """Who reads a storage that may be encoded.
 
     Attributes:
@@ -171,7 +171,7 @@ class _Uses:
     masks: tuple[fx.Node, ...]
     closed_above: float | None
 
-    def among(self, same: Mapping[str, fx.Node]) -> _Uses:
+    def among(self, same: Mapping[str, fx.Node]) -> _EncodedUses:
         """The same nodes of a copy of the graph."""
 
         def every(nodes: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
@@ -179,10 +179,10 @@ class _Uses:
 
         base, last_reader = every((self.base, self.last_reader))
         parts = every(self.readers), every(self.rectifiers), every(self.masks)
-        return _Uses(base, last_reader, *parts, self.closed_above)
+        return _EncodedUses(base, last_reader, *parts, self.closed_above)
 
 
-def _uses(captured: Captured, storage: int) -> _Uses | None:
+def _uses(captured: Captured, storage: int) -> _EncodedUses | None:
     """None where the storage cannot be encoded."""
     graph = captured.graph
     tensors = {node for node, owner in captured.storage_of.items() if owner == storage}
@@ -212,7 +212,9 @@ def _uses(captured: Captured, storage: int) -> _Uses | None:
     if not decoding:
         return None
     last = before[-1] if before else producer
-    return _Uses(base, last, tuple(decoding), tuple(rectifiers), tuple(masks), closed_above if rectifiers else None)
+    return _EncodedUses(
+        base, last, tuple(decoding), tuple(rectifiers), tuple(masks), closed_above if rectifiers else None
+    )
 
 
 def _closes_above(base: fx.Node) -> float | None:
@@ -260,7 +262,7 @@ def _behind_a_convolution(captured: Captured) -> set[fx.Node]:
     return found
 
 
-def _encode(graph: fx.Graph, uses: _Uses, lossy: LossyOptions, backward: set[str]) -> None:
+def _encode(graph: fx.Graph, uses: _EncodedUses, lossy: LossyOptions, backward: set[str]) -> None:
     base = uses.base
     value = base.meta["val"]
     # A reader that can write its result over the storage, its last one, has to come after what encodes it.

@@ -100,10 +100,10 @@ def layered(gm: fx.GraphModule) -> LayeredGraph:
     >>> _ = torch.compile(network, backend=show)(torch.ones(2, 3, 8, 8))
     ['0', '1']
     """
-    return _Reader(gm).read()
+    return _LayeredReader(gm).read()
 
 
-class _Reader:
+class _LayeredReader:
     def __init__(self, gm: fx.GraphModule) -> None:
         self.gm = gm
         self.root = nn.Module()

@@ -111,7 +111,7 @@ class LongerOperands:
         return next((copy for copy in found if copy is not None), None)
 
 
-class _Rows(NamedTuple):
+class _LongerOperandsRows(NamedTuple):
     """Longer rows: the op that writes them, their shape in memory, and the order of its axes that the operand has."""
 
     made: fx.Node
@@ -119,7 +119,7 @@ class _Rows(NamedTuple):
     order: Sequence[int]
 
 
-def _rows_with_zeros(operand: fx.Node, axis: int) -> _Rows | None:
+def _rows_with_zeros(operand: fx.Node, axis: int) -> _LongerOperandsRows | None:
     """The longer rows that an operand is a part of, an axis of it along them; None where it is no such part."""
     made: Any = source(operand)
     if made is operand or not _appends_zeros(made):
@@ -137,7 +137,7 @@ def _rows_with_zeros(operand: fx.Node, axis: int) -> _Rows | None:
     if expected != whole.numel():
         return None
     in_memory = [*others, axis]
-    return _Rows(
+    return _LongerOperandsRows(
         made,
         [*(value.shape[one] for one in others), whole.shape[-1]],
         [in_memory.index(one) for one in range(value.dim())],

@@ -66,7 +66,7 @@ def with_padded_products(captured: Captured, left_out: Collection[str] = ()) -> 
         return PaddedProducts(captured, {})
     before = {node.name: node for node in captured.joint.graph.nodes}
     joint = copied_joint(captured.joint)
-    writer = _Writer(joint.graph, set(captured.backward_names))
+    writer = _PaddedProductsWriter(joint.graph, set(captured.backward_names))
     for ways in ((_pad_sum, _pad_columns), (_pad_rows,)):  # which looks at what the others have written
         for node in list(joint.graph.nodes):
             if node.name in before and node.name not in left_out and _is_large_product(node):
@@ -86,7 +86,7 @@ def _is_large_product(node: fx.Node) -> bool:
     return known and flops(node) >= _LEAST_FLOPS
 
 
-class _Writer:
+class _PaddedProductsWriter:
     """Writes padded products into a joint graph.
 
     Attributes:
@@ -128,7 +128,7 @@ class _Writer:
             erase_views(operand)
 
 
-def _pad_sum(writer: _Writer, node: fx.Node) -> bool:
+def _pad_sum(writer: _PaddedProductsWriter, node: fx.Node) -> bool:
     """Put zeros behind both operands where the dimension that is summed over is odd."""
     places = OPERANDS[node.target]
     a, b = (_operand(node, place) for place in places)
@@ -152,7 +152,7 @@ def _pad_sum(writer: _Writer, node: fx.Node) -> bool:
     return True
 
 
-def _pad_columns(writer: _Writer, node: fx.Node) -> bool:
+def _pad_columns(writer: _PaddedProductsWriter, node: fx.Node) -> bool:
     """Put zeros behind the second operand, and the bias, where the result's rows are odd."""
     if node.target not in (_aten.mm.default, _aten.addmm.default) or any(value != 1 for value in node.kwargs.values()):
         return False
@@ -182,7 +182,7 @@ def _pad_columns(writer: _Writer, node: fx.Node) -> bool:
     return True
 
 
-def _pad_rows(writer: _Writer, node: fx.Node) -> bool:
+def _pad_rows(writer: _PaddedProductsWriter, node: fx.Node) -> bool:
     """Take the zeros behind the first operand along, where the result has an odd number of rows."""
     if node.target is not _aten.mm.default:
         return False

@@ -20,7 +20,7 @@ from shoal.codecs.launch import are_here, threads_for, triton_applies
 from shoal.codecs.table_codes_triton import TableCodesTriton
 from shoal.codecs.tables import MAGNITUDES, SIGN, Table
 from shoal.errors import CodecError
-from shoal.lowlevel.dispatch import Implementation, Op, choose, level_number, register
+from shoal.lowlevel.dispatch import DispatchedOp, Implementation, choose, level_number, register
 from shoal.lowlevel.native import library, run_native
 
 _MIN_ELEMS = 1 << 15  # of a thread that is worth waking
@@ -115,7 +115,7 @@ def _check(x: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, block_ele
     check_length("codes", codes, x.numel())
 
 
-class _Functions(Protocol):
+class _TableCodesFunctions(Protocol):
     """What every implementation has: the functions of this module, without their checks."""
 
     def encode_blocks(
@@ -136,7 +136,7 @@ class _Functions(Protocol):
     ) -> None: ...
 
 
-class _Reference:
+class _TableCodesReference:
     """Plain torch: the definition that every implementation equals bit for bit."""
 
     def encode_blocks(
@@ -214,7 +214,7 @@ def _largest(rows: torch.Tensor) -> torch.Tensor:
     return torch.maximum(low.abs_(), high.abs_())
 
 
-class _Call(ctypes.Structure):
+class _TableCodesCall(ctypes.Structure):
     """ShoalTableCodec of csrc/shoal_native.h."""
 
     _fields_ = (
@@ -233,7 +233,7 @@ class _MeanCall(ctypes.Structure):
     """ShoalTableMean of csrc/shoal_native.h."""
 
     _fields_ = (
-        ("codec", _Call),
+        ("codec", _TableCodesCall),
         ("messages", ctypes.c_int64),
         *((name, ctypes.POINTER(ctypes.c_void_p)) for name in ("scales", "codes")),
         ("divisor", ctypes.c_float),
@@ -245,7 +245,7 @@ class _MeanCall(ctypes.Structure):
         return int(self.codec.level)
 
 
-class _Native:
+class _TableCodesNative:
     """`csrc/codec_*.cpp`, on the CPU: codes are computed instead of searched.
 
     Evenly spaced pieces of a table are found from its thresholds: `linear`, `mantissa` and both dynamic trees are
@@ -319,7 +319,7 @@ class _Native:
 
 def _native_call(
     values: torch.Tensor, table: Table, block_elems: int | None, scales: torch.Tensor, codes: torch.Tensor
-) -> _Call:
+) -> _TableCodesCall:
     elems = values.numel()
     # No address is passed on unless it is what the kernels believe it to be.
     block = block_elems or max(elems, 1)
@@ -341,7 +341,7 @@ def _native_call(
                 "block": block,
             },
         )
-    return _Call(
+    return _TableCodesCall(
         elements=elems,
         block_elements=min(block, max(elems, 1)),
         threads=threads_for(elems, _MIN_ELEMS),
@@ -372,10 +372,10 @@ def _floats(values: torch.Tensor) -> ctypes.Array[ctypes.c_float]:
     return (ctypes.c_float * values.numel())(*values.tolist())
 
 
-NATIVE = _Native()
-_OP: Op[_Functions] = register(
+NATIVE = _TableCodesNative()
+_OP: DispatchedOp[_TableCodesFunctions] = register(
     "table_codes",
-    _Reference(),
+    _TableCodesReference(),
     Implementation("triton", TableCodesTriton(), triton_applies),
     Implementation("native", NATIVE, are_here),
 )

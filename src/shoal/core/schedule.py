@@ -59,7 +59,7 @@ def _op_of(graph: StepGraph, execution: _Execution) -> Op:
 
 
 @dataclass
-class _Transfers:
+class _ScheduledTransfers:
     """Place in the sequence → the storages that begin or end a transfer there."""
 
     fetches: dict[int, list[int]] = field(default_factory=dict)
@@ -149,9 +149,11 @@ def _reject_missing_reads(
             gone.difference_update(writes)
 
 
-def _transfers(graph: StepGraph, sequence: Sequence[_Execution], offloaded: Mapping[int, Offload]) -> _Transfers:
+def _transfers(
+    graph: StepGraph, sequence: Sequence[_Execution], offloaded: Mapping[int, Offload]
+) -> _ScheduledTransfers:
     """Where each offloaded storage leaves, is released, comes back and is waited for."""
-    found = _Transfers()
+    found = _ScheduledTransfers()
     if not offloaded:
         return found
     first_reader: dict[int, int] = {}  # storage → place in the sequence of its first reader of the backward pass
@@ -195,7 +197,7 @@ def _transfers(graph: StepGraph, sequence: Sequence[_Execution], offloaded: Mapp
 
 
 def _with_frees(
-    graph: StepGraph, sequence: Sequence[_Execution], offloaded: Mapping[int, Offload], transfers: _Transfers
+    graph: StepGraph, sequence: Sequence[_Execution], offloaded: Mapping[int, Offload], transfers: _ScheduledTransfers
 ) -> tuple[Run, ...]:
     runs: list[Run] = []
     ops, n_forward, stays = graph.ops, graph.n_forward, graph.never_freed

@@ -48,8 +48,8 @@ def check_runs(
     _ops_come_in_order(graph, runs)
     _recomputations_are_those_asked_for(graph, residences, runs)
 
-    uses = _Uses(graph, runs)
-    transfers = _Transfers(graph, residences, runs, uses)
+    uses = _CheckedUses(graph, runs)
+    transfers = _CheckedTransfers(graph, residences, runs, uses)
     alive = {s.id for s in storages if s.kind in HELD_ALL_STEP}
     alive_bytes = highest = graph.static_bytes + _bytes_of(graph, alive)
     for position, run in enumerate(runs):
@@ -110,10 +110,12 @@ def check_runs(
     return highest
 
 
-class _Transfers:
+class _CheckedTransfers:
     """Where each offloaded storage is: on the device, leaving, on the host, or arriving."""
 
-    def __init__(self, graph: StepGraph, residences: Mapping[str, Residence], runs: Sequence[Run], uses: _Uses) -> None:
+    def __init__(
+        self, graph: StepGraph, residences: Mapping[str, Residence], runs: Sequence[Run], uses: _CheckedUses
+    ) -> None:
         self._graph = graph
         self._runs = runs
         self._uses = uses
@@ -214,7 +216,7 @@ def _recomputations_are_those_asked_for(
         )
 
 
-class _Uses:
+class _CheckedUses:
     """Where each storage is read, and where an instance of it begins."""
 
     def __init__(self, graph: StepGraph, runs: Sequence[Run]) -> None:

@@ -23,7 +23,7 @@ from shoal.engine.options import Options
 from shoal.engine.plans_by_batch import MakeExample, PlansByBatch, positive
 from shoal.engine.pricing import Pricing
 from shoal.engine.search.batch_points import batch_points
-from shoal.engine.search.frontier_points import Found, frontier_points
+from shoal.engine.search.frontier_points import FoundPoints, frontier_points
 from shoal.engine.search.max_batch import MAX_IMAGES
 from shoal.engine.search.variants import Variants
 from shoal.errors import InputError, brief
@@ -209,7 +209,7 @@ def frontier(
             time.perf_counter() - started,
         )
 
-    def read(gm: fx.GraphModule, inputs: Sequence[Any]) -> Found:
+    def read(gm: fx.GraphModule, inputs: Sequence[Any]) -> FoundPoints:
         price, variants = pricing.prices(gm, inputs), Variants(gm, means)
         pricing.say_without_effect(variants)
         return frontier_points(variants, price, int(points), pricing.budget_bytes, trying)

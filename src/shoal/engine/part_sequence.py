@@ -33,7 +33,7 @@ from shoal.engine.once_differentiable import once_differentiable
 from shoal.engine.part_planning import fits_easily
 from shoal.engine.part_record import Ports
 from shoal.engine.session import Session
-from shoal.engine.step_planning import Form
+from shoal.engine.step_planning import CompiledVariant
 from shoal.errors import BudgetError
 from shoal.lowlevel.constant_numbers import as_constants, constant_numbers, is_number
 from shoal.memory.limit import no_memory_limit
@@ -111,10 +111,10 @@ class PartStep(PlannedStep):
         self.share: Mapping[str, Residence] = {}
         self.checkpoints = 0
 
-    def _in_its_form(self, captured: Captured) -> tuple[Form, Captured]:
+    def _in_its_form(self, captured: Captured) -> tuple[CompiledVariant, Captured]:
         """Shrunk wherever there is a budget: how little room there is for a part is known when all have run."""
         smaller = shrunk(captured) if self.session.status.budget_bytes else None
-        form = Form(Variant(shrunk=smaller is not None))
+        form = CompiledVariant(Variant(shrunk=smaller is not None))
         return form, in_form(self.session, smaller or captured, WHOLE)
 
     @property

@@ -26,7 +26,7 @@ from shoal.engine.optimizer_steps import watch
 from shoal.engine.status import Status
 from shoal.lowlevel import cuda_allocator, torch_state
 from shoal.memory.layout.caching_allocator import LARGEST_SMALL_BYTES, CachingAllocator
-from shoal.memory.layout.fillers import Filled, Step
+from shoal.memory.layout.fillers import Filled, RecordedStep
 from shoal.memory.layout.steering import Event, Program, carried_out
 from shoal.memory.trimmed_segments import trimmed_segments
 
@@ -149,7 +149,7 @@ class Placement:
                 self._is_open = False
                 self._filled = None
                 held_bytes = torch_state.reserved_bytes(self._device)
-                self._place(Step(recorded, trimmed_segments(self._device)))
+                self._place(RecordedStep(recorded, trimmed_segments(self._device)))
                 self._status.predicted_reserved_bytes = max(self._expected_bytes, held_bytes)  # as this step begins
                 return
             else:
@@ -227,7 +227,7 @@ class Placement:
         self._filled, budget_bytes = None, self._status.budget_bytes
         if budget_bytes is None or self._status.budget_of == "reserved":  # the allocator has that for its limit
             return
-        step = Step(self._first_run, trimmed_segments(self._device))
+        step = RecordedStep(self._first_run, trimmed_segments(self._device))
         natural = step.as_it_is()
         if natural.reserved_bytes <= _RESERVED * budget_bytes:
             return
@@ -246,7 +246,7 @@ class Placement:
         )
         return natural.allocated_bytes + more_bytes
 
-    def _place(self, step: Step) -> None:
+    def _place(self, step: RecordedStep) -> None:
         natural = step.as_it_is()
         if natural.reserved_bytes <= (self._status.budget_bytes or 0):  # fillers take the host 2 to 30 us an op
             self._expects(natural.reserved_bytes)

@@ -39,7 +39,7 @@ from shoal.engine.repair import SetAside, exceeded, highest_predicted
 from shoal.engine.reserved_budget import limit_for, look_beside, within_reserved
 from shoal.engine.search.encoding import IF_FASTER, Encoding
 from shoal.engine.status import Status
-from shoal.engine.step_planning import WHOLE_FORM, Form, Planned, StepPlanning
+from shoal.engine.step_planning import WHOLE_FORM, CompiledVariant, Planned, StepPlanning
 from shoal.engine.traced_layouts import TracedLayouts
 from shoal.errors import BudgetError
 from shoal.memory.limit import limit_reserved
@@ -304,7 +304,9 @@ class Session:
                 return made, hoped
         raise with_optimistic(error, least) from None
 
-    def make_plan(self, captured: Captured, device: torch.device, step: Metered, form: Form = WHOLE_FORM) -> Captured:
+    def make_plan(
+        self, captured: Captured, device: torch.device, step: Metered, form: CompiledVariant = WHOLE_FORM
+    ) -> Captured:
         """Profile the step's ops here, then plan it inside the budget; `step` gets the plan and what it was made for.
 
         Args:

@@ -55,7 +55,7 @@ class Planned:
 
 
 @dataclass(frozen=True)
-class Form:
+class CompiledVariant:
     """In which form a step is compiled.
 
     Attributes:
@@ -84,7 +84,7 @@ class Form:
         return replace(planned, captured=captured), loop
 
 
-WHOLE_FORM = Form()
+WHOLE_FORM = CompiledVariant()
 
 
 class StepPlanning:

@@ -16,7 +16,7 @@ import torch
 
 from shoal.errors import InputError
 from shoal.kernels import batch_norm, group_norm
-from shoal.lowlevel.dispatch import Implementation, Op, choose, register
+from shoal.lowlevel.dispatch import DispatchedOp, Implementation, choose, register
 from shoal.lowlevel.torch_internals import isolated
 from shoal.lowlevel.torch_state import on_device
 from shoal.lowlevel.triton_launch import TritonKernels
@@ -89,7 +89,7 @@ def _rows_of_lines(
     return scale.expand(of_each).reshape(-1, 1), shift.expand(of_each).reshape(-1, 1)
 
 
-class _Triton:
+class _ActivatedNormTriton:
     """`activated_norm_triton_kernels`."""
 
     def applies(self, x: torch.Tensor) -> bool:
@@ -169,7 +169,7 @@ def _try_on(device: torch.device) -> None:
 TRITON_KERNELS = TritonKernels(
     "shoal.kernels.activated_norm_triton_kernels", "two sweeps by PyTorch's own kernels", InputError, _try_on
 )
-TRITON = _Triton()
-_OP: Op[Callable[..., torch.Tensor]] = register(
+TRITON = _ActivatedNormTriton()
+_OP: DispatchedOp[Callable[..., torch.Tensor]] = register(
     "activated_norm", _by_pytorch, Implementation("triton", TRITON, TRITON.applies)
 )

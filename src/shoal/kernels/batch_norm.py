@@ -22,7 +22,7 @@ import torch
 from shoal.codecs.launch import threads_for
 from shoal.kernels.memory_format import channels_last_format
 from shoal.lowlevel import native
-from shoal.lowlevel.dispatch import Implementation, Op, allowed, choose, level_number, register
+from shoal.lowlevel.dispatch import DispatchedOp, Implementation, allowed, choose, level_number, register
 from shoal.lowlevel.torch_internals import isolated
 
 _PIECE_ELEMS = 1 << 18  # 1 MiB of float32: a piece stays in L2 through its passes
@@ -366,6 +366,6 @@ def line(
     return scale.view(per_channel), shift.view(per_channel)
 
 
-_GRADIENT: Op[Gradient] = register(
+_GRADIENT: DispatchedOp[Gradient] = register(
     "batch_norm_gradient", _in_pieces, Implementation("native", _native, _native_applies)
 )

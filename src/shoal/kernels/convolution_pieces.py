@@ -284,7 +284,7 @@ IN_PIECES: dict[Any, Callable[..., Any]] = {
 """What computes each in pieces."""
 
 
-class _Tensor(NamedTuple):
+class _PieceTensor(NamedTuple):
     """What is read of a tensor."""
 
     shape: tuple[int, ...]
@@ -301,7 +301,7 @@ def _best_cut(whole: Callable[..., Any], frozen: tuple[Any, ...], n_threads: int
     best: Cut | None = None
     with isolated(torch.device("cpu")):
         arguments = [
-            draw(place, (value.shape, value.stride), value.dtype) if isinstance(value, _Tensor) else value
+            draw(place, (value.shape, value.stride), value.dtype) if isinstance(value, _PieceTensor) else value
             for place, value in enumerate(frozen)
         ]
         expected, changes = allocations.record(lambda: _results(whole(*arguments)))
@@ -347,7 +347,7 @@ def _results(made: Any) -> list[torch.Tensor]:
 
 def _frozen(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return _Tensor(tuple(value.shape), value.stride(), value.dtype)
+        return _PieceTensor(tuple(value.shape), value.stride(), value.dtype)
     return tuple(value) if isinstance(value, Sequence) else value
 
 

@@ -143,7 +143,7 @@ def applies(*operands: torch.Tensor | None) -> bool:
 _Options = tuple[Sequence[int], Sequence[int], Sequence[int], bool, Sequence[int], int]
 
 
-class _Reference:
+class _DirectConvolutionReference:
     """PyTorch's own."""
 
     @staticmethod
@@ -182,7 +182,7 @@ class _Reference:
         return in_traced_layout(found, strides)
 
 
-class _Native:
+class _DirectConvolutionNative:
     """`csrc/direct_conv.cpp`."""
 
     @staticmethod
@@ -248,11 +248,11 @@ class _Native:
         return result
 
 
-_NATIVE: Implementation[Any] = Implementation("native", _Native, applies)
-_OP = register("direct_convolution", _Reference, _NATIVE)
+_NATIVE: Implementation[Any] = Implementation("native", _DirectConvolutionNative, applies)
+_OP = register("direct_convolution", _DirectConvolutionReference, _NATIVE)
 
 
-class _Call(ctypes.Structure):
+class _DirectConvolutionCall(ctypes.Structure):
     """ShoalDirectConv of csrc/shoal_native.h."""
 
     _fields_ = (
@@ -411,9 +411,9 @@ def _call(
     weight: torch.Tensor,
     stride: Sequence[int],
     axes: Sequence[_Axis],
-) -> _Call:
+) -> _DirectConvolutionCall:
     """What all have in common; it points into `x`."""
-    call = _Call(
+    call = _DirectConvolutionCall(
         images=x.shape[0],
         in_channels=weight.shape[out_and_in[1]],
         out_channels=weight.shape[out_and_in[0]],

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from shoal.errors import InputError
-from shoal.lowlevel.dispatch import Implementation, Op, choose, register
+from shoal.lowlevel.dispatch import DispatchedOp, Implementation, choose, register
 from shoal.lowlevel.torch_state import on_device
 from shoal.lowlevel.triton_launch import Launch, Launches, TritonKernels
 
@@ -37,7 +37,7 @@ def copy_rows(into: torch.Tensor, rows: torch.Tensor) -> None:
         choose(_OP, into, rows).copy(into, rows)
 
 
-class _ByPyTorch:
+class _RowCopiesByPyTorch:
     """PyTorch's kernel."""
 
     @staticmethod
@@ -45,7 +45,7 @@ class _ByPyTorch:
         into.copy_(rows)
 
 
-class _Triton:
+class _RowCopiesTriton:
     """`row_copies_triton_kernels`."""
 
     def __init__(self) -> None:
@@ -82,5 +82,5 @@ def _try_on(device: torch.device) -> None:
 
 
 TRITON_KERNELS = TritonKernels("shoal.kernels.row_copies_triton_kernels", "PyTorch's own kernel", InputError, _try_on)
-TRITON = _Triton()
-_OP: Op[Any] = register("copy_rows", _ByPyTorch, Implementation("triton", TRITON, TRITON.applies))
+TRITON = _RowCopiesTriton()
+_OP: DispatchedOp[Any] = register("copy_rows", _RowCopiesByPyTorch, Implementation("triton", TRITON, TRITON.applies))

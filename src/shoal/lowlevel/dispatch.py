@@ -55,7 +55,7 @@ class Implementation(Generic[Functions]):
 
 
 @dataclass(frozen=True)
-class Op(Generic[Functions]):
+class DispatchedOp(Generic[Functions]):
     """An entry of `TABLE`: the op's reference and its implementations, in the order they are asked."""
 
     name: str
@@ -69,10 +69,10 @@ class Op(Generic[Functions]):
         return next(each.functions for each in self.implementations if each.kind == kind)
 
 
-TABLE: dict[str, Op[Any]] = {}
+TABLE: dict[str, DispatchedOp[Any]] = {}
 
 
-def register(name: str, reference: Functions, *implementations: Implementation[Functions]) -> Op[Functions]:
+def register(name: str, reference: Functions, *implementations: Implementation[Functions]) -> DispatchedOp[Functions]:
     """Enter an op into `TABLE`.
 
     Args:
@@ -81,11 +81,11 @@ def register(name: str, reference: Functions, *implementations: Implementation[F
         implementations: in the order they are asked.
     """
     assert name not in TABLE, name
-    TABLE[name] = Op(name, reference, implementations)
+    TABLE[name] = DispatchedOp(name, reference, implementations)
     return TABLE[name]
 
 
-def choose(op: Op[Functions], *case: Any) -> Functions:
+def choose(op: DispatchedOp[Functions], *case: Any) -> Functions:
     """The functions of the first implementation that SHOAL_KERNELS lets run, that applies and that pays.
 
     Args:
@@ -95,7 +95,7 @@ def choose(op: Op[Functions], *case: Any) -> Functions:
     Raises:
         InputError: SHOAL_KERNELS is none of its values, or a variable that it replaces is set.
 
-    >>> op = Op("add", "reference", (Implementation("native", "native", lambda elems: elems > 8),))
+    >>> op = DispatchedOp("add", "reference", (Implementation("native", "native", lambda elems: elems > 8),))
     >>> choose(op, 4), choose(op, 16)
     ('reference', 'native')
     """

@@ -28,7 +28,7 @@ from shoal.planners.chain_blocks import Blocks, Option
 WITH, WITHOUT = 0, 1  # what the last block handed on
 
 
-class Row(NamedTuple):
+class ChainRow(NamedTuple):
     """One way on from (w, s, t).
 
     Attributes:
@@ -76,7 +76,7 @@ class Held:
         return self.kept, tuple(self.held), tuple(self.allowed), frozenset(self.afresh), frozenset(self.reached)
 
 
-class Table:
+class ChainTable:
     """The filled table; `held(slots)` reads a plan off it.
 
     Args:
@@ -95,7 +95,7 @@ class Table:
         self.reached = [[self._reached(w, s) for s in range(n)] for w in (WITH, WITHOUT)]
         self.seconds: NDArray[np.float64] = np.full((2, n, n, slots + 1), np.inf)
         self.choice: NDArray[np.int16] = np.full((2, n, n, slots + 1), -1, np.int16)
-        self._rows_read: dict[tuple[int, int, int], list[Row]] = {}
+        self._rows_read: dict[tuple[int, int, int], list[ChainRow]] = {}
         for length in range(n):
             for s in range(n - length):
                 for w in (WITH, WITHOUT):
@@ -146,7 +146,7 @@ class Table:
         waiting = blocks.handed_on[t] if w == WITH else 0
         return blocks.onset_bytes[t] + peak_bytes + blocks.bytes_of(waiting) - blocks.bytes_of(not_counted)
 
-    def _rows(self, w: int, s: int, t: int) -> list[Row]:
+    def _rows(self, w: int, s: int, t: int) -> list[ChainRow]:
         """The ways on: first two leaves where s = t, then those that hold, then those that keep."""
         blocks = self.blocks
         needed, bytes_of = blocks.needed, blocks.bytes_of
@@ -156,7 +156,8 @@ class Table:
         if s == t:
             pass_bytes = 0 if again else self._pass_bytes(w, t, t, (t, t + 1), self.passes[t][0])
             rows = [
-                Row(seconds, max(peak, pass_bytes), t + 1, 0, -1, -1, 0, there) for seconds, peak in self.leaves[w][t]
+                ChainRow(seconds, max(peak, pass_bytes), t + 1, 0, -1, -1, 0, there)
+                for seconds, peak in self.leaves[w][t]
             ]
         sweep_bytes, sweep_seconds = 0, 0.0
         for r in range(s + 1, t + 1):
@@ -169,7 +170,7 @@ class Table:
                     continue
                 nothing_to_run = again and not holds & ~there
                 rows.append(
-                    Row(
+                    ChainRow(
                         0.0 if nothing_to_run else sweep_seconds,
                         0 if nothing_to_run else sweep_bytes,
                         r,
@@ -183,7 +184,7 @@ class Table:
         if again and s < t:
             seconds, peak = self.reached[w][t]
             until = needed(WITHOUT, s, t - 1)
-            rows.append(Row(sweep_seconds + seconds, max(sweep_bytes, peak), t + 1, 0, WITHOUT, t - 1, 0, until))
+            rows.append(ChainRow(sweep_seconds + seconds, max(sweep_bytes, peak), t + 1, 0, WITHOUT, t - 1, 0, until))
         for option in self.options[s]:
             end = option.end
             if end > t + 1 or (end == t + 1 and again):
@@ -191,7 +192,7 @@ class Table:
             pass_bytes = self._pass_bytes(w, s, t, (s, end), option.pass_peak_bytes)
             holds = option.keeps | (needed(w, end, t) if end <= t else 0)
             rows.append(
-                Row(
+                ChainRow(
                     option.phase_seconds + (option.pass_seconds if again else 0.0),
                     max(pass_bytes, option.phase_peak_bytes - bytes_of(option.needs)),
                     end,

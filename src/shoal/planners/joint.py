@@ -90,7 +90,7 @@ def joint(graph: StepGraph, hardware: Hardware, budget_bytes: int, *, limits: Li
         least = smallest_plan(graph, hardware, budget_bytes, limits)
         if least.predicted_peak_bytes > budget_bytes:
             raise infeasible(least, budget_bytes)
-        search = _Search(hardware, budget_bytes, graph.plain_seconds, limits, guard)
+        search = _JointSearch(hardware, budget_bytes, graph.plain_seconds, limits, guard)
         best = search.held_longer(simulated(least.graph, least.residences))
         bound_seconds = search.tight_bound_seconds(least.graph)
         guard.note(*least.stopped_early)
@@ -119,7 +119,7 @@ def _fastest(
     ordered = in_lower_order(kept, limits, guard)
     if ordered is not None and ordered.peak_bytes <= budget_bytes:
         return ordered, ordered.seconds - kept.seconds if graph.has_launches else 0.0
-    search = _Search(hardware, budget_bytes, kept.seconds, limits, guard)
+    search = _JointSearch(hardware, budget_bytes, kept.seconds, limits, guard)
     best, bound_seconds = None, math.inf
     bound, bound_in_order = search.bound(graph), math.inf
     if ordered is not None:
@@ -136,7 +136,7 @@ def _fastest(
     return search.or_on_demand(graph, best, bound_seconds)
 
 
-class _Search:
+class _JointSearch:
     """The search for the fastest plan inside one budget.
 
     Args:

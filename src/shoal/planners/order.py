@@ -89,10 +89,10 @@ def _recomputed_where(graph: StepGraph, residences: Mapping[str, Residence], run
 
 def best_order(tasks: PassTasks, effort: Effort) -> list[int]:
     """An order of the tasks with a low peak; the given one where none is better."""
-    return _Search(tasks, effort).run()
+    return _OrderSearch(tasks, effort).run()
 
 
-class _Search:
+class _OrderSearch:
     def __init__(self, tasks: PassTasks, effort: Effort) -> None:
         self._tasks = tasks
         self._effort = effort

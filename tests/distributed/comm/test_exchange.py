@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from shoal.distributed.comm import checked_all_to_all
 from shoal.distributed.comm.exchange import Exchange
-from shoal.distributed.comm.message import HEADER_BYTES, Header
+from shoal.distributed.comm.message import HEADER_BYTES, MessageHeader
 from shoal.errors import InputError, TransferError
 from tests.ranks import meet, run_on_ranks
 
@@ -137,12 +137,12 @@ def send_exact(exchange: Exchange) -> None:
 
 
 def send_noise(exchange: Exchange) -> None:
-    real = Header.to_tensor
-    Header.to_tensor = lambda self: real(self).fill_(7)  # type: ignore[method-assign]
+    real = MessageHeader.to_tensor
+    MessageHeader.to_tensor = lambda self: real(self).fill_(7)  # type: ignore[method-assign]
     try:
         send_exact(exchange)
     finally:
-        Header.to_tensor = real  # type: ignore[method-assign]
+        MessageHeader.to_tensor = real  # type: ignore[method-assign]
 
 
 def give_up(exchange: Exchange) -> None:

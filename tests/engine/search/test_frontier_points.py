@@ -18,7 +18,7 @@ from shoal.core.simulate import simulate
 from shoal.core.step import StepGraph
 from shoal.core.variant import WHOLE, Variant
 from shoal.engine.search.encoding import EncodeBelow, EncodeIfFaster, NotFaster
-from shoal.engine.search.frontier_points import Found, frontier_points
+from shoal.engine.search.frontier_points import FoundPoints, frontier_points
 from shoal.engine.search.priced import Encodable, Priced
 from shoal.engine.search.split_forms import PatchWork
 from shoal.errors import BudgetError
@@ -56,7 +56,7 @@ class Forms:
         )
 
 
-def found(forms: Forms, n_points: int = 5, budget_bytes: int | None = None) -> Found:
+def found(forms: Forms, n_points: int = 5, budget_bytes: int | None = None) -> FoundPoints:
     return frontier_points(forms, forms.price, n_points, budget_bytes)  # type: ignore[arg-type]
 
 

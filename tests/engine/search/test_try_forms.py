@@ -11,7 +11,7 @@ from shoal.core.plan import Plan
 from shoal.core.step import StepGraph
 from shoal.core.variant import WHOLE, Pieces, Variant
 from shoal.engine.search.best_variant import best_variant
-from shoal.engine.search.nearest_first import Form
+from shoal.engine.search.nearest_first import PricedVariant
 from shoal.engine.search.priced import Priced
 from shoal.engine.search.search_state import SearchState
 from shoal.engine.search.split_forms import PatchWork
@@ -43,7 +43,7 @@ def test_a_form_that_seems_to_need_more_than_the_budget_waits_for_the_others(roo
     def planned(*steps: StepGraph) -> SearchState[Variant, None]:
         state: SearchState[Variant, None] = SearchState(budget_bytes)
         ways = [
-            Form(variant, variant, replace(forms.price(variant), graph=step))
+            PricedVariant(variant, variant, replace(forms.price(variant), graph=step))
             for variant, step in zip((WHOLE, FUSED), steps, strict=False)
         ]
         plan_forms(state, [(seconds, form) for seconds, form in zip((1.0, 2.0), ways, strict=False)])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from shoal.errors import InputError
 from shoal.kernels.norm import norm_conv_native
-from shoal.kernels.norm.norm_conv_native import Window
+from shoal.kernels.norm.norm_conv_native import ConvWindow
 from shoal.kernels.norm.norm_rows import native_row_stride as row_stride
 from shoal.lowlevel import allocations
 from shoal.lowlevel.dispatch import VARIABLE
@@ -30,8 +30,8 @@ each_kind = pytest.mark.parametrize(
 )
 
 
-def window(kernel: int, **changes: Any) -> Window:
-    return replace(Window((1, 1), (kernel // 2,) * 2, (1, 1), 1), **changes)
+def window(kernel: int, **changes: Any) -> ConvWindow:
+    return replace(ConvWindow((1, 1), (kernel // 2,) * 2, (1, 1), 1), **changes)
 
 
 def channels_last(x: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shoal.distributed.comm.message import HEADER_BYTES, Header, body_tag, checksum, fitting, read_header
+from shoal.distributed.comm.message import HEADER_BYTES, MessageHeader, body_tag, checksum, fitting, read_header
 from shoal.errors import TransferError
 
 HEADER_TAG = 1
@@ -133,7 +133,7 @@ class CheckedAllToAll:
             part = self.parts[r]
             if id(part) not in sums:
                 sums[id(part)] = checksum(part) if self._tagged else 0
-            header = Header(self.sequence, part.numel(), sums[id(part)], fitting(self.what)).to_tensor()
+            header = MessageHeader(self.sequence, part.numel(), sums[id(part)], fitting(self.what)).to_tensor()
             headers.append((r, header.to(self._coming[r].device), HEADER_TAG))
         return headers
 
@@ -173,7 +173,7 @@ class CheckedAllToAll:
             raise self._lost(None, error) from error
         return works if len(works) == len(ops) else works[:1] * len(ops)  # one of them
 
-    def _header_of(self, peer: int, work: Any, data: torch.Tensor) -> Header:
+    def _header_of(self, peer: int, work: Any, data: torch.Tensor) -> MessageHeader:
         self._wait(work, peer)
         header = read_header(data)
         if header is None:
@@ -196,7 +196,7 @@ class CheckedAllToAll:
             )
         return header
 
-    def _check(self, peer: int, header: Header) -> None:
+    def _check(self, peer: int, header: MessageHeader) -> None:
         if not self._tagged:  # the host would have to wait for the device, for each message
             return
         found = checksum(self.received[peer])

@@ -60,14 +60,14 @@ def batch_points(plans: Plans, n_points: int, trying: Callable[[str], object] = 
         BudgetError: not even one image fits.
         CaptureError, InputError: as `plans`.
     """
-    kept = _Kept(plans, lambda batch: trying(f"{batch} images"))
+    kept = _KeptPlans(plans, lambda batch: trying(f"{batch} images"))
     largest, _ = plans.largest(lambda batch: trying(f"the largest batch: {batch} images"), fits=kept.fits)
     kept.spread(n_points, largest)
     kept.narrow_to_best()
     return kept.found()
 
 
-class _Kept:
+class _KeptPlans:
     """Collects what is planned."""
 
     def __init__(self, plans: Plans, trying: Callable[[int], object]) -> None:

@@ -27,7 +27,7 @@ from shoal.capture.layered import Refused
 from shoal.core.sizes import format_bytes
 from shoal.core.variant import WHOLE, Pieces, Variant
 from shoal.engine.search.encode_forms import EncodeForms
-from shoal.engine.search.nearest_first import Form
+from shoal.engine.search.nearest_first import PricedVariant
 from shoal.engine.search.priced import Made, Priced, captured_form
 from shoal.engine.search.search_state import WORTH_A_PLAN, Best, SearchState
 from shoal.engine.search.try_forms import Bounded, bound_forms, plan_forms, try_forms
@@ -54,7 +54,7 @@ def best_variant(
         BudgetError: no plan of any of them fits; the one that came nearest.
         CaptureError: the step cannot be captured as it is.
     """
-    search = _Search(variants, price, budget_bytes)
+    search = _BestVariantSearch(variants, price, budget_bytes)
     search.consider_norms()
     search.consider_shrunk()
     if search.state.is_short_of_room:
@@ -74,7 +74,7 @@ def best_variant(
     return best
 
 
-class _Search(Generic[Graph, Made]):
+class _BestVariantSearch(Generic[Graph, Made]):
     """Captures forms and has them tried."""
 
     def __init__(self, variants: Forms[Graph], price: Callable[[Graph], Priced[Made]], budget_bytes: int) -> None:
@@ -85,14 +85,14 @@ class _Search(Generic[Graph, Made]):
         self._shrunk: set[str] = set()  # forms that were asked to be shrunk
         self._unasked_slices = list(takewhile(lambda one: one.slices, variants.split()))
 
-    def _form(self, variant: Variant) -> list[Form[Graph, Made]]:
+    def _form(self, variant: Variant) -> list[PricedVariant[Graph, Made]]:
         """The form, captured and priced; none where the step does not have it."""
         try:
             graph, priced = captured_form(self._variants, self._price, variant)
         except Refused as reason:
             self.state.leave_out(variant, str(reason))
             return []
-        return [Form(variant, graph, priced)]
+        return [PricedVariant(variant, graph, priced)]
 
     def consider_norms(self) -> None:
         """The step as it is, and with batch norms fused: all of them, or where they do not fit, but for the largest.
@@ -189,7 +189,7 @@ class _Search(Generic[Graph, Made]):
             if form.variant.pieces or form.variant.shrunk or not state.may_gain(least_seconds):
                 continue
             if (priced := form.priced.shrunk()) is not None:
-                forms.append(Form(replace(form.variant, shrunk=True), form.graph, priced))
+                forms.append(PricedVariant(replace(form.variant, shrunk=True), form.graph, priced))
         return bound_forms(state, forms)
 
     def consider_pieces(self) -> None:
@@ -257,12 +257,12 @@ class _Search(Generic[Graph, Made]):
 
 
 def _changed(
-    forms: Iterable[Form[Graph, Made]],
+    forms: Iterable[PricedVariant[Graph, Made]],
     change: Callable[[Priced[Made]], tuple[tuple[Pieces, ...], Priced[Made]] | None],
-) -> list[Form[Graph, Made]]:
+) -> list[PricedVariant[Graph, Made]]:
     found = []
     for form in forms:
         if (changed := change(form.priced)) is not None:
             pieces, priced = changed
-            found.append(Form(replace(form.variant, pieces=pieces), form.graph, priced))
+            found.append(PricedVariant(replace(form.variant, pieces=pieces), form.graph, priced))
     return found

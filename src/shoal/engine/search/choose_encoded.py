@@ -76,7 +76,7 @@ def choose_encoded(
         NotFaster: no plan of encoded storages takes less than what `encoding` says.
     """
     below_seconds = encoding.seconds if isinstance(encoding, EncodeBelow) else math.inf
-    search = _Search(steps, budget_bytes, plan, in_loop, below_seconds)
+    search = _ChooseEncodedSearch(steps, budget_bytes, plan, in_loop, below_seconds)
     name = steps.exact.model
     chosen = None if before is None else frozenset(before)
     if chosen is not None and not search.fits(chosen):
@@ -149,7 +149,7 @@ def _by_worth(steps: EncodedSteps, exact: StepGraph) -> list[str]:
     return [offer.storage for offer in sorted(steps.offers, key=worth, reverse=True)]
 
 
-class _Search:
+class _ChooseEncodedSearch:
     """Looks through the sets of storages that may be encoded; arguments as for `choose_encoded`."""
 
     def __init__(

@@ -83,7 +83,7 @@ class _Form:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundPoints:
     """What `frontier_points` came to; as the attributes of `Frontier`."""
 
     points: tuple[FrontierPoint, ...]
@@ -98,7 +98,7 @@ def frontier_points(
     n_points: int,
     budget_bytes: int | None = None,
     trying: Callable[[str], object] = lambda what: None,
-) -> Found:
+) -> FoundPoints:
     """Plan inside budgets from the smallest that works to what keeping everything needs.
 
     The smallest that works may recompute everything again and again; then a little more is planned too.
@@ -143,7 +143,7 @@ def frontier_points(
     fastest = {within: _fastest(plans, within) for within in sorted(budgets)}
     points = (FrontierPoint.of(plan, within, bounds[within]) for within, plan in fastest.items() if plan is not None)
     plain_peak_bytes = plain.peak_bytes + forms[0].priced.graph.rewrites_save_bytes
-    return Found(tuple(points), plain.seconds, plain_peak_bytes, tuple(left_out))
+    return FoundPoints(tuple(points), plain.seconds, plain_peak_bytes, tuple(left_out))
 
 
 def _plan_inside(budget_bytes: int, forms: list[_Form], plans: list[Plan]) -> float:

@@ -19,7 +19,7 @@ from shoal.planners.infeasible import fewest_bytes
 
 
 @dataclass(frozen=True)
-class Form(Generic[Graph, Made]):
+class PricedVariant(Generic[Graph, Made]):
     """A form of the step that was captured and priced."""
 
     variant: Variant
@@ -39,7 +39,7 @@ class Way(Generic[Graph, Made]):
         found_bytes: the peak of a plan that was found in a moment.
     """
 
-    form: Form[Graph, Made]
+    form: PricedVariant[Graph, Made]
     encoded: bool
     step: StepGraph
     expected_bytes: int = 0

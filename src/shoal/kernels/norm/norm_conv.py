@@ -20,27 +20,27 @@ from torch.utils.flop_counter import register_flop_formula
 from shoal.kernels.memory_format import dense_in_format, memory_format_of, suggested_memory_format
 from shoal.kernels.norm import norm_conv_native, norm_weight_grad
 from shoal.kernels.norm.norm_act import activated, activated_backward, joined, parted, parted_fake
-from shoal.kernels.norm.norm_conv_native import Window
+from shoal.kernels.norm.norm_conv_native import ConvWindow
 from shoal.kernels.norm.norm_rows import native_row_stride
 from shoal.kernels.norm.statistics import by_channel, measure, whole_gradient, wide
 from shoal.lowlevel.direct_call import direct_call
-from shoal.lowlevel.dispatch import Implementation, Op, choose, register
+from shoal.lowlevel.dispatch import DispatchedOp, Implementation, choose, register
 
 _aten = torch.ops.aten
 _N_BACKWARD = 18  # operands of the backward op
 
-_FORWARD: Op[ModuleType | None] = register(
+_FORWARD: DispatchedOp[ModuleType | None] = register(
     "norm_conv",
     None,
     Implementation("native", norm_conv_native, norm_conv_native.applies, norm_conv_native.forward_pays),
 )
-_BACKWARD: Op[ModuleType | None] = register(
+_BACKWARD: DispatchedOp[ModuleType | None] = register(
     "norm_conv_backward",
     None,
     Implementation("native", norm_conv_native, norm_conv_native.applies, norm_conv_native.backward_pays),
 )
 # Of the backward pass where that one does not run.
-_WEIGHT_GRAD: Op[ModuleType | None] = register(
+_WEIGHT_GRAD: DispatchedOp[ModuleType | None] = register(
     "norm_conv_weight_grad",
     None,
     Implementation("native", norm_weight_grad, norm_weight_grad.applies, norm_weight_grad.pays),
@@ -55,7 +55,7 @@ def norm_conv(
     relu: bool,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    window: Window,
+    window: ConvWindow,
     statistics: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Replaces `y = conv(relu((torch.cat(xs, 1) - mean) * scale + shift))` and `torch.var_mean(y)`.
@@ -74,7 +74,7 @@ def norm_conv(
 
     Under autocast the convolution runs in its dtype, as PyTorch's own does; statistics stay in float32.
 
-    >>> window = Window([1], [0], [1], 1)
+    >>> window = ConvWindow([1], [0], [1], 1)
     >>> x, weight, one = torch.tensor([[[1.0, 5.0]]]), torch.ones(1, 1, 1), torch.ones(1)
     >>> norm_conv([x], 3 * one, 2 * one, one, True, weight, None, window, True)
     (tensor([[[0., 5.]]]), tensor([2.5000]), tensor([6.2500]))
@@ -108,7 +108,7 @@ def convolve(
     relu: bool,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    window: Window,
+    window: ConvWindow,
     statistics: bool,
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -128,7 +128,7 @@ def convolve(
     return y if out is None else out.copy_(y), mean_y, variance_y
 
 
-def runs_winograd(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, window: Window) -> bool:
+def runs_winograd(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, window: ConvWindow) -> bool:
     """Whether `convolve` is native here and uses Winograd's algorithm."""
     return choose(_FORWARD, x, weight, bias, window) is not None and norm_conv_native.winograd_pays(x, weight)
 
@@ -147,7 +147,7 @@ def _forward(
     groups: int,
     statistics: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    window = Window(stride, padding, dilation, groups)
+    window = ConvWindow(stride, padding, dilation, groups)
     x = joined(xs)
     y, mean_y, variance_y = convolve(x, mean, scale, shift, relu, weight, bias, window, statistics)
     if choose(_FORWARD, x, weight, bias, window) is not None:
@@ -214,7 +214,7 @@ def backward_onto(
         onto: what the gradient of a single x is added to; it is the first result.
         The others as for `convolve_backward`.
     """
-    window = Window(stride, padding, dilation, groups)
+    window = ConvWindow(stride, padding, dilation, groups)
     of_x, *of_vectors, of_weight, of_bias = convolve_backward(
         grad, of_mean, of_variance, joined(xs), y, mean_y, mean, scale, shift, relu, weight, window, needs, onto, factor
     )
@@ -236,7 +236,7 @@ def convolve_backward(
     shift: torch.Tensor | None,
     relu: bool,
     weight: torch.Tensor,
-    window: Window,
+    window: ConvWindow,
     needs: Sequence[bool],
     grad_x: torch.Tensor | None = None,
     factor: torch.Tensor | None = None,

@@ -32,7 +32,7 @@ _MUCH_WORK = 1 << 24  # multiplications for one element of the kernel
 
 
 @dataclass(frozen=True)
-class Window:
+class ConvWindow:
     """How a convolution moves: each as `torch.nn.functional.conv2d` takes it, one number a dimension."""
 
     stride: Sequence[int]
@@ -41,7 +41,7 @@ class Window:
     groups: int
 
 
-class _Call(ctypes.Structure):
+class _NormConvNativeCall(ctypes.Structure):
     """ShoalNormConv of csrc/shoal_native.h."""
 
     _fields_ = (
@@ -68,14 +68,14 @@ def applies(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    window: Window,
+    window: ConvWindow,
 ) -> bool:
     """Whether `forward` and `backward` can do this case, here."""
     readable = bias is None or bias.dtype == torch.float32
     return readable and list(window.stride) == _ONES and is_same_convolution(x, weight, window)
 
 
-def is_same_convolution(x: torch.Tensor, weight: torch.Tensor, window: Window) -> bool:
+def is_same_convolution(x: torch.Tensor, weight: torch.Tensor, window: ConvWindow) -> bool:
     """Whether it is what native kernels read: 1 x 1 or 3 x 3, "same" padding, one group, float32 in NHWC order."""
     kernel = tuple(weight.shape[2:])
     return (
@@ -101,7 +101,7 @@ def winograd_pays(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return tiles >= _FEW_TILES and allowed().winograd
 
 
-def forward_pays(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, window: Window) -> bool:
+def forward_pays(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, window: ConvWindow) -> bool:
     """Whether `forward` is faster than the library's convolution and two passes, as measured by `bench.norm_conv`.
 
     A 1 x 1 is, and a 3 x 3 by Winograd's algorithm. Of the other 3 x 3 the library wins with AVX2 where there is much
@@ -114,7 +114,7 @@ def forward_pays(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     return levels()[-1] == "avx512" or x.numel() * weight.shape[0] < _MUCH_WORK
 
 
-def backward_pays(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, window: Window) -> bool:
+def backward_pays(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, window: ConvWindow) -> bool:
     """The same of `backward`: not for a wide 3 x 3, of which the weight's gradient alone is (`norm_weight_grad`)."""
     if weight.shape[2] == 1 or winograd_pays(x, weight):
         return True
@@ -129,7 +129,7 @@ def forward(
     relu: bool,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    window: Window,
+    window: ConvWindow,
     statistics: bool,
     *,
     out: torch.Tensor | None = None,
@@ -182,7 +182,7 @@ def backward(
     shift: torch.Tensor | None,
     relu: bool,
     weight: torch.Tensor,
-    window: Window,
+    window: ConvWindow,
     needs: Sequence[bool],
     *,
     factor: torch.Tensor | None = None,
@@ -255,13 +255,13 @@ def _call(
     weight: torch.Tensor,
     winograd: bool | None,
     level: str | None,
-) -> _Call:
+) -> _NormConvNativeCall:
     """What forward and backward have in common; it points into `x`, `vectors` and `weight`."""
     kernel = weight.shape[2]
     if kernel == 3 and weight.stride(2) != 3 * weight.stride(3):
         raise InputError(f"a weight of strides {weight.stride()}; give one that is contiguous or channels_last")
     images, channels, height, width = x.shape
-    call = _Call(
+    call = _NormConvNativeCall(
         images=images,
         height=height,
         width=width,

@@ -19,7 +19,7 @@ import torch
 from shoal.errors import InputError
 from shoal.kernels.norm.norm_rows import native_row_stride, vector, workspace
 from shoal.kernels.norm.norm_tiles import grid_of, is_channels_last, power
-from shoal.lowlevel.dispatch import Implementation, Op, choose, level_number, register
+from shoal.lowlevel.dispatch import DispatchedOp, Implementation, choose, level_number, register
 from shoal.lowlevel.native import levels, run_native
 from shoal.lowlevel.torch_state import on_device
 from shoal.lowlevel.triton_launch import Launch, Launches, TritonKernels
@@ -77,7 +77,7 @@ class Sweeps(Protocol):
         """
 
 
-class _Pass(ctypes.Structure):
+class _NormSweepsPass(ctypes.Structure):
     """ShoalNormPass of csrc/shoal_native.h."""
 
     _fields_ = (
@@ -100,7 +100,7 @@ class _Pass(ctypes.Structure):
     )
 
 
-class _Native:
+class _NormSweepsNative:
     """`csrc/norm_pass.cpp`; `level`: "portable", "avx2" or "avx512"; None: as SHOAL_KERNELS says."""
 
     def applies(self, *tensors: torch.Tensor) -> bool:
@@ -183,15 +183,15 @@ def _rows(tensor: torch.Tensor | None, x: torch.Tensor) -> tuple[int | None, int
     return tensor.data_ptr(), _row_stride(tensor)
 
 
-def _call(x: torch.Tensor, level: str | None) -> _Pass:
+def _call(x: torch.Tensor, level: str | None) -> _NormSweepsPass:
     rows = x.numel() // x.shape[1] if x.numel() else 0
     threads = max(1, min(torch.get_num_threads(), rows))
-    return _Pass(
+    return _NormSweepsPass(
         rows=rows, channels=x.shape[1], threads=threads, level=level_number(level), x=x.data_ptr(), ld_x=_row_stride(x)
     )
 
 
-def _workspace(call: _Pass) -> torch.Tensor:
+def _workspace(call: _NormSweepsPass) -> torch.Tensor:
     return workspace("shoal_norm_pass_workspace_bytes", ctypes.byref(call))
 
 
@@ -200,7 +200,7 @@ def _form(x: torch.Tensor | None) -> Hashable:
     return None if x is None else (x.shape, x.stride(), x.dtype)
 
 
-class _Triton:
+class _NormSweepsTriton:
     """`norm_triton_kernels`."""
 
     def __init__(self) -> None:
@@ -310,8 +310,8 @@ def _try_on(device: torch.device) -> None:
 
 
 TRITON_KERNELS = TritonKernels("shoal.kernels.norm.norm_triton_kernels", "PyTorch's own kernels", InputError, _try_on)
-NATIVE, TRITON = _Native(), _Triton()
-_OP: Op[Sweeps | None] = register(
+NATIVE, TRITON = _NormSweepsNative(), _NormSweepsTriton()
+_OP: DispatchedOp[Sweeps | None] = register(
     "norm_sweeps",
     None,
     Implementation("triton", TRITON, TRITON.applies),

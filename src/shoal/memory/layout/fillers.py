@@ -19,10 +19,9 @@ from random import Random
 from typing import Any
 
 from shoal.memory.layout.around import Spans, fit_around
-from shoal.memory.layout.caching_allocator import LARGEST_SMALL_BYTES, Block, CachingAllocator, block_bytes
+from shoal.memory.layout.caching_allocator import LARGEST_SMALL_BYTES, AddressRange, CachingAllocator, block_bytes
 from shoal.memory.layout.fit import best_fit
-from shoal.memory.layout.problem import Block as LaidOut
-from shoal.memory.layout.problem import Problem
+from shoal.memory.layout.problem import Block, Problem
 from shoal.memory.layout.search import search
 from shoal.memory.layout.steering import Event, Program, carried_out, steered
 
@@ -67,7 +66,7 @@ class _Life:
         return any(a < d and c < b for a, b in self.spans for c, d in other.spans)
 
 
-class Step:
+class RecordedStep:
     """A recorded step, from its first event to the first of the next one.
 
     Args:
@@ -122,7 +121,7 @@ class Step:
         for attempt in count():
             spread = _SPREADS[attempt % len(_SPREADS)]
             weight = {life.start: life.size_bytes * random.uniform(1 - spread, 1 + spread) for life in self._lives}
-            anew = partial(self._among, _Line(self._segments, allocator), weight)
+            anew = partial(self._among, _AddressLine(self._segments, allocator), weight)
             yield anew(allocator, {}, -1), anew
 
     def _above(self, grain_bytes: int) -> dict[int, int]:
@@ -137,7 +136,7 @@ class Step:
         spans = (life.spans[0] if len(life.spans) == 1 else (0, end) for life in lives)
         problem = Problem(
             tuple(
-                LaidOut(str(life.start), *span, -(-life.size_bytes // grain_bytes) * grain_bytes)
+                Block(str(life.start), *span, -(-life.size_bytes // grain_bytes) * grain_bytes)
                 for life, span in zip(lives, spans, strict=True)
             )
         )
@@ -147,7 +146,7 @@ class Step:
         return {start: address for start, address in planned.items() if start in self._planned}
 
     def _among(
-        self, line: _Line, weight: Mapping[int, float], allocator: CachingAllocator, made: Addresses, last: int
+        self, line: _AddressLine, weight: Mapping[int, float], allocator: CachingAllocator, made: Addresses, last: int
     ) -> Addresses:
         """Among what is in use, what comes from here on: each at the lowest address that is free all its life.
 
@@ -214,7 +213,7 @@ class Step:
                 highest, peak = in_use, event
         return peak
 
-    def _lifetimes(self, there: Mapping[int, Block]) -> tuple[list[_Life], list[_Life]]:
+    def _lifetimes(self, there: Mapping[int, AddressRange]) -> tuple[list[_Life], list[_Life]]:
         """Large blocks from before the step, and those of the step.
 
         What a step frees of the one before, such as its gradients, takes the place of what it leaves to the next one.
@@ -259,7 +258,7 @@ class Step:
     def _run(self, planned: Addresses, anew: Anew | None, most_bytes: int) -> Filled:
         """Two steps in a row, as the allocator runs them."""
         allocator = CachingAllocator.of_snapshot(self._segments)
-        blocks: dict[int, Block] = {block.address: block for block in allocator.in_use()}
+        blocks: dict[int, AddressRange] = {block.address: block for block in allocator.in_use()}
         programs: dict[str, Program] = {}  # of each op that ran, empty where nothing is filled
         mapping: tuple[int, ...] = ()
         if planned:
@@ -272,7 +271,7 @@ class Step:
             for group in self._groups:
                 first = self._events[group[0]]
                 op = first.op if first.allocated else ""
-                fillers: list[Block] = []
+                fillers: list[AddressRange] = []
                 wanted: dict[int, int] = {}
                 if op in programs:  # an op may run several times in a step, and the step does again and again
                     fillers = carried_out(programs[op], allocator.allocate, allocator.release)
@@ -304,7 +303,7 @@ class Step:
         return Filled(mapping, programs, allocator.peak_reserved_bytes, allocator.peak_allocated_bytes)
 
 
-class _Line:
+class _AddressLine:
     """Addresses of large blocks on one line: segments of a fixed size, a wall behind each, then the range that grows.
 
     Attributes:

@@ -9,7 +9,7 @@ from typing import Any
 from shoal.core.schedule import Run
 from shoal.core.simulate import dropped_bytes
 from shoal.core.step import StepGraph
-from shoal.memory.layout.caching_allocator import Block, CachingAllocator, LimitReached
+from shoal.memory.layout.caching_allocator import AddressRange, CachingAllocator, LimitReached
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,10 @@ def reserved(
     return Reserved(allocator.peak_reserved_bytes)
 
 
-def _run(allocator: CachingAllocator, graph: StepGraph, runs: Iterable[Run]) -> list[Block]:
+def _run(allocator: CachingAllocator, graph: StepGraph, runs: Iterable[Run]) -> list[AddressRange]:
     """One forward and backward pass; what is there when it ends."""
     storages = graph.storages
-    blocks: dict[int, Block] = {}
+    blocks: dict[int, AddressRange] = {}
 
     def begin(storage: int) -> None:
         if storage not in blocks and storages[storage].nbytes:

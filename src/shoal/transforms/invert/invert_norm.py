@@ -77,7 +77,10 @@ def invert_norm(model: nn.Module, slope: float | None = 0.01, *, limit: float | 
             "no inverse"
         )
     check_limit(limit)
-    graphs = [traced(model, _Tracer(), training=training, instead="convert a part of it") for training in (True, False)]
+    graphs = [
+        traced(model, _InvertNormTracer(), training=training, instead="convert a part of it")
+        for training in (True, False)
+    ]
     modules = dict(model.named_modules(remove_duplicate=False))
     sites, left = find(graphs, modules, slope)
     _refuse_hooks(model)
@@ -90,7 +93,7 @@ def invert_norm(model: nn.Module, slope: float | None = 0.01, *, limit: float | 
     return found
 
 
-class _Tracer(fx.Tracer):
+class _InvertNormTracer(fx.Tracer):
     """Leaves norms of other libraries whole, and what a transform returned."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -98,7 +101,7 @@ class _Tracer(fx.Tracer):
 
 
 def _refuse_hooks(model: nn.Module) -> None:
-    is_whole = _Tracer().is_leaf_module
+    is_whole = _InvertNormTracer().is_leaf_module
     for name, module in model.named_modules():
         if name and not is_whole(module, name) and has_hooks(module):
             raise InputError(

@@ -83,7 +83,7 @@ def slab_graph(root: nn.Module, graph: fx.Graph, region: SlabRegion, *, twice: b
         twice: whether what a norm alone reads is computed once to be measured, and again to be normalised, so that all
             its slabs are never there together.
     """
-    return _Builder(root, graph, region, twice).build()
+    return _SlabGraphBuilder(root, graph, region, twice).build()
 
 
 def convolve_rows(x: torch.Tensor, layer: _ConvNd, before: int, after: int) -> torch.Tensor:
@@ -162,7 +162,7 @@ def _each(value: Any, dims: int, default: int) -> list[int]:
     return [value] * dims if isinstance(value, int) else list(value)
 
 
-class _Builder:
+class _SlabGraphBuilder:
     def __init__(self, root: nn.Module, graph: fx.Graph, region: SlabRegion, twice: bool) -> None:
         self.root, self.graph, self.kinds, self.slabs = root, graph, region.kinds, region.slabs
         self.twice = twice

@@ -40,7 +40,7 @@ def slice_graph(root: nn.Module, graph: fx.Graph, region: SplitRegion, samples: 
         slices: into how many parts it is cut, which differ by one sample at most.
     """
     cuts = [number * samples // slices for number in range(slices + 1)]
-    return _Builder(root, graph, region, list(pairwise(cuts))).build()
+    return _SliceGraphBuilder(root, graph, region, list(pairwise(cuts))).build()
 
 
 def convolve_parts(parts: Sequence[torch.Tensor], layer: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> torch.Tensor:
@@ -75,7 +75,7 @@ def activation_behind(node: fx.Node) -> tuple[fx.Node | None, str]:
     return (reader, f"{name} {float(number)}") if positive else (None, "")
 
 
-class _Builder:
+class _SliceGraphBuilder:
     def __init__(self, root: nn.Module, graph: fx.Graph, region: SplitRegion, spans: list[tuple[int, int]]) -> None:
         self.root, self.graph, self.region, self.spans = root, graph, region, spans
         self.out = fx.Graph()
