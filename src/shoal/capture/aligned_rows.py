@@ -98,12 +98,12 @@ def added_elements(columns: int, element_bytes: int) -> int:
 
 
 def is_odd(columns: int, element_bytes: int) -> bool:
-    """Whether rows of so many elements, one behind the other, do not all begin at multiples of 16 bytes."""
+    """Whether rows of that many elements, one after the other, do not all begin at multiples of 16 bytes."""
     return columns * element_bytes % _CHUNK_BYTES != 0
 
 
 def is_little(added: int, columns: int) -> bool:
-    """Whether so many elements more are few beside a row, and any at all."""
+    """Whether that many elements more are few compared with a row, and any at all."""
     return 0 < added <= _MOST_ADDED * columns
 
 
@@ -119,7 +119,7 @@ def _feeds_product(node: fx.Node) -> bool:
 
 
 def _write_longer(graph: fx.Graph, rows: _AlignedRows) -> set[str]:
-    """Write the longer rows behind the op, and have all its readers read a part of them; names of what is new."""
+    """Write the longer rows after the op, and have all its readers read a part of them; names of what is new."""
     node, value = rows.node, rows.node.meta["val"]
     columns = value.shape[-1]
     whole = _PAD(rows.made_of.meta["val"], [0, rows.added])

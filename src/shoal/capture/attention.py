@@ -114,7 +114,7 @@ def attended_in_pieces(captured: Captured, chosen: Collection[Pieces]) -> Captur
         found = _attention(node) if node is not None else None
         if found is None:
             raise PlanError(
-                f"the plan cuts the attention {one.op!r} into pieces, which is not here; plan this step anew"
+                f"the plan cuts the attention {one.op!r} into pieces, which is not here; plan this step again"
             )
         _put_pieces(joint.graph, found, one.count, backward)
     joint.graph.lint()
@@ -293,7 +293,7 @@ def _groups(product: torch.Tensor, values: Sequence[torch.Tensor]) -> tuple[int,
 
 
 def _in_windows(shape: Sequence[int], dims: int, groups: tuple[int, int, int]) -> tuple[int, ...] | None:
-    """The shape of what is added to scores of so many dimensions, as (images, windows, heads, queries, keys)."""
+    """The shape of what is added to scores of that many dimensions, as (images, windows, heads, queries, keys)."""
     images, windows, heads = groups
     sizes = [1] * (dims - len(shape)) + [int(size) for size in shape]
     if len(sizes) == 3:

@@ -48,7 +48,7 @@ from shoal.transforms.split.split import CUTS_ARGUMENT, SplitModule
 log = logging.getLogger("shoal")
 MOST_CAPTURES = 64
 OWN_BUDGET = "the model has a budget of its own, given to shoal.compile"  # why Dynamo must leave a call as it is
-_MANY_CAPTURES = 8  # each takes seconds: so many are worth a warning
+_MANY_CAPTURES = 8  # each takes seconds: that many are worth a warning
 _COLLECTED_OBJECTS = 50_000  # new ones since the last collection of the youngest; Python's own is 700
 _OUR_SOURCES = ("L['model']", "L['args']", "L['kwargs']")  # what `call_of` calls what it is given
 _OURS = (__file__, layer_by_layer.__file__)
@@ -136,7 +136,7 @@ class TooManyCaptures(CaptureError):
 
 @contextmanager
 def one_graph() -> Iterator[None]:
-    """Around a call that Dynamo is to capture: its errors become ours, and where a model breaks is told by us alone.
+    """Around a call that Dynamo is to capture: its errors become ours, and where a model breaks is told only by us.
 
     Raises:
         ShoalError: what the backend raised, as it was.
@@ -165,7 +165,7 @@ def one_graph() -> Iterator[None]:
     except AssertionError as failure:
         if _is_of_dynamo(failure):
             raise _fault_of_dynamo(failure, failure) from None
-        if hasattr(failure, "real_stack"):  # Dynamo has put its own words behind those of torch._assert
+        if hasattr(failure, "real_stack"):  # Dynamo has put its own words after those of torch._assert
             raise ModelRaised(_first_line(failure), _fault_of_dynamo(failure, failure)) from None
         raise  # the model's own, in eager code
     except TorchRuntimeError as failure:
@@ -216,7 +216,7 @@ def _capture_error(failure: Unsupported | UserError | ConstraintViolationError) 
     if OWN_BUDGET in str(failure.msg):
         return CaptureError(
             f"a part of the model has a budget of its own (shoal.compile), called at {_place(failure)}; compile the "
-            "whole model or that part alone"
+            "whole model or that part only"
         )
     if "backwards hooks" in what:
         return CaptureError(
@@ -259,7 +259,7 @@ def _origin(failure: BaseException) -> BaseException:
 
 
 def _last_difference() -> str:
-    """The guard that failed when a call was last captured anew, as Dynamo words it: "args[1] == 2.0"."""
+    """The guard that failed when a call was last captured again, as Dynamo words it: "args[1] == 2.0"."""
     now = getattr(get_metrics_context(), "_metrics", {}).get("recompile_reason")  # of a capture under way
     before = [metric.recompile_reason for metric in get_compilation_metrics() if metric.recompile_reason]
     reasons = [*before, *([now] if now else [])]
@@ -343,7 +343,7 @@ def call_of(model: nn.Module, layers: Callable[..., Any] | None = None) -> Calla
 
 
 def drawn_for(model: nn.Module, arguments: Sequence[Any]) -> dict[str, Any]:
-    """What the call needs beside its arguments: the cuts drawn for this step, where the model is split at such."""
+    """What the call needs in addition to its arguments: the cuts drawn for this step, where the model is split at such."""
     cuts = model.draw(*arguments) if isinstance(model, SplitModule) else None
     return {} if cuts is None else {CUTS_ARGUMENT: cuts}
 
@@ -361,7 +361,7 @@ def settings(logging_functions: Collection[Callable[..., Any]] = ()) -> Iterator
     """
     record_captures_without_settings()
     trace_more_functions()
-    # A region under torch.utils.checkpoint runs once, so what it does beside, such as counting its calls, is safe.
+    # A region under torch.utils.checkpoint runs once, so what it does in addition, such as counting its calls, is safe.
     effects = "skip_fwd_side_effects_in_bwd_under_checkpoint"
     once: dict[str, Any] = {effects: True} if hasattr(config, effects) else {}
     patched = config.patch(

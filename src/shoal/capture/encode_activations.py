@@ -6,7 +6,7 @@ moved and counted as every saved storage is. Their names do not depend on what e
 
 What else of the backward pass reads the storage must go on reading exact values. Where that is the backward pass of the
 very ReLU that made it, the sign bits of the codes tell all it asks for. A storage with any other reader is not offered:
-its exact values would have to wait beside the payload. Batch norm is such a reader unless the caller lifts its
+its exact values would have to wait in addition to the payload. Batch norm is such a reader unless the caller lifts its
 exemption.
 """
 
@@ -108,16 +108,16 @@ def encoded(captured: Captured, chosen: Collection[str], lossy: LossyOptions) ->
         if storage.name in chosen:
             uses = _uses(captured, storage.id)
             if uses is None:
-                raise PlanError(f"{storage.name!r} cannot be encoded in this step; plan this step anew")
+                raise PlanError(f"{storage.name!r} cannot be encoded in this step; plan this step again")
             _encode(joint.graph, uses.among(same), lossy, backward)
     if unknown := set(chosen) - graph.storage_called.keys():
-        raise PlanError(f"the plan encodes {sorted(unknown)[0]!r}, which this step does not have; plan this step anew")
+        raise PlanError(f"the plan encodes {sorted(unknown)[0]!r}, which this step does not have; plan this step again")
     joint.graph.lint()
     return read_joint(joint, backward, captured.read_with)
 
 
 def with_free_codecs(graph: StepGraph) -> StepGraph:
-    """The step as if its codecs took no time, and neither took bytes beside exact values.
+    """The step as if its codecs took no time, and neither took bytes in addition to exact values.
 
     So a storage is encoded in place, and its payload and what is decoded of it are together as large as it.
     """

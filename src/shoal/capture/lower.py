@@ -1,7 +1,7 @@
 """Captured step + residences → the forward graph and the backward graph that run exactly that plan.
 
 Both graphs follow `schedule` op by op. The generated code drops each name after its last use, so a storage is freed
-when the schedule says; inputs are handed over in a list that is emptied, so nobody else holds them.
+when the schedule says; inputs are handed over in a list that is emptied, so nothing else holds them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def lower(
     Args:
         captured: the step.
         residences: by storage name; an absent storage is kept.
-        in_place: let ops write over operands that die there; False makes every result anew.
+        in_place: let ops write over operands that die there; False allocates every result.
         transfers: carries what is offloaded; it has one slot for each storage of `offloaded_storages`, in that order.
 
     Returns:
@@ -108,7 +108,7 @@ class _Offloads:
 
 
 class _Leaving:
-    """Which gradients leave the backward graph early: each group behind the op that completes it."""
+    """Which gradients leave the backward graph early: each group after the op that completes it."""
 
     def __init__(self, captured: Captured, runs: Sequence[Run]) -> None:
         graph, storage_of = captured.graph, captured.storage_of

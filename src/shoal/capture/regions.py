@@ -175,7 +175,7 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 class _RegionsWriter:
-    """Writes a joint graph anew: each region where it runs, views right before they are read."""
+    """Rewrites a joint graph: each region where it runs, views right before they are read."""
 
     def __init__(self, joint: fx.GraphModule, groups: Sequence[Group]) -> None:
         self.regions: dict[str, CompiledRegion] = {}

@@ -200,7 +200,8 @@ def needed_by(forward_outputs: Iterable[Any]) -> set[fx.Node]:
 
 
 def _overwritten_inputs(graph: fx.Graph) -> set[fx.Node]:
-    """The inputs that get new values when the forward pass ends, by the notes AOTAutograd puts beside the outputs."""
+    """The inputs that get new values when the forward pass ends, by the notes AOTAutograd puts in addition to the
+    outputs."""
     notes = graph.output_node().meta.get("desc") or ()
     changed = [note.mutated_input for note in notes if isinstance(note, InputMutationAOTOutput)]
     return {node for node in graph.find_nodes(op="placeholder") if node.meta.get("desc") in changed}

@@ -127,7 +127,7 @@ class Codec(ABC):
 
     @abstractmethod
     def payload_bytes(self, elems: int) -> int:
-        """Of a tensor of so many elements, exactly."""
+        """Of a tensor of that many elements, exactly."""
 
     def bytes_for(self, shape: Sequence[int]) -> int:
         """Bytes of the payload of a tensor of this shape, exactly.

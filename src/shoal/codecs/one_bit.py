@@ -247,7 +247,7 @@ class _OneBitReference:
 
 
 def _whole_blocks(x: torch.Tensor, block: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """The number of a block and, from there on, some blocks of one length as rows; the last, short one alone."""
+    """The number of a block and, from there on, some blocks of one length as rows; the last, short one only."""
     at_once = max(PIECE_ELEMS // block, 1) * block
     whole = x.numel() // block * block
     for first in range(0, whole, at_once):

@@ -124,7 +124,7 @@ def from_bytes(data: bytes | bytearray | memoryview) -> Encoded:
     header, payload = wire.from_bytes(data)
     kind = next((kind for kind in _kinds.values() if kind.wire_id == header.codec), None)
     if kind is None:
-        raise CodecError(f"got codec number {header.codec}, which nobody registered; register it, or update Shoal")
+        raise CodecError(f"got codec number {header.codec}, which nothing registered; register it, or update Shoal")
     codec = kind.read(header.options)
     codec.check_decoded(header.dtype, header.shape)
     expected = codec.bytes_for(header.shape)

@@ -88,14 +88,14 @@ def _given_up(graph: StepGraph, residences: Mapping[str, Residence]) -> tuple[di
     for name, whole in residences.items():
         if isinstance(whole, Encode) and not {name, whole.payload} <= graph.storage_called.keys():
             raise PlanError(
-                f"the plan encodes {name!r} in {whole.payload!r}, but this step does not; plan this step anew"
+                f"the plan encodes {name!r} in {whole.payload!r}, but this step does not; plan this step again"
             )
         residence = exact_residence(whole)
         if not isinstance(residence, Recompute | Offload):
             continue
         storage = graph.storage_called.get(name)
         if storage is None:
-            raise PlanError(f"the plan names a storage {name!r} that this step does not have; plan this step anew")
+            raise PlanError(f"the plan names a storage {name!r} that this step does not have; plan it again")
         what = "recomputed" if isinstance(residence, Recompute) else "offloaded"
         producer = graph.producer.get(storage.id, -1)
         if producer < 0 or graph.ops[producer].phase != "forward" or storage.kind != "activation":
@@ -181,7 +181,7 @@ def _transfers(
                 f"{name!r} is to be freed after {leaves.name!r}, but {graph.ops[last].name!r} reads it later"
             )
         if storage not in first_reader:
-            raise PlanError(f"{name!r} is offloaded although the backward pass does not read it; plan this step anew")
+            raise PlanError(f"{name!r} is offloaded although the backward pass does not read it; plan this step again")
         if first_reader[storage] < group[returns.id]:
             reader = _op_of(graph, sequence[first_reader[storage]]).name
             raise PlanError(f"{name!r} is to be fetched before {returns.name!r}, but {reader!r} reads it earlier")
@@ -225,7 +225,7 @@ def _with_frees(
                 frees.append(storage)
                 if storage == op.overwrites and op.writes[0] in writes:
                     # Until it comes back it is autograd's saved tensor, and must not be overwritten: the backward pass
-                    # may be asked for twice. What was offloaded or recomputed is a tensor of this pass alone.
+                    # may be asked for twice. What was offloaded or recomputed is a tensor only of this pass.
                     held = storage not in offloaded and graph.producer.get(storage, n_forward) < n_forward
                     if place < n_forward or not held or place >= returns.get(storage, len(sequence)):
                         takes_over = storage

@@ -45,7 +45,7 @@ class Variant:
         fuse: the level at which batch norms are done by their neighbours (`shoal.fuse_batchnorm`); "" for not at all.
         large_only: whether small maps are left to PyTorch's own layers there.
         up_to: share of the largest map that a batch norm normalises: maps larger than that are left to them too.
-        invert: whether instance and group norms save the result of the activation behind them alone.
+        invert: whether instance and group norms save only the result of the activation after them.
         depth: share of the convolutions that run patch by patch (`shoal.split`); 0 for none.
         grid: patches along each spatial dimension.
         exact: whether patches overlap, so that the function stays the same.

@@ -114,7 +114,7 @@ def _row(turn: KnownTurn) -> tuple[str, ...]:
 
 
 def _at_the_peak(turns: Iterable[KnownTurn]) -> dict[str, int]:
-    """What each model has in use, beside what stands, where the highest predicted peak is."""
+    """What each model has in use, in addition to what stands, where the highest predicted peak is."""
     planned = [(turn, turn.planned) for turn in turns if turn.planned is not None]
     if not planned:
         return {}

@@ -120,7 +120,7 @@ def _compile_best(
     capture: Callable[[fx.GraphModule], Captured],
     compile_form: CompileForm,
 ) -> Compiled:
-    """Trace all forms of the step for the one that trains fastest, or that alone where an earlier run chose it."""
+    """Trace all forms of the step for the one that trains fastest, or only that one if an earlier run chose it."""
     with unset_fake_temporarily():
         digest = form_cache.digest(session, variants.own, example_inputs)
     if (chosen := form_cache.recall(digest)) is not None:
@@ -246,7 +246,7 @@ def _compile_as_planned(plan: Plan, variants: Variants, compile_form: CompileFor
     try:
         graph = variants.graph(plan.variant)
     except Refused as reason:
-        raise PlanError(f"the plan is for a step with {plan.variant}; here {reason}; plan it anew") from None
+        raise PlanError(f"the plan is for a step with {plan.variant}; here {reason}; plan it again") from None
     return compile_form(graph, CompiledVariant(plan.variant, plan.candidates))
 
 

@@ -162,7 +162,7 @@ def nodes_in_parts(
 
 
 def _last_reads(nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """The nodes whose values nobody reads after a node has run."""
+    """The nodes whose values nothing reads after a node has run."""
     dying: dict[fx.Node, list[fx.Node]] = {node: [] for node in nodes}
     read: set[fx.Node] = set()
     for node in reversed(nodes):

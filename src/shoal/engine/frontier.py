@@ -138,7 +138,8 @@ def frontier(
         budget: where you stand, in bytes as for `shoal.plan`: one more point, and a line in the charts; with a
             function, what every batch has to fit in. None for SHOAL_BUDGET of the environment, if that is set.
         hardware, allow, optimizer, offload_to, options: as for `shoal.plan`.
-        points: how many budgets, 2 to 100; with a function about how many batches, beside those around the best.
+        points: how many budgets, 2 to 100; with a function about how many batches, in addition to those around the
+            best.
         max_batch: with a function, the batch to stop at; 65,536 if None.
         name: the model's name in tables and charts; by default its class.
         trying: called with what is done next, in words.

@@ -1,4 +1,4 @@
-"""Autograd nodes behind a planned backward pass, by which gradients reach their parameters where they are final.
+"""Autograd nodes after a planned backward pass, by which gradients reach their parameters where they are final.
 
 AOTAutograd's node returns all gradients at once. Here it returns none: it leaves the backward graph, as a generator, to
 a chain of nodes, each of which runs the graph up to the next gradients and returns these. Between two nodes autograd

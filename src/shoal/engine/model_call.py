@@ -26,7 +26,7 @@ class ModelCall:
         return None if copied is None else MethodType(type(copied)._call_impl, copied)
 
     def __reduce__(self) -> Any:
-        """The plain call of the model as it is loaded: an attribute that it has before its state is there."""
+        """The plain call of the model as it is loaded: an attribute that it has before its state exists."""
         return getattr, (self.model, "_call_impl")
 
     def install(self, *compiled: nn.Module, status: object) -> None:

@@ -28,7 +28,7 @@ def reject_compiled(network: nn.Module) -> None:
     for name, module in network.named_modules():
         if name and isinstance(module._compiled_call_impl, ModelCall):
             raise InputError(
-                f"the model's part {name!r} has a budget of its own already; compile the whole model or that part alone"
+                f"the model's part {name!r} has a budget of its own already; compile the whole model or that part only"
             )
     reject_member(network)
     if isinstance(network, StandIn):
@@ -38,7 +38,7 @@ def reject_compiled(network: nn.Module) -> None:
 
 
 def reject_hopeless(model: nn.Module, session: Session) -> None:
-    """Raise BudgetError where parameters, buffers and optimizer state alone are over the budget.
+    """Raise BudgetError where parameters, buffers and optimizer state by themselves are over the budget.
 
     Gradients are left to the plan: which parameters get one is known once the model is captured.
     """

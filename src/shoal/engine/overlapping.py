@@ -28,14 +28,15 @@ def plan_overlapping(
     Args:
         calls: how many; with one, this is `make(0)`.
         budget_bytes: device bytes of all calls together; 0 for no limit.
-        make: plans one call with so many bytes of the budget set aside, which are counted as static memory of its step.
+        make: plans one call with that many bytes of the budget set aside, which are counted as static memory of its
+            step.
         in_force: plans of other steps of the model: calls of those may wait, too.
 
     Returns:
         What `make` was given, and the plan; its step's static memory then has what the other calls hold.
 
     Raises:
-        BudgetError: no plan of which so many calls fit.
+        BudgetError: no plan fits that number of calls.
     """
     alone = make(0)
     if calls == 1:
@@ -72,8 +73,9 @@ def plan_overlapping(
 def waiting_bytes(plan: Plan) -> int:
     """Bytes that a call has in use between its two passes while another one runs, its inputs included.
 
-    Until the loss is sent back its outputs wait, and from then on their gradients: beside them where the loop still
-    holds them, in their place where nobody does.
+    Until the loss is sent back its outputs wait, and from then on their gradients: in addition to them where the loop
+        still
+    holds them, in their place where nothing does.
     """
     graph = plan.graph
     at_loss = next(moment for moment in plan.timeline.moments if moment.phase == "loss")

@@ -53,7 +53,8 @@ _Shares = tuple[Mapping[str, Residence], ...]
 
 
 def fits_easily(graph: StepGraph, in_use_bytes: int, budget_bytes: int) -> bool:
-    """Whether everything of a part can be kept beside what is in use, with room for parts that are not known yet."""
+    """Whether everything of a part can be kept in addition to what is in use, with room for parts that are not known
+    yet."""
     alone = _with_loss(graph, 0)
     return in_use_bytes + simulate(alone, {}).peak_bytes - graph.resident_bytes <= _ROOMY * budget_bytes
 
@@ -78,7 +79,7 @@ def first_share(
         who: what the part is called in an error.
 
     Raises:
-        BudgetError: the part does not fit beside what is in use.
+        BudgetError: the part does not fit in addition to what is in use.
     """
     if not keeps_little and fits_easily(graph, in_use_bytes, budget_bytes):
         return {}
@@ -92,7 +93,7 @@ def first_share(
     room_bytes = budget_bytes - in_use_bytes + graph.resident_bytes
     planner = counting_states(partial(joint, limits=limits), state_bytes(device))
     found: Mapping[str, Residence] | None = None
-    most_bytes, least_bytes = room_bytes, 0  # beside what it saves, while later parts run
+    most_bytes, least_bytes = room_bytes, 0  # in addition to what it saves, while later parts run
     aside_bytes = 0
     for _ in range(_ROUNDS):
         try:
@@ -115,7 +116,7 @@ def first_share(
 
 
 def least_bytes(graph: StepGraph, device: torch.device, in_use_bytes: int) -> int:
-    """The smallest budget in which a part runs before its whole step is planned, beside what is in use then."""
+    """The smallest budget in which a part runs before its whole step is planned, in addition to what is in use then."""
     alone = _with_loss(graph, 0)
     least = smallest_plan(alone, measure(device), 1, replace(DEFAULT, order=False))
     return _peak_bytes(alone, least.residences, device, in_use_bytes)
@@ -152,7 +153,7 @@ def no_graph(session: Session, broken: str) -> CaptureError:
 
 
 def _with_loss(graph: StepGraph, workspace_bytes: int) -> StepGraph:
-    """While later parts run, what this one saved waits: it is to leave them so many bytes.
+    """While later parts run, what this one saved waits: it is to leave them that many bytes.
 
     Autograd lets the gradients of its results go to its backward pass.
     """
@@ -255,7 +256,7 @@ class MeasuredParts:
         return replace(grown(measured, largest) if varies else measured, static_bytes=0)
 
     def with_more_before(self, place: int, more_bytes: int) -> MeasuredParts:
-        """The same with so many bytes more in use, at its peak, in the eager interval before a pass."""
+        """The same with that many more bytes in use, at its peak, in the eager interval before a pass."""
         return replace(self, intervals=with_more_before(self.intervals, place, more_bytes))
 
     def _parts_as_metered(self) -> list[Part]:
@@ -376,7 +377,7 @@ class KnownStep:
     fixed: bool
 
     def plan(self, session: Session, learnt_bytes: int, held_bytes: int) -> PartedStep:
-        """Its plan, with so many bytes set aside, and what the training loop holds of the step before.
+        """Its plan, with that many bytes set aside, and what the training loop holds of the step before.
 
         Raises:
             BudgetError: no plan fits.

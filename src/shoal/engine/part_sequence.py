@@ -91,7 +91,7 @@ class PartStep(PlannedStep):
     """One part at one place, as AOTAutograd compiles it.
 
     Attributes:
-        trains: whether it has a backward pass; the rest is there only then.
+        trains: whether it has a backward pass; the rest exists only then.
         graph: its own step, with costs.
         ports: what its graphs are given and return.
         share: the residences under which it runs.
@@ -195,7 +195,7 @@ class PartSequence(ABC):
         """Under which residences a part runs before the step is planned.
 
         Raises:
-            BudgetError: there is no room for the part beside what is in use.
+            BudgetError: there is no room for the part in addition to what is in use.
         """
 
     @abstractmethod

@@ -85,7 +85,7 @@ class PartedSteps(PartSequence):
         Args:
             model: the network. It is not kept: Dynamo keeps this object for good.
             captured: the model's calls as Dynamo knows them, filled in here and kept by who keeps the model.
-            kind: what decides, beside shapes, over how the step is captured.
+            kind: what decides, other than shapes, over how the step is captured.
             args, kwargs: the call's.
 
         Raises:
@@ -153,7 +153,7 @@ class PartedSteps(PartSequence):
         if is_new_shape or not first or any(step is None or step.steps_to_meter for step in first):
             metering.begin_call(next((p.device for p in model.parameters()), torch.device("cpu")))
         try:
-            compiled, why = self.compiled, "its graphs are compiled anew" if status.preparations else ""
+            compiled, why = self.compiled, "its graphs are compiled again" if status.preparations else ""
             with preparing(self.session.name, why=why, record=status.prepared):
                 outputs = run(*args, **kwargs)
             if self.compiled > compiled:
@@ -192,7 +192,7 @@ class PartedSteps(PartSequence):
             self.sizes_vary = self._keeps_little = self._has_other_sizes = seen.wander = True
 
     def forget(self) -> None:
-        """Capture and plan anew from the next step on."""
+        """Capture and plan again from the next step on."""
         for seen in self._sizes.values() if self._has_other_sizes else ():
             seen.forget_captured()
         self._begin.clear()
@@ -381,7 +381,7 @@ class PartedSteps(PartSequence):
             for node, share in zip(nodes, planned.shares, strict=True):
                 node.share = share
                 if node.step is not None and node.step.share != share:
-                    node.run = None  # it is compiled anew when it runs next
+                    node.run = None  # it is compiled again when it runs next
                 elif node.step is not None:
                     node.step.steps_to_meter = STEPS_TO_METER
         session.status.plans = tuple(planned.plan for planned in self._planned.values())

@@ -39,7 +39,7 @@ _MORE = 0.015  # of a peak: what may be filled above it, or reserved beyond what
 _RESERVED = 1.1  # of a budget, before blocks are placed: fillers take bytes too, and are for a step that reserves more
 _WORTH = 0.97  # of what is reserved anyway
 _SPARE = 0.01  # of a budget: what plans leave to fill holes with at their peaks
-_FILLS = "fills a hole"  # stands beside a filler in the record
+_FILLS = "fills a hole"  # marks a filler in the record
 
 Run = Callable[[list[Any]], Any]
 
@@ -113,7 +113,7 @@ class Placement:
     def before(self, part: str) -> Callable[[fx.Node], None]:
         """What is to be called before each node of a graph that runs node by node: for the record, and to fill holes.
 
-        What happens while gradients are with their hooks is beside the graph.
+        What happens while gradients are with their hooks is outside the graph.
         """
         is_backward = part.startswith("backward")
 
@@ -210,7 +210,7 @@ class Placement:
             self._fill_between_gradients(budget_bytes)
 
     def _fill_between_gradients(self, budget_bytes: int) -> None:
-        """Fill holes until the optimizer has stepped, so that its state lies behind the gradients, not between them.
+        """Fill holes until the optimizer has stepped, so that its state lies after the gradients, not between them.
 
         Gradients are freed again, and then one large hole is where they were. Holes of segments from before stay free.
         """

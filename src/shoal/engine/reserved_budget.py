@@ -35,7 +35,7 @@ def within_reserved(
 
     Args:
         made: a plan that has no more in use than that.
-        again: makes one with so many bytes set aside.
+        again: makes one with that many bytes set aside.
         look: what the allocator reserves for a plan.
         budget_bytes: that may be reserved.
 
@@ -142,7 +142,7 @@ def grow_segments(device: torch.device, options: CompileOptions) -> bool | None:
 
 
 def _blocks(sizes: Sequence[int], nbytes: int) -> list[int]:
-    """Blocks of so many bytes in all, as of copies of all parameters, the last ones of what is left."""
+    """Blocks of that many bytes in all, as of copies of all parameters, the last ones of what is left."""
     blocks: list[int] = []
     while nbytes > 0 and sizes:
         for size in sizes:

@@ -95,8 +95,8 @@ class StepPlanning:
         device: where it runs.
         options: what its plan is to be.
         ready_plan: residences to take as they are; None to plan.
-        encoded: by step, what its plan encodes; filled in, and taken again where it is there.
-        offloading: where saved storages may wait; None: on the device alone.
+        encoded: by step, what its plan encodes; filled in, and taken again where it exists.
+        offloading: where saved storages may wait; None: only on the device.
         bytes_beside: bytes in use all step that are no storage of the profiled step.
         spare_bytes: of the budget, which a plan leaves free where there is one that can.
 
@@ -200,7 +200,7 @@ class StepPlanning:
         before = placed(self._costs_of(self._captured))
         if options.lossy is None or isinstance(encoding, EncodeNothing):
             return self._captured, planner(before, hardware, budget_bytes)
-        step = f"{before.fingerprint}, {before.static_bytes} bytes beside"
+        step = f"{before.fingerprint}, {before.static_bytes} bytes in addition"
         captured, made = choose_encoded(
             self._encoded_steps,
             budget_bytes,
@@ -303,7 +303,7 @@ def _adopt(
     )
     if budget_bytes is None and 0 < plan.budget_bytes < adopted.predicted_peak_bytes:
         log.warning(
-            "%s: the plan was made for %s, but takes %s here; give budget= to have it refused, or plan it anew",
+            "%s: the plan was made for %s, but takes %s here; give budget= to have it refused, or plan it again",
             graph.model or "model",
             format_bytes(plan.budget_bytes),
             format_bytes(adopted.predicted_peak_bytes),

@@ -1,4 +1,4 @@
-"""Ops whose results were not laid out as traced: which ones are known, and planned with a copy behind them."""
+"""Ops whose results were not laid out as traced: which ones are known, and planned with a copy after them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class TracedLayouts:
         self._departures: dict[str, dict[str, Departure]] = {}
 
     def restored(self, captured: Captured) -> Captured:
-        """The step with copies behind the ops whose results were not laid out as traced."""
+        """The step with copies after the ops whose results were not laid out as traced."""
         return with_copies(captured, self._departures.get(captured.graph.fingerprint, {}))
 
     def learn(

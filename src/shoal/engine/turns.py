@@ -82,7 +82,7 @@ class TurnSteps(PartSequence):
         Args:
             name: the model's.
             captured: its calls as Dynamo knows them, filled in here and kept by who keeps the model.
-            kind: what decides, beside shapes, over how it is captured.
+            kind: what decides, other than shapes, over how it is captured.
             args, kwargs: the call's.
 
         Raises:
@@ -118,7 +118,7 @@ class TurnSteps(PartSequence):
         return name not in self._used and any(p.grad is not None for p in self.models[name].parameters())
 
     def forget(self) -> None:
-        """Capture and plan anew from the next call on."""
+        """Capture and plan again from the next call on."""
         self._begin = self.node = Node()
         self._times_forgotten += 1
         self.known.clear()
@@ -127,7 +127,7 @@ class TurnSteps(PartSequence):
         self.session.status.plans = ()
 
     def meter_again(self) -> None:
-        """Meter every turn when it runs next: something else is there."""
+        """Meter every turn when it runs next: something else is in memory."""
         for known in self.known.values():
             known.to_meter = max(1, known.to_meter)
 
@@ -248,7 +248,7 @@ class TurnSteps(PartSequence):
         return known
 
     def _held_bytes(self, known: KnownTurn, turn: Turn) -> int:
-        """Of what is there now, what such a turn lets go before its first backward pass: old results and gradients."""
+        """Of what is in use now, what such a turn lets go before its first backward pass: old results and gradients."""
         held = [result for result in known.results if result.is_alive]
         for name in self._used.intersection(known.models) - known.stayed:
             held += [gradient for gradient in turn.old_gradients.get(name, ()) if gradient.is_alive]
@@ -269,7 +269,7 @@ class TurnSteps(PartSequence):
         for node, share in decided.items():
             node.share = share
             if node.step is not None and node.step.share != share:
-                node.run = None  # it is compiled anew when it runs next
+                node.run = None  # it is compiled again when it runs next
         status = session.status
         plans = [plan for known in self.known.values() if known.planned is not None for plan in known.planned.plans]
         new = [plan for plan in plans if all(plan is not before for before in status.plans)]

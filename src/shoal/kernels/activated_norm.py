@@ -1,7 +1,7 @@
-"""A norm and the activation behind it, computed again in one sweep, with the bits that the two had by themselves.
+"""A norm and the activation after it, computed again in one sweep, with the bits that the two had by themselves.
 
-What a norm made is seldom saved: the activation behind it writes over it. Where the activation's result is recomputed,
-the norm's would be made for it alone, which reads and writes a large tensor once more. Here each piece of the input is
+What a norm made is seldom saved: the activation after it writes over it. Where the activation's result is recomputed,
+the norm's would be made only for it, which reads and writes a large tensor once more. Here each piece of the input is
 normalised and activated while it lies in L2, on CUDA in a register by one Triton kernel. On channels_last tensors, and
 where that kernel is missing or has other bits, the activation writes over the whole normalised tensor.
 """

@@ -120,7 +120,7 @@ def choose(
     """How attention is cut into pieces on the device that it is on; None: not at all.
 
     Args:
-        q, k, v, biases, layout: as for `forward`. Tensors may be fake: their shapes, strides and dtypes are read alone.
+        q, k, v, biases, layout: as for `forward`. Tensors may be fake: their shapes, strides and dtypes are read only.
         sums: whether gradients of biases are wanted, which are reordered.
     """
     cut = cut_elsewhere(q, k, v, biases, layout, sums)
@@ -160,7 +160,7 @@ def scores_bytes(q: torch.Tensor, k: torch.Tensor, biases: Sequence[torch.Tensor
 def scratch_bytes(
     q: torch.Tensor, k: torch.Tensor, biases: Sequence[torch.Tensor], layout: AttentionLayout, pieces: int
 ) -> int:
-    """The most that the two passes hold beside operands and results: weights, and their gradient."""
+    """The most that the two passes hold in addition to operands and results: weights, and their gradient."""
     most = max(windows.stop - windows.start for _, _, windows in _pieces(layout, pieces))
     share = most / (layout.images * layout.windows)
     converted = 0 if q.dtype == _score_dtype(q.dtype, biases, layout) else 1

@@ -4,7 +4,7 @@ On CUDA the second half of PyTorch's own kernel normalises again, also in place.
 
 PyTorch's CPU kernel normalises as `x * scale + shift` with `scale = invstd * weight` and `shift = bias - mean * scale`,
 each a fused multiply-add: `torch.addcmul` does the same arithmetic in one pass, in place where the input has no later
-reader. Its backward kernel allocates the gradient twice. It is called for the two sums alone, which allocates nothing,
+reader. Its backward kernel allocates the gradient twice. It is called for the two sums only, which allocates nothing,
 and in channels_last the rest is elementwise over the incoming gradient: one native sweep for float32, and for bfloat16
 under autocast (`csrc/gradient_sweeps.cpp`), else, where all is of one dtype, in pieces. In the contiguous layout the
 kernel rounds its sums later than it returns them; channels are independent there, so it runs on a few of them at a

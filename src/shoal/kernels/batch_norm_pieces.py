@@ -44,7 +44,7 @@ def native_backward(
     dim: int,
     pieces: int,
 ) -> Gradients:
-    """`aten.native_batch_norm_backward` in training mode, in so many pieces: of pixels (0) or of channels (1)."""
+    """`aten.native_batch_norm_backward` in training mode, in that many pieces: of pixels (0) or of channels (1)."""
     return native_backward_(
         grad.clone(), x, weight, running_mean, running_var, mean, invstd, train, eps, wanted, dim, pieces
     )
@@ -100,7 +100,7 @@ def cudnn_backward(
     dim: int,
     pieces: int,
 ) -> Gradients:
-    """`cudnn_batch_norm.backward`, without a reserve, in so many pieces of channels."""
+    """`cudnn_batch_norm.backward`, without a reserve, in that many pieces of channels."""
     return cudnn_backward_(grad.clone(), x, weight, mean, invstd, reserve, eps, wanted, dim, pieces)
 
 

@@ -2,7 +2,7 @@
 
 PyTorch's convolutions on the CPU may take a scratch of many times their tensors: 27 times the input of a small 3-D one
 on a batch of one, which is unfolded for a matrix product, and two to three times in oneDNN, which converts tensors into
-blocked layouts. A part of the result needs scratch for that part alone. Samples are independent, and so are slabs along
+blocked layouts. A part of the result needs scratch only for that part. Samples are independent, and so are slabs along
 the first spatial dimension with what the kernel reaches beyond them, and the channels of a weight's gradient.
 
 A piece may be computed by another kernel than the whole, so `choose` tests on this machine, with the same shapes,
@@ -29,7 +29,7 @@ from shoal.lowlevel.torch_internals import isolated
 _aten = torch.ops.aten
 
 WORTH_PIECES_BYTES = 4 << 20
-"""A smaller scratch is left alone."""
+"""A smaller scratch is left unchanged."""
 _SAMPLES, _SLABS = 0, 2
 _N_SLABS = (4, 8)
 _N_CHANNEL_PIECES = (4, 8)  # with fewer channels at a time oneDNN slows down
@@ -64,7 +64,7 @@ def forward(
     dim: int,
     pieces: int,
 ) -> torch.Tensor:
-    """`aten.convolution` of the same arguments in so many pieces along `dim` of its result: 0, samples; 2, slabs."""
+    """`aten.convolution` of the same arguments in that many pieces along `dim` of its result: 0, samples; 2, slabs."""
 
     def convolved(read: torch.Tensor, pads: Sequence[int], extra: Sequence[int]) -> torch.Tensor:
         result: torch.Tensor = _aten.convolution(read, weight, bias, stride, pads, dilation, transposed, extra, groups)
@@ -103,7 +103,7 @@ def input_gradient(
     dim: int,
     pieces: int,
 ) -> torch.Tensor:
-    """`convolution.input_gradient` of the same arguments in so many pieces along `dim`: 0, samples; 2, slabs.
+    """`convolution.input_gradient` of the same arguments in that many pieces along `dim`: 0, samples; 2, slabs.
 
     The input is contiguous or channels_last.
     """
@@ -216,7 +216,7 @@ def _scattered(
 
 
 def _joined(length: int, dim: int, parts: Iterator[_Part], fill: torch.Tensor | None = None) -> torch.Tensor:
-    """The result of so many elements along `dim`, in order; between its parts, `fill` by channels, or zeros."""
+    """The result of that many elements along `dim`, in order; between its parts, `fill` by channels, or zeros."""
     out: torch.Tensor | None = None
     done = 0
 
@@ -357,7 +357,7 @@ def _spans(length: int, pieces: int) -> Iterator[tuple[int, int]]:
 
 
 def _empty(piece: torch.Tensor, dim: int, length: int) -> torch.Tensor:
-    """Room for a result of so many elements along `dim`, laid out as its piece is."""
+    """Room for a result of that many elements along `dim`, laid out as its piece is."""
     shape = list(piece.shape)
     shape[dim] = length
     return piece.new_empty_strided(

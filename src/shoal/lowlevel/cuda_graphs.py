@@ -45,7 +45,7 @@ class GraphPool:
         return graph, results
 
     def release(self, graphs: Iterable[Graph]) -> None:
-        """Give these graphs back, and to the device what nobody uses of the pool any more."""
+        """Give these graphs back, and to the device what nothing uses of the pool any more."""
         torch.cuda.synchronize(self._device)
         for graph in graphs:
             graph.reset()

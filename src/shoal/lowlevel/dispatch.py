@@ -6,8 +6,8 @@ An op has a reference, PyTorch's own ops, which runs anywhere, and implementatio
 | word | |
 |---|---|
 | `reference` | only the references; cannot be combined |
-| `native`, `triton` | beside the references, only the kernels of the C++ library, only those in Triton, or both |
-| `portable`, `avx2`, `avx512` | the instruction set of native kernels; unset: the best that this machine runs |
+| `native`, `triton` | in addition to the references, only the kernels of the C++ library, only those in Triton, or both
+| | `portable`, `avx2`, `avx512` | the instruction set of native kernels; unset: the best that this machine runs |
 | `no-winograd` | native 3 x 3 convolutions as direct convolutions, not by Winograd's F(2x2, 3x3) |
 
 Unset or empty, it restricts nothing. It is read at every choice, so that a process may change it.
@@ -111,7 +111,7 @@ class Allowed:
     """What a value of SHOAL_KERNELS lets run.
 
     Attributes:
-        kinds: of implementations that may run beside the references.
+        kinds: of implementations that may run in addition to the references.
         level: the instruction set of native kernels; None: the best.
         winograd: whether 3 x 3 convolutions may use Winograd's algorithm.
     """
@@ -171,7 +171,7 @@ def parse(text: str) -> Allowed:
     if unknown := [word for word in words if word not in _WORDS]:
         problem = f"{brief(unknown[0])} is none of them"
     elif REFERENCE in words and len(set(words)) > 1:
-        problem = "reference stands alone"
+        problem = "reference excludes other words"
     elif len(asked) > 1:
         problem = f"{asked[0]} and {asked[1]} exclude each other"
     elif kinds == ("triton",) and len(words) > 1:

@@ -1,4 +1,4 @@
-"""The state of optimizers: of one that is there, also before its first step, and of one that has only a name yet."""
+"""The state of optimizers: of one that exists, also before its first step, and of one that has only a name yet."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def _lbfgs_bytes(optimizer: optim.LBFGS) -> int:
 
 
 def step_scratch_bytes(optimizer: optim.Optimizer, device_type: str) -> int:
-    """Device bytes that each step of the optimizer allocates and frees again, beside its state.
+    """Device bytes that each step of the optimizer allocates and frees again, in addition to its state.
 
     An optimizer that is asked for neither `foreach` nor `fused` is of the first kind on CUDA, which computes with
     copies of all parameters at once, and goes from parameter to parameter on the CPU. 0 where it cannot be told.

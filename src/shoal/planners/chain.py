@@ -18,7 +18,7 @@ It meets Revolve's counts on equal layers, and on chains of convolutions, up to 
 to keep and what to compute once more is better; the tests compare with every one.
 
 Not yet good: a storage held from the forward pass on is held until its last reader, even where giving it up and
-computing it once more would pay; blocks have few options, ordered by seconds per byte alone; small storages are always
+computing it once more would pay; blocks have few options, ordered by seconds per byte only; small storages are always
 kept; long skips (U-Net) make wide cuts whose storages the model holds longer than need be. It has no lower bound.
 """
 

@@ -1,15 +1,15 @@
 """The dynamic program over a chain of blocks, for every amount of memory at once.
 
 `seconds[w, s, t, m]` is the least recomputation that carries out the phases t, t-1, ..., s of the backward pass inside
-m slots of memory, when phase t is about to begin and what the phases need of the blocks before s is there (and not
-counted in m). With w = 0 what block t handed to block t+1 is there, too (and counted); with w = 1 it is not.
+m slots of memory, when phase t is about to begin and what the phases need of the blocks before s is in memory (and not
+counted in m). With w = 0 what block t handed to block t+1 is in memory, too (and counted); with w = 1 it is not.
 There are four ways on:
 
 - hold r: run the blocks s..r-1, hold only what the blocks from r on start from, carry out r..t, then s..r-1, either
   with what block r-1 handed on (held meanwhile) or without;
 - keep o: run some blocks s..r-1 and keep what option o says, carry out r..t, then s..r-1 with the kept storages,
   recomputing the others as late as they are read;
-- reach t: run all blocks s..t-1, hold nothing, carry out phase t alone, then s..t-1 from the start again;
+- reach t: run all blocks s..t-1, hold nothing, carry out phase t only, then s..t-1 from the start again;
 - leaf: s = t, carry out the phase, recomputing what it reads as late as it reads it.
 
 For t = n-1 the blocks run in the forward pass itself, which costs nothing extra and meets smaller base bytes.
@@ -122,7 +122,7 @@ class ChainTable:
         self.choice[w, s, t] = best
 
     def _leaves(self, w: int, s: int) -> list[tuple[float, int]]:
-        """(seconds, bytes beside what is needed of earlier blocks) of a phase that finds nothing kept."""
+        """(seconds, bytes in addition to what is needed of earlier blocks) of a phase that finds nothing kept."""
         needed = self.blocks.needed(w, s, s)
         there = needed | (self.blocks.handed_on[s] if w == WITH else 0)
         costs = [self.blocks.phase_costs(s, s + 1, there, afresh) for afresh in (False, True)]
@@ -135,7 +135,7 @@ class ChainTable:
         return seconds, peak
 
     def _pass_bytes(self, w: int, s: int, t: int, blocks_run: tuple[int, int], peak_bytes: int) -> int:
-        """What running some blocks on the way from s to t takes, beside what is needed of the blocks before s."""
+        """What running some blocks on the way from s to t takes, in addition to what is needed of the blocks before s."""
         blocks = self.blocks
         k, end = blocks_run
         across = blocks.crossing[k]

@@ -116,7 +116,7 @@ class PlannedRuns:
         self._seconds, self._launches = np.array(seconds), np.array(launches)
 
     def is_back(self, storage: int, op: int) -> bool:
-        """Whether a recomputed storage is there, to be read, when the recomputations for a backward op begin."""
+        """Whether a recomputed storage exists, to be read, when the recomputations for a backward op begin."""
         first = min(self._again[op].values()) if op in self._again else self._place[op]
         n_forward = self._graph.n_forward
         return any(n_forward <= one.first < first <= one.last for one in self._instances_of(storage))

@@ -1,7 +1,7 @@
 """Where the forward pass can be cut: what crosses a position, good borders of blocks, and evenly cut plans.
 
 Position p lies before the forward op p. A storage crosses it when an earlier op writes it and a later forward op reads
-it: it must be there to go on from p. In a plain chain one storage crosses, beside a skip connection two or more.
+it: it must be there to go on from p. In a plain chain one storage crosses, with a skip connection two or more.
 """
 
 from __future__ import annotations

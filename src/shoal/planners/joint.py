@@ -32,7 +32,7 @@ plan are ordered once more for what it keeps, and `fill_slack` uses the room.
 Without a link the plan equals the optimum among plans in its order of ops that recompute each storage at most once, and
 as late as possible, up to the solver's gap and the window of `integer_program`; otherwise it is good, not proven.
 
-A plan is a function of the arguments. Counts end each search (see `limits`), never a clock; where the guard behind them
+A plan is a function of the arguments. Counts end each search (see `limits`), never a clock; where the guard after them
 strikes, the plan says so.
 """
 
@@ -194,7 +194,7 @@ class _JointSearch:
     def or_on_demand(
         self, graph: StepGraph, best: Simulated | None, bound_seconds: float
     ) -> tuple[Simulated | None, float]:
-        """The plan, or one that recomputes on demand and holds what fits beside, where that is faster."""
+        """The plan, or one that recomputes on demand and holds what fits in addition, where that is faster."""
         if not self._limits.on_demand or not self._is_off(best, bound_seconds, self._limits.far_off):
             return best, bound_seconds
         if self._recomputes_little(best):

@@ -54,7 +54,7 @@ def lower_peak(graph: StepGraph, residences: Mapping[str, Residence], effort: Ef
         effort: what it may cost, after which the best found so far counts.
 
     Returns:
-        None where no better order was found, or where something is offloaded: its copies would have to be placed anew.
+        None where no better order was found, or where something is offloaded: its copies would have to be placed again.
     """
     if any(isinstance(exact_residence(residence), Offload) for residence in residences.values()):
         return None

@@ -21,7 +21,7 @@ class TaskBlock:
 
     Attributes:
         nbytes: how many.
-        producer: the task that writes it; -1 where it is there when the pass begins.
+        producer: the task that writes it; -1 where it is alive when the pass begins.
         readers: the tasks that read it.
         stays: it is still in use when the pass ends.
     """

@@ -156,7 +156,7 @@ class TransferPlaces:
         return sum(unit.seconds for units in (self._there.units, self._between, self._back.units) for unit in units)
 
     def can_leave(self, storage: int) -> bool:
-        """Whether it is an activation of the forward pass that the backward pass alone reads under these residences."""
+        """Whether it is an activation of the forward pass that only the backward pass reads under these residences."""
         return storage in self._nbytes
 
     def place(self, offloaded: Collection[int]) -> Placed:

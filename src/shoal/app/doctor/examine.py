@@ -19,7 +19,7 @@ from shoal.memory.budget import budget_bytes
 from shoal.memory.optimizer_state import declared_optimizer
 from shoal.memory.storage_bytes import distinct_bytes
 
-_STEPS_TO_SETTLE = 4  # of several graphs the second step is compiled anew, by the plan of what the first one showed
+_STEPS_TO_SETTLE = 4  # of several graphs the second step is compiled again, by the plan of what the first one showed
 _HALVINGS = 3  # each is planned, which takes seconds where it does not fit either
 
 
@@ -35,7 +35,7 @@ class Examination:
         difference: between the gradients of both, see `largest_difference`; None where one is missing.
         refused: why the budget cannot be met.
         least_bytes: the smallest budget for which a plan was found; None where the budget given can be met.
-        breaks: where the model breaks into several graphs; the first place alone where no step was planned.
+        breaks: where the model breaks into several graphs; the first place only where no step was planned.
         uncaptured: why nothing of it can be captured.
         remedies: what would bring it into the budget, the best first.
     """

@@ -42,7 +42,7 @@ class CheckedAllToAll:
         rank: of this process in the group.
         sequence: the round's number, the same on every rank.
         what: is exchanged.
-        received: where each rank's message goes to, of the expected lengths; `rank`'s own is left alone.
+        received: where each rank's message goes to, of the expected lengths; `rank`'s own is left unchanged.
         timeout_seconds: for all that is left when `finish` is called.
         host_headers: whether headers are sent between hosts, wherever the messages are.
         parts: what goes to each rank, once it is sent.

@@ -81,7 +81,8 @@ def read_header(received: torch.Tensor) -> MessageHeader | None:
 def checksum(message: torch.Tensor) -> int:
     """Of (n,) uint8: sums of rows of 1024 words of 64 bits, modulo 2**64, and the CRC-32 of them and of the rest.
 
-    Any change within 8 bytes is found, and all but one in 2**32 of the others. A CRC-32 alone takes 30 times as long.
+    Any change within 8 bytes is found, and all but one in 2**32 of the others. A CRC-32 by itself takes 30 times as
+    long.
 
     >>> a = torch.arange(20_000).to(torch.uint8)
     >>> b = a.clone(); b[7] += 1

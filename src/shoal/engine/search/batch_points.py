@@ -117,7 +117,7 @@ class _KeptPlans:
                 self._try(batch)
 
     def narrow_to_best(self) -> None:
-        """Halve the gaps beside the best until its neighbours are within 1 %."""
+        """Halve the gaps next to the best until its neighbours are within 1 %."""
         while True:
             known = sorted(self._points.keys() | self._unfit.keys())
             best = max(self._points.values(), key=lambda point: (point.images_per_second, -point.batch)).batch

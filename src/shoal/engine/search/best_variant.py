@@ -4,7 +4,7 @@ Forms are captured and priced, none is run as a whole. A relaxed program bounds 
 `planners.estimates.least_seconds`), and only what could be faster than the best plan so far is planned in full.
 Convolutions in pieces take less scratch and mostly more time, so the forms are looked at with them where they are
 slowed down, or do not fit; a form that fits is planned with them only if that lowers its bound. Likewise with what
-waits in the backward pass shrunk, which takes an op each time. Direct kernels alone may be faster than the library's,
+waits in the backward pass shrunk, which takes an op each time. Only direct kernels may be faster than the library's,
 so forms that are not slowed down are looked at with these. Overlapping patches compute their halos besides what the
 network computes, so they are looked at where the other forms are slowed down by more than that. All numbers of slices
 are bounded before any is planned; fewer than fit are planned only if their bound is lower, and more are captured only
@@ -116,7 +116,7 @@ class _BestVariantSearch(Generic[Graph, Made]):
     def _with_what_needs_less(self, bounded: Bounded[Graph, Made]) -> Bounded[Graph, Made]:
         """The forms, and while none of them can be fast by its bound, those that need fewer bytes.
 
-        They would be asked for behind plans of the others, each of which takes longer than all these bounds.
+        They would be asked for after plans of the others, each of which takes longer than all these bounds.
         """
         for more in (self._shrunk_forms, self._forms_in_pieces):
             if self.state.is_slow(self._least_seconds(bounded)):
@@ -199,7 +199,7 @@ class _BestVariantSearch(Generic[Graph, Made]):
     def _forms_in_pieces(self) -> Bounded[Graph, Made]:
         """The forms in pieces, but for those that were asked already.
 
-        Of a form that was shrunk, that one alone: pieces too are for the fewest bytes.
+        Of a form that was shrunk, that one only: pieces too are for the fewest bytes.
         """
         known = self.state.forms
         uncut = known.keys() - self._cut
@@ -227,7 +227,7 @@ class _BestVariantSearch(Generic[Graph, Made]):
 
         Args:
             least_seconds: the lowest bound of other forms. Where it leaves little to be gained, or is below the bound
-                on some slices, more are asked for behind plans of these forms.
+                on some slices, more are asked for after plans of these forms.
         """
         bounded: Bounded[Graph, Made] = []
         while self._unasked_slices and all(seconds < least_seconds for seconds, _ in bounded):

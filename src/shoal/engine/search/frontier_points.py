@@ -43,7 +43,7 @@ class _Form:
     too_small_encoded_bytes: int = 0
 
     def plan(self, budget_bytes: int) -> Plan | None:
-        """The form's plan with exact values alone; None where none fits."""
+        """The form's plan with exact values only; None where none fits."""
         if budget_bytes < self.too_small_bytes:
             return None
         try:

@@ -99,7 +99,7 @@ class _Narrowing:
         self._on_one_side = 0  # tries since the last one on the other; below 0: that did not fit
 
     def learn(self, batch: int, peak_bytes: int) -> None:
-        """Note that so many images need so much."""
+        """Note what a number of images needs."""
         fits = peak_bytes <= self._budget_bytes
         self._on_one_side = max(0, self._on_one_side) + 1 if fits else min(0, self._on_one_side) - 1
         self._known = [(n, peak) for n, peak in self._known if (n - batch) * (peak - peak_bytes) > 0]

@@ -88,7 +88,7 @@ def nearest(patch: Patch, multiple: Patch) -> str:
 def ladder(patch: Patch, multiple: Patch, most: Patch | None, max_voxels: int) -> list[Patch]:
     """Patches from the smallest to the largest, each with one side longer than the one before it.
 
-    The side that grows is the one that is shortest beside `most`, or beside `patch` where there is no `most`; the
+    The side that grows is the one that is shortest relative to `most`, or to `patch` if there is no `most`; the
     first of those where several are.
 
     Args:

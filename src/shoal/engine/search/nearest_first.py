@@ -1,4 +1,4 @@
-"""Where no form of a step fits by its bound: the order in which they are planned after all, or for the least alone.
+"""Where no form of a step fits by its bound: the order in which they are planned after all, or only for the least.
 
 A search for the least takes as long as a plan, an estimate of it far less. So every form, exact and with all encoded
 that may be, is estimated by one plan that recomputes on demand, and those that come near the lowest by more of them.

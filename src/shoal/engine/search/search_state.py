@@ -88,7 +88,7 @@ class SearchState(Generic[Graph, Made]):
         return self.fits(fewest_bytes(form.priced.graph))
 
     def fits(self, nbytes: int) -> bool:
-        """Whether the budget has room for so many."""
+        """Whether the budget has room for that many."""
         return nbytes <= self.budget_bytes
 
     @property

@@ -69,7 +69,7 @@ class WorthCapturing(Generic[Graph, Made]):
         return why_too_many(work, len(whole.ops), 0 if one_after_another else sum(row.n_ops for row in state.rows))
 
     def _note_what_is_needed(self) -> None:
-        """Where what stays in any form is over the budget, finer patches are for the least alone."""
+        """Where what stays in any form is over the budget, finer patches are only for the least."""
         for form in self._state.unfit:
             if form.variant in self._about_bytes or self._state.fits(floor_bytes(form.priced.graph)):
                 continue

@@ -29,7 +29,7 @@ from shoal.lowlevel.dispatch import DispatchedOp, Implementation, choose, level_
 from shoal.lowlevel.torch_state import on_device
 
 _PIECE_ELEMS = 1 << 17  # 512 KiB of float32: the operands and temporaries of a piece stay in L2
-_MIN_PIECES = 16  # so that temporaries are small beside small tensors too
+_MIN_PIECES = 16  # so that temporaries are small compared with small tensors too
 _MIN_ELEMS = 1 << 12
 _LEAKY_RELU, _ELU = range(2)  # in the order of ShoalInvertible in csrc/shoal_native.h
 

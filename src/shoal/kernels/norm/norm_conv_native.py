@@ -26,7 +26,7 @@ from shoal.lowlevel.native import levels, run_native
 
 _ONES = [1, 1]
 _WIDE = 1 << 16  # channels in times channels out: a weight that is not much smaller than L2
-_WIDE_BACKWARD = 1 << 14  # and with its gradient beside it
+_WIDE_BACKWARD = 1 << 14  # and with its gradient in addition to it
 _FEW_CHANNELS, _FEW_TILES = 16, 32
 _MUCH_WORK = 1 << 24  # multiplications for one element of the kernel
 
@@ -115,7 +115,7 @@ def forward_pays(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 
 
 def backward_pays(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, window: ConvWindow) -> bool:
-    """The same of `backward`: not for a wide 3 x 3, of which the weight's gradient alone is (`norm_weight_grad`)."""
+    """The same of `backward`: not for a wide 3 x 3, of which only the weight's gradient is (`norm_weight_grad`)."""
     if weight.shape[2] == 1 or winograd_pays(x, weight):
         return True
     return weight.shape[0] * weight.shape[1] < _WIDE_BACKWARD

@@ -179,7 +179,7 @@ def _rows(tensor: torch.Tensor | None, x: torch.Tensor) -> tuple[int | None, int
     if tensor is None:
         return None, 0
     if tensor.shape != x.shape:
-        raise InputError(f"{tuple(tensor.shape)} beside x of {tuple(x.shape)}; give tensors of one shape")
+        raise InputError(f"{tuple(tensor.shape)} with x of {tuple(x.shape)}; give tensors of one shape")
     return tensor.data_ptr(), _row_stride(tensor)
 
 

@@ -19,7 +19,7 @@ import torch
 BLOCK_BYTES = 512
 LARGEST_SMALL_BYTES = 1 << 20
 _PAGE_BYTES = {True: 2 << 20, False: 20 << 20}  # of small blocks, and of large ones
-_LARGE_BYTES, _ROUND_BYTES = 10 << 20, 2 << 20  # from so many bytes on, a request is for itself alone, rounded up
+_LARGE_BYTES, _ROUND_BYTES = 10 << 20, 2 << 20  # from that many bytes on, a request is only for itself, rounded up
 PASSES_LIMIT_BYTES = _PAGE_BYTES[False] - _ROUND_BYTES  # at most: whole pages are mapped, rounded requests count
 OLDEST_FIRST = torch.__version__ >= "2.13"  # of blocks of one size, that of the oldest segment; before, the lowest
 _RANGE_BYTES = 1 << 44  # of addresses, more than any device has bytes
@@ -27,7 +27,7 @@ _YOUNGEST = 1 << 30  # what grows came after what does not
 
 
 def block_bytes(nbytes: int) -> int:
-    """What the allocator hands out for so many bytes.
+    """What the allocator hands out for that many bytes.
 
     >>> block_bytes(1), block_bytes(513)
     (512, 1024)
@@ -58,7 +58,7 @@ class AddressRange:
 
     @property
     def end(self) -> int:
-        """The address behind it."""
+        """The address after it."""
         return self.address + self.size_bytes
 
     @property
@@ -140,11 +140,11 @@ class CachingAllocator:
         return None if found is None or found.free else found
 
     def holes(self, size_bytes: int) -> list[AddressRange]:
-        """The free large blocks of at least so many bytes."""
+        """The free large blocks of at least that many bytes."""
         return [self._at[address] for nbytes, _, address in self._free[False] if nbytes >= size_bytes]
 
     def choice(self, size_bytes: int) -> AddressRange | None:
-        """The free block that the next request of so many bytes is cut from; None where the range has to grow."""
+        """The free block that the next request of that many bytes is cut from; None where the range has to grow."""
         small = size_bytes <= LARGEST_SMALL_BYTES
         free = self._free[small]
         place = bisect_left(free, (size_bytes, 0, 0))
@@ -197,7 +197,7 @@ class CachingAllocator:
 
     @property
     def top(self) -> int:
-        """The address behind the last large block in use of the range that grows."""
+        """The address after the last large block in use of the range that grows."""
         return self._tail().address
 
     @property
@@ -393,7 +393,7 @@ def _join(block: AddressRange, beyond: AddressRange) -> None:
 
 
 def _with_gaps(blocks: list[AddressRange], *, small: bool) -> list[AddressRange]:
-    """The blocks of a range that grows, and what is not mapped between and behind them."""
+    """The blocks of a range that grows, and what is not mapped between and after them."""
     whole: list[AddressRange] = []
     for block in blocks:
         if whole and whole[-1].end < block.address:

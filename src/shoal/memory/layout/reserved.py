@@ -39,7 +39,7 @@ def reserved(
     Args:
         graph: the step.
         runs: its schedule.
-        segments: of the allocator, once all is there that stands; see `CachingAllocator.of_snapshot`.
+        segments: of the allocator, once all persistent memory is allocated; see `CachingAllocator.of_snapshot`.
         limit_bytes: that the allocator may reserve: it gives cached blocks back before it passes them.
         state: the blocks that the optimizer's first step allocates for good.
         scratch: those that each of its steps allocates and frees.
@@ -63,7 +63,7 @@ def reserved(
 
 
 def _run(allocator: CachingAllocator, graph: StepGraph, runs: Iterable[Run]) -> list[AddressRange]:
-    """One forward and backward pass; what is there when it ends."""
+    """One forward and backward pass; what is in use when it ends."""
     storages = graph.storages
     blocks: dict[int, AddressRange] = {}
 

@@ -1,7 +1,7 @@
 """What is allocated before an op, so that the allocator puts the op's blocks where they are planned.
 
-A program is a row of numbers. One above zero allocates a block of so many bytes; one below zero, `~k`, releases the
-block of the program's k-th number. What is left is released behind the op. Nothing is ever written to these blocks.
+A program is a row of numbers. One above zero allocates a block of that many bytes; one below zero, `~k`, releases the
+block of the program's k-th number. What is left is released after the op. Nothing is ever written to these blocks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Event:
     """One thing that the allocator did.
 
     Attributes:
-        op: that ran; "" for what runs beside the planned ops, such as the loss.
+        op: that ran; "" for what runs outside the planned ops, such as the loss.
         address: where the block was.
         size_bytes: its size, as it was asked for.
         allocated: whether it was allocated; else freed.
@@ -86,7 +86,7 @@ def steered(
         program.append(block.size_bytes)
     for block, _ in rehearsed.values():
         allocator.release(block)
-    del program[length:]  # nothing is filled behind it
+    del program[length:]  # nothing is filled after it
     still = [place for place, entry in enumerate(program) if entry > 0 and ~place not in program]
     return (*program, *(~place for place in still if place not in fillers)), list(fillers.values())
 
@@ -105,7 +105,7 @@ def _most_at_once(events: Iterable[Event]) -> int:
 
 
 def _fill(allocator: CachingAllocator, planned: int, size_bytes: int, most_bytes: int) -> list[AddressRange]:
-    """Allocate, in no more than so many bytes, what makes the next block lie as near to `planned` as can be."""
+    """Allocate, in no more than that many bytes, what makes the next block lie as near to `planned` as can be."""
     near = (_nearest(hole, planned, size_bytes) for hole in allocator.holes(size_bytes))
     wanted = min(near, key=lambda place: (abs(place[1] - planned), place), default=None)
     if wanted is None:

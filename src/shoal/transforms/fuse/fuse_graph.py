@@ -98,7 +98,7 @@ class _FuseGraphBuilder:
             self._plan(node)
         for node in self.graph.nodes:
             self._write(node)
-        for node in reversed(self.graph.nodes):  # concatenations that nobody needs whole
+        for node in reversed(self.graph.nodes):  # concatenations that nothing reads whole
             if node in self.value and not self.value[node].users and self.ops.parts(node) is not None:
                 self.out.erase_node(self.value[node])
         blocks = join_dense_blocks(self.out, self.added, self.size) if self.level == "icf" else []

@@ -1,7 +1,7 @@
 """What a fused network calls in place of its layers: batch norm in two halves, and a convolution that does its part.
 
 They hold the network's own layers and read parameters, buffers and modes from them at every call. Where a map is too
-small for fusing to pay (`shoal.transforms.fuse.fusion_size`) they call those layers instead: nobody measures the map,
+small for fusing to pay (`shoal.transforms.fuse.fusion_size`) they call those layers instead: the map is not measured,
 so its batch norm, which is given no statistics, normalises it whole.
 """
 
