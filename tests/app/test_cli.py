@@ -397,7 +397,7 @@ def test_the_largest_batch_is_that_of_fit(here: Path) -> None:
     arguments = [*ALEXNET, "--planner", "chain", "--allow", "bitwise", "--budget", "1GiB"]
     done = invoke(*arguments, "--max-batch", "--json")
     assert done.exit_code == 0, done.output
-    assert done.stderr == ""  # where nobody watches
+    assert done.stderr == ""  # where nothing watches
     answer = json.loads(done.stdout)["max_batch"]
     assert answer["batch"] < answer["too_many"] <= 1.01 * answer["batch"]
     assert answer["predicted_peak_bytes"] <= 2**30

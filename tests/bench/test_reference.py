@@ -48,7 +48,7 @@ def test_a_changed_gradient_a_statistic_moved_twice_and_another_random_number_ar
 def test_what_pytorchs_own_capture_computes_otherwise_is_told_and_nothing_else_passes() -> None:
     step = workload()
     reference = take_reference(step, step.shared_copy())
-    # As on hosts where the gradient of a layer is summed in another order behind a copy of AOTAutograd's.
+    # As on hosts where the gradient of a layer is summed in another order after a copy of AOTAutograd's.
     reference.gradients["4.bias"] = reference.gradients["4.bias"] * (1 + 1e-7)
     captured = torch.compile(step.shared_copy(), backend="aot_eager")
     assert reference.check(captured, "captured") == "bits of aot_eager"

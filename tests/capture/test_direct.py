@@ -28,7 +28,7 @@ VOLUMES = (1, 2, 8, 8, 8)
 
 
 class SkipNet(nn.Module):
-    """A U-Net's last level: what is upsampled is concatenated with a skip, and a convolution alone reads both."""
+    """A U-Net's last level: what is upsampled is concatenated with a skip, and only a convolution reads both."""
 
     def __init__(self) -> None:
         super().__init__()

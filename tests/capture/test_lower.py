@@ -254,7 +254,7 @@ def _is_transfer(node: fx.Node) -> bool:
 def _watched(
     captured: Captured, residences: dict[str, Residence], tensors: list[torch.Tensor], in_place: bool
 ) -> tuple[list[int], list[int]]:
-    """Bytes in use beside the inputs at the start of every op, and every change of them."""
+    """Bytes in use in addition to the inputs at the start of every op, and every change of them."""
     changes: list[int] = []
     at_start: list[int] = []
 

@@ -114,7 +114,7 @@ def test_what_could_be_encoded_of_the_whole_step_can_be_in_pieces(profiled: tupl
 
 
 def prelus() -> tuple[nn.Module, torch.Tensor]:
-    """On the CPU: the meta device loses gradients behind PReLU."""
+    """On the CPU: the meta device loses gradients after PReLU."""
     layers = [layer for slopes in (1, 16) for layer in (nn.Conv3d(16, 16, 1), nn.PReLU(slopes))]
     return nn.Sequential(nn.Conv3d(1, 16, 1), *layers, nn.Conv3d(16, 1, 1)), torch.zeros(1, 1, 48, 48, 48)
 

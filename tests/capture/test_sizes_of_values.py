@@ -1,4 +1,4 @@
-"""A graph in which nobody knows a tensor's size ends there: the model is several graphs."""
+"""A graph in which nothing knows a tensor's size ends there: the model is several graphs."""
 
 from __future__ import annotations
 

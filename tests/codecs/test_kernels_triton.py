@@ -57,7 +57,7 @@ def same_bits(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
     return all(torch.equal(bits(one), bits(other)) for one, other in zip(ours, theirs, strict=True))
 
 
-# The interpreter is slow, and tables differ in numbers alone: it sees all kinds of blocks with one of them, and one
+# The interpreter is slow, and tables differ only in numbers: it sees all kinds of blocks with one of them, and one
 # kind with another.
 IN_BLOCKS = [
     (name, block)
@@ -221,7 +221,7 @@ def test_thresholds_too_close_or_too_far_apart_are_refused() -> None:
 
 
 def launch_each(elems: int, block_elems: int | None) -> None:
-    """Every function on so many elements, in blocks of so many."""
+    """Every function on that many elements, in blocks of that many."""
     x, byte = there(elems), torch.uint8
     codes, scales, flags = (
         there(elems, dtype=byte),

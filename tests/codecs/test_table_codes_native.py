@@ -190,7 +190,7 @@ def test_any_tensor_in_any_blocks(
 
 
 @each_level
-@pytest.mark.parametrize("name", ["dynamic_tree", "linear"])  # tables differ in numbers alone
+@pytest.mark.parametrize("name", ["dynamic_tree", "linear"])  # tables differ only in numbers
 @pytest.mark.parametrize("block", [4096, 70_000, None])
 @pytest.mark.parametrize("seed", [None, 5])
 def test_threads_and_the_size_of_a_tensor_change_no_bit(
@@ -214,7 +214,7 @@ def test_threads_and_the_size_of_a_tensor_change_no_bit(
 def test_every_float_from_0_to_1() -> None:
     """2**30 shares: a block of them and a one, so that its scale is 1. Between two thresholds all must be one code.
 
-    Of one table, since tables differ in numbers alone, and every threshold of each is tried with its neighbours above.
+    Of one table, since tables differ only in numbers, and every threshold of each is tried with its neighbours above.
     """
     table, step, one = TABLES["dynamic_tree"], 1 << 18, 0x3F800000
     begins = table.thresholds.view(torch.int32).tolist()

@@ -115,7 +115,7 @@ HUGE = struct.pack("<Q", 2**64 - 1)
 @pytest.mark.parametrize(
     ("lie", "said"),
     [
-        (changed(6, b"\x7f"), "got codec number 127, which nobody registered"),
+        (changed(6, b"\x7f"), "got codec number 127, which nothing registered"),
         (changed(6, b"\x07"), "truncate1: got 16 bytes of options, expected none"),
         (changed(8, b"\x09"), "got dtype 9, expected one of"),
         (changed(8, b"\x05"), "linear: got a header of torch.int64"),

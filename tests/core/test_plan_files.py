@@ -94,7 +94,7 @@ def _load(path: Path, content: bytes | str) -> bool:
 
 
 def _paths(value: Any, here: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Every place of a JSON value, of lists the first, second and last element alone."""
+    """Every place of a JSON value, of lists the first, second and last element only."""
     yield here
     if isinstance(value, dict):
         for key in value:

@@ -90,7 +90,7 @@ RESIDENCES: dict[str, tuple[Break, str]] = {
 }
 PLANS: dict[str, tuple[Callable[[StepGraph], Any], str]] = {
     "None": (lambda g: None, "returned None; expected a shoal.Plan"),
-    "residences alone": (lambda g: {}, "returned {}; expected a shoal.Plan"),
+    "residences only": (lambda g: {}, "returned {}; expected a shoal.Plan"),
     "the plan's class": (lambda g: Plan, "expected a shoal.Plan"),
     "another step": (lambda g: Plan(replace(g, ops=g.ops[:-1]), {}, "mine"), "a plan of another step"),
     "no step": (lambda g: Plan(None, {}, "mine"), "a plan of another step"),  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""How fast a folder's disk is: what is written, what is left behind, and what is told of a bad folder."""
+"""How fast a folder's disk is: what is written, what is left over, and what is told of a bad folder."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def test_a_replayed_step_is_two_launches_of_the_same_kernels(kernels: str, monke
     for forward, backward, _ in (recorded, *replayed):
         assert (forward.graph_launches, backward.graph_launches) == (1, 1)
         assert (forward.launches, backward.launches) == (1, 1)
-        # Before it is recorded a step copies the buffers, to be begun anew: a launch for each of their dtypes.
+        # Before it is recorded a step copies the buffers, to be begun again: a launch for each of their dtypes.
         assert forward.graph_kernels == last[0].launches - 2 > 15
         assert backward.graph_kernels == last[1].launches > 15
     for forward, backward, _ in replayed:

@@ -1,4 +1,4 @@
-"""`torch.compile(model, backend="shoal")`: the same engine behind PyTorch's own door."""
+"""`torch.compile(model, backend="shoal")`: the same engine through PyTorch's own entry point."""
 
 from __future__ import annotations
 

@@ -228,7 +228,7 @@ def test_equal_blocks_compile_once_in_all_models_of_a_process(
 
 
 def widening() -> nn.Module:
-    """Four stages that differ in their sizes alone."""
+    """Four stages that differ only in their sizes."""
     torch.manual_seed(0)
     widths = (3, 8, 12, 16, 20)
     stages = [

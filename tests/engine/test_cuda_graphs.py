@@ -107,7 +107,7 @@ def test_a_call_without_a_backward_pass_leaves_nothing_behind(graphs: list[Emula
     batches = images(6, 4, 3, 16, 16)
     for one in (model, plain):
         trained(one, batches[:2])
-        one(batches[2])  # recorded alone
+        one(batches[2])  # recorded only
     assert trained(model, batches[3:]) == trained(plain, batches[3:])
     assert [graph.replays for graph in graphs] == [1, 3, 3]
 

@@ -101,7 +101,7 @@ def test_networks_train_bit_for_bit_with_a_batch_of_one(network: str) -> None:
 def test_an_activation_before_a_global_pool_trains_bit_for_bit_in_channels_last(
     activation: type[nn.Module], batch: int
 ) -> None:
-    """The gradient behind the pool is contiguous, what the activation read is not."""
+    """The gradient after the pool is contiguous, what the activation read is not."""
     torch.manual_seed(0)
     convolutions = [nn.Conv2d(n, 8, 3, bias=False) for n in (3, 8)]
     model = nn.Sequential(
@@ -208,7 +208,7 @@ def test_a_first_run_frees_what_the_generated_code_frees() -> None:
     graph = fx.Graph()
     x, y, unread = (graph.placeholder(name) for name in ("x", "y", "unread"))
     total = graph.call_function(torch.add, (x, y))
-    graph.call_function(torch.neg, (total,))  # nobody reads it
+    graph.call_function(torch.neg, (total,))  # nothing reads it
     last = graph.call_function(torch.mul, (total, y))
     graph.output((last, [unread, None]))
     module = fx.GraphModule({}, graph)
@@ -278,7 +278,7 @@ def test_a_layout_is_restored_by_a_view_where_a_view_can_and_by_a_copy_elsewhere
 
 
 class Inverse(nn.Module):
-    """A complex `pinv`, whose kernel is wrong under any dispatch mode, behind a linear layer."""
+    """A complex `pinv`, whose kernel is wrong under any dispatch mode, after a linear layer."""
 
     def __init__(self) -> None:
         super().__init__()

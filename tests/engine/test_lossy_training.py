@@ -30,7 +30,7 @@ ENCODE = "bitwise, encode"
 def trained(
     model: nn.Module, batches: list[Any], codec: str = "dynamic_tree", seed: int | None = None, **how: Any
 ) -> tuple[Any, Any, Any]:
-    """A planned copy that encodes all it may, what it and a plain copy leave behind."""
+    """A planned copy that encodes all it may, what it and a plain copy leave."""
     plain, planned = copy.deepcopy(model), copy.deepcopy(model)
     plan = plan_encoding_everything(copy.deepcopy(model), batches[0], codec, seed=seed)
     shoal.compile(planned, offload_to=None, options=shoal.Options(plan=plan))

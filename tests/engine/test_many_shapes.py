@@ -70,7 +70,7 @@ class Halting(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """An LSTM, which Dynamo leaves out, hands a view of what it makes to the graph behind it."""
+    """An LSTM, which Dynamo leaves out, hands a view of what it makes to the graph after it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -254,7 +254,7 @@ def test_where_a_symbolic_step_fails_each_shape_is_captured_and_the_reason_is_sa
 
 
 def test_a_float_that_dynamo_needs_as_a_number_leaves_the_sizes_symbols(caplog: pytest.LogCaptureFixture) -> None:
-    """Dynamo takes the slope for a symbol first, and asks for the graph anew once a kernel needs its number."""
+    """Dynamo takes the slope for a symbol first, and asks for the graph again once a kernel needs its number."""
 
     class Sloped(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Training with storages on the host, or in a file: the same bits as plain PyTorch, and nothing left behind."""
+"""Training with storages on the host, or in a file: the same bits as plain PyTorch, and nothing left over."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Residual(nn.Module):
 
 
 class Concatenated(nn.Module):
-    """x beside f(x), and a view of both that several ops save."""
+    """x in addition to f(x), and a view of both that several ops save."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()

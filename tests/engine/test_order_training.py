@@ -76,7 +76,7 @@ class Exchange(nn.Module):
 
 
 def inception() -> nn.Module:
-    """Large weights behind small activations, so that weight gradients may wait."""
+    """Large weights after small activations, so that weight gradients may wait."""
     head = [nn.MaxPool2d(4), nn.Conv2d(24, 256, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 5)]
     return nn.Sequential(Inception(3, 16, 8), *head)
 

@@ -63,7 +63,7 @@ class Recurrent(nn.Module):
 
 
 class Normalized(Chain):
-    """A function with a number that PyTorch takes as a constant alone, called with the same one twice."""
+    """A function with a number that PyTorch takes as a constant only, called with the same one twice."""
 
     n_stages = 3
 
@@ -265,7 +265,7 @@ class ByImage(Chain):
 
 
 def test_what_functions_were_given_while_they_were_captured_goes_with_the_step() -> None:
-    """Without waiting for Python to look for cycles: it is there beside what the backward pass needs."""
+    """Without waiting for Python to look for cycles: it exists in addition to what the backward pass needs."""
     held: list[StorageWeakRef] = []
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -114,7 +114,7 @@ def test_a_batch_that_eager_code_alone_reads_counts_all_step() -> None:
         model(pictures).square().mean().backward()
         model.zero_grad()
     status = model.shoal
-    # What goes with the call, to begin it anew: a copy of the buffers, and the generator's state.
+    # What goes with the call, to begin it again: a copy of the buffers, and the generator's state.
     copied_bytes = sum(b.nbytes for b in model.buffers()) + torch.get_rng_state().nbytes
     assert status.plan.graph.storage_called["arguments"].nbytes == sum(x.nbytes for x in pictures) + copied_bytes
     assert 0 <= status.predicted_peak_bytes - status.measured_peak_bytes < pictures[0].nbytes
@@ -364,7 +364,7 @@ class Head(nn.Module):
 
 
 def test_once_a_size_within_a_step_has_varied_all_such_sizes_may_grow() -> None:
-    """Else the next that does has the whole step captured anew."""
+    """Else the next that does has the whole step captured again."""
     plain = PickingTwice()
     ours = shoal.compile(copy.deepcopy(plain), budget="1GiB", allow="bitwise")
     captures = []

@@ -76,7 +76,7 @@ def test_a_saved_plan_is_refused_where_the_references_alone_run(
         shoal.compile(fusing(), options=shoal.Options(plan=shoal.Plan.load(path)))(batch).sum().backward()
     assert str(refused.value) == (
         "the plan was made with 'fuse' by native kernels, which SHOAL_KERNELS leaves out on cpu; unset SHOAL_KERNELS, "
-        "or plan it anew"
+        "or plan it again"
     )
     again = shoal.compile(fusing(), options=shoal.Options(plan=shoal.Plan.load(path)))
     again(batch).sum().backward()

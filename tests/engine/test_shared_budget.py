@@ -155,7 +155,7 @@ def test_models_train_as_in_plain_pytorch_inside_one_budget(loop: str, caplog: p
 
 
 def train(models: Models, step: Loop, steps: int = 3) -> list[tuple[int, dict[str, Any]]]:
-    """The bytes that each step takes over all models, counted around it, and what it leaves behind."""
+    """The bytes that each step takes over all models, counted around it, and what it leaves."""
     optimizers: list[torch.optim.Optimizer] = [
         torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9) for model in models
     ]
@@ -316,7 +316,7 @@ def test_turns_that_begin_alike_run_by_plans_that_fit_together() -> None:
 
 def test_evaluation_and_exceptions_between_turns_change_no_plan(caplog: pytest.LogCaptureFixture) -> None:
     shared, models = encoders("1200KiB")
-    large = torch.randn(16 * BATCH, 16)  # its forward pass alone is over the budget
+    large = torch.randn(16 * BATCH, 16)  # its forward pass by itself is over the budget
     for _ in range(3):
         for model in models:
             model.eval()

@@ -1,4 +1,4 @@
-"""Dynamo's record of a capture is there on every version of torch that Shoal supports."""
+"""Dynamo's record of a capture exists on every version of torch that Shoal supports."""
 
 from __future__ import annotations
 

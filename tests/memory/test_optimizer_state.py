@@ -1,4 +1,4 @@
-"""The state of an optimizer is counted to the byte before its first step as after it, also by its name alone."""
+"""The state of an optimizer is counted to the byte before its first step as after it, also only by its name."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def test_a_copy_is_refused_and_everything_else_is_not() -> None:
         reject_copy(torch.optim.ASGD(network().parameters()), model.parameters())
     for known in (optimizer, torch.optim.SGD([model[3].bias]), NamedOptimizer("adam"), None):
         reject_copy(known, model.parameters())
-    reject_copy(torch.optim.SGD(nn.Linear(3, 3).parameters()), model.parameters())  # of a model beside this one
+    reject_copy(torch.optim.SGD(nn.Linear(3, 3).parameters()), model.parameters())  # of a model in addition to this one
     reject_copy(torch.optim.SGD(network().double().parameters()), model.parameters())  # masters
     reject_copy(optimizer, [])
 

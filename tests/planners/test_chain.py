@@ -112,7 +112,7 @@ def _advances(length: int, slots: int) -> float:
 @pytest.mark.parametrize("slots", [1, 2, 3, 5])
 def test_on_equal_layers_it_is_no_worse_than_revolve(layers: int, slots: int) -> None:
     graph = plain_chain(layers, nbytes=1000, seconds=1.0)
-    # Beside the states: the batch, the output, its gradient, and the two errors of a layer's backward op.
+    # In addition to the states: the batch, the output, its gradient, and the two errors of a layer's backward op.
     budget = min((5 + slots) * 1000, simulate(graph, {}).peak_bytes)
     plan = chain(graph, HARDWARE, budget)
     assert plan.added_seconds <= _advances(layers - 1, slots) + 1e-9

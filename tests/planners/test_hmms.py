@@ -104,7 +104,7 @@ def test_offloads_that_are_in_debt_together_end_together() -> None:
     b = Builder()
     x = b.conv(b.input(10), 1500, seconds=1.0)
     x = b.conv(x, 100, seconds=1.0)  # -1500 + 1000 - 100
-    x = b.conv(x, 700, seconds=1.0)  # -600 + 1000: both are over; -700 anew
+    x = b.conv(x, 700, seconds=1.0)  # -600 + 1000: both are over; -700 again
     graph = b.step(b.conv(b.conv(x, 10, seconds=1.0), 1, seconds=1.0))
     ends = offload_ends(graph, link_of(1000.0), offloadable(graph))
     assert by_name(graph, ends) == {

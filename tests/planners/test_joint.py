@@ -108,7 +108,8 @@ def test_the_least_of_a_vgg_is_two_of_its_first_activations_and_what_a_pooling_l
             joint(graph, HERE, graph.resident_bytes + gradient_bytes, limits=Limits(order=order))
         least_bytes[order] = refused.value.minimum_bytes
     first_bytes = 32 * 64 * 32 * 32 * 4
-    # The convolution's output and its gradient, beside the pooling's gradient (a quarter) and its codes (a sixteenth).
+    # The convolution's output and its gradient, in addition to the pooling's gradient (a quarter) and its codes (a
+    # sixteenth).
     as_captured_bytes = graph.resident_bytes + gradient_bytes + (2 + 5 / 16) * first_bytes
     assert least_bytes[False] == pytest.approx(as_captured_bytes, rel=0.02)
     # The large weight gradients, of small activations, can wait for the end; those gradients are most of the bytes.

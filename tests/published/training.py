@@ -41,7 +41,7 @@ def _widened(value: Any) -> Any:
 
 
 def train(network: Network) -> dict[str, torch.Tensor]:
-    """What each step leaves behind, by name. The loop holds what a step returned until the next one has, as users' do;
+    """What each step leaves, by name. The loop holds what a step returned until the next one has, as users' do;
     parameters move the same way whatever their gradients are, so that each step is compared by itself."""
     found = {}
     model = network.module

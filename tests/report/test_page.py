@@ -1,4 +1,4 @@
-"""The page stands alone, shows hostile names as text, and takes a run of which little is known."""
+"""The page is self-contained, shows hostile names as text, and takes a run of which little is known."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ Transform = Callable[[nn.Module], Any]
 
 
 class Layers(nn.Module):
-    """Batch norms with ReLUs between convolutions, beside a parameter and a buffer that its own code reads."""
+    """Batch norms with ReLUs between convolutions, in addition to a parameter and a buffer that its own code reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ def test_a_transformed_part_of_a_network_stays_as_it_is(transform: Transform, ki
 
 
 class Twice(nn.Module):
-    """A convolution that a batch norm reads after one call, and nobody that is fused after the others."""
+    """A convolution that a batch norm reads after one call, and nothing that is fused after the others."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -52,7 +52,7 @@ def test_the_reason_is_one_line() -> None:
 
 
 class Within(nn.Module):
-    """A layer in a context, and one behind it."""
+    """A layer in a context, and one after it."""
 
     def __init__(self, context: Callable[[], AbstractContextManager[Any]]) -> None:
         super().__init__()

@@ -343,7 +343,7 @@ def call_of(model: nn.Module, layers: Callable[..., Any] | None = None) -> Calla
 
 
 def drawn_for(model: nn.Module, arguments: Sequence[Any]) -> dict[str, Any]:
-    """What the call needs in addition to its arguments: the cuts drawn for this step, where the model is split at such."""
+    """What the call needs in addition to its arguments: the cuts drawn for this step, if the model is split so."""
     cuts = model.draw(*arguments) if isinstance(model, SplitModule) else None
     return {} if cuts is None else {CUTS_ARGUMENT: cuts}
 

@@ -160,7 +160,7 @@ class Plan:
 
     @property
     def least_added_seconds(self) -> float:
-        """`lower_bound_seconds` compared with plain PyTorch's step: no plan of this form and order adds less to that."""
+        """`lower_bound_seconds` compared with plain PyTorch's step: no plan of this form and order adds less."""
         return self.lower_bound_seconds + self.plain_timeline.seconds - self.plain_seconds
 
     @cached_property

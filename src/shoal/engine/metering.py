@@ -276,7 +276,7 @@ class Metering:
         self._give_up()
 
     def learn_refusals(self) -> None:
-        """Learn whether memory ran out since the last metered window began; whoever has caught it does not report it."""
+        """Learn whether memory ran out since the last metered window began: who caught it does not report it."""
         last, self._last = self._last, None
         if last is None:
             return

@@ -50,7 +50,7 @@ def sharded_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def parameter_groups(module: Any) -> list[Any]:
-    """The records of what one sharded module gathers and reduces together: one, or one for each mesh; none otherwise."""
+    """The records of what one sharded module gathers and reduces together: one, or one for each mesh; or none."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     return [group for group in ([state._fsdp_param_group] if groups is None else groups) if group is not None]

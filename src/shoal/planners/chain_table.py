@@ -135,7 +135,7 @@ class ChainTable:
         return seconds, peak
 
     def _pass_bytes(self, w: int, s: int, t: int, blocks_run: tuple[int, int], peak_bytes: int) -> int:
-        """What running some blocks on the way from s to t takes, in addition to what is needed of the blocks before s."""
+        """What running some blocks on the way from s to t takes, above what is needed of the blocks before s."""
         blocks = self.blocks
         k, end = blocks_run
         across = blocks.crossing[k]

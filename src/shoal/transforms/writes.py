@@ -113,7 +113,7 @@ class Writes:
         return self._place[first] < self._place[second]
 
     def can_read_instead(self, node: fx.Node, reader: fx.Node) -> bool:
-        """Whether it has no effect if the network's `reader` of `node` reads it at any later time and writes nothing."""
+        """Whether it has no effect if the network's `reader` of `node` reads it at a later time and writes nothing."""
         return self.over(node, reader) is None and self.is_unnoticed(reader)
 
     def is_unnoticed(self, node: fx.Node) -> bool:

@@ -29,7 +29,7 @@ def test_the_table_and_the_files(tmp_path: Path) -> None:
     out = tmp_path / "new" / "folder"
     done = frontier("--out", str(out), "--budget", "1GiB")
     assert done.exit_code == 0, done.output
-    assert done.stderr == ""  # where nobody watches
+    assert done.stderr == ""  # where nothing watches
     assert "resnet18, times for p100-nvlink; plain PyTorch: " in done.stdout
     assert sum(" KiB " in line for line in done.stdout.splitlines()) >= 3
     assert {path.name for path in out.iterdir()} == {"frontier.html", "frontier.svg", "frontier.json"}

@@ -28,7 +28,7 @@ ARGUMENTS = {"model": "tiny", "batch": 4, "image": None, "lr": 0.1}
 
 
 class Parts:
-    """A model, an optimizer and a scaler, with a step or two behind them."""
+    """A model, an optimizer and a scaler, with a step or two after them."""
 
     def __init__(self, seed: int, features: int = 3) -> None:
         torch.manual_seed(seed)
@@ -146,7 +146,7 @@ def test_what_the_plans_of_a_run_encode_comes_back_with_it(path: Path) -> None:
 
 
 def _with_pickle(path: Path, change: Callable[[bytes], bytes]) -> None:
-    """Write the checkpoint anew as a sound archive, its pickled part changed."""
+    """Write the checkpoint again as a sound archive, its pickled part changed."""
     with zipfile.ZipFile(path) as parts:
         members = {name: parts.read(name) for name in parts.namelist()}
     with zipfile.ZipFile(path, "w") as parts:

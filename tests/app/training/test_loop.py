@@ -81,7 +81,7 @@ def test_a_run_reports_each_step_and_each_epoch(tiny: Options) -> None:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Outcome]:
-    """A run of a planner that nobody interrupts."""
+    """A run of a planner that nothing interrupts."""
 
     @cache
     def uninterrupted(planner: str) -> Outcome:
@@ -208,7 +208,7 @@ def test_shoal_and_plain_pytorch_train_the_same(tiny: Options, tmp_path: Path, w
 
 @needs_compiler
 def test_inside_a_wall_plain_pytorch_dies_and_shoal_trains_on(tmp_path: Path) -> None:
-    # In a process of its own: what other tests have left behind is in use too, and no plan knows of it.
+    # In a process of its own: what other tests have left over is in use too, and no plan knows of it.
     run_on_ranks(die_plain_and_train_on_planned, 1, tmp_path)
 
 

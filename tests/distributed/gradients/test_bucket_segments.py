@@ -1,6 +1,6 @@
 """A bucket is cut so that every value has one owner, ranks have equal work, and no segment holds two parameters.
 
-A message holds what the codec makes of each segment alone, and raw values as they are.
+A message holds what the codec makes of each segment only, and raw values as they are.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def test_a_large_bucket_travels_in_chunks_and_every_rank_has_the_same_bits() -> 
         assert sent_bytes == sum(messages) + 2 * len(chunks) * HEADER_BYTES, rank
 
 
-# What DDP can do beside.
+# What DDP can do in addition.
 
 
 def compared(kind: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -299,7 +299,7 @@ def resume(steps: int, stop_after: int | None) -> list[torch.Tensor]:
 def test_owed_errors_survive_new_buckets_and_a_checkpoint() -> None:
     whole = run_on_ranks(resume, 2, 5, None)
     parts = run_on_ranks(resume, 2, 5, 3)
-    # A new DDP cuts its first step's buckets anew, which moves blocks: residuals stay.
+    # A new DDP cuts its first step's buckets again, which moves blocks: residuals stay.
     for first, second in zip(whole, parts, strict=True):
         for got, expected in zip(second, first, strict=True):
             assert got.shape == expected.shape

@@ -38,7 +38,7 @@ class Net(nn.Module):
 
 
 def step(model: nn.Module, *arguments: torch.Tensor, inside: AbstractContextManager[Any] | None = None) -> list[Any]:
-    """One step's output, and what it leaves behind."""
+    """One step's output, and what it leaves."""
     model.zero_grad()
     torch.manual_seed(1)
     with inside or nullcontext():

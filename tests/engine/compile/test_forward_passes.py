@@ -1,4 +1,4 @@
-"""What a forward pass may do beside computing: log, warn, raise; and what it may be given and hand on."""
+"""What a forward pass may do in addition to computing: log, warn, raise; and what it may be given and hand on."""
 
 from __future__ import annotations
 

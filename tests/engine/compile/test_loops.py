@@ -79,7 +79,7 @@ def test_calls_that_come_before_one_backward_pass_share_the_budget(caplog: pytes
 
 
 class Returning(nn.Module):
-    """Returns what no backward op reads, one a function of the other, beside what it is trained for."""
+    """Returns what no backward op reads, one a function of the other, in addition to what it is trained for."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -25,7 +25,7 @@ TOO_LITTLE = 300_000
 
 
 class Views(nn.Module):
-    """Returns its result, larger than all that it saves, as so many views of one storage."""
+    """Returns its result, larger than all that it saves, as that many views of one storage."""
 
     def __init__(self, views: int, last: nn.Module | None = None) -> None:
         super().__init__()

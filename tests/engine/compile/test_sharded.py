@@ -1,4 +1,4 @@
-"""A budget holds where FSDP2 shards the parameters: what it gathers and sends counts where it is there."""
+"""A budget holds where FSDP2 shards the parameters: what it gathers and sends counts where it exists."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ FLOATS = [1 / (place + 1.5) for place in range(STEPS)]
         (lambda net, y, number: y * number - number, range(2, 2 + STEPS), lambda net: None, 2),
         (counted, [1.0] * STEPS, lambda net: None, 2),
         (counted_only, [1.0] * STEPS, lambda net: None, 2),
-        # What PyTorch can have as a number alone, or as a size, is captured for each.
+        # What PyTorch can have as a number only, or as a size, is captured for each.
         (lambda net, y, number: y.clamp(max=number), FLOATS, lambda net: None, STEPS),
         (lambda net, y, number: y[:, :, : number + 1], range(2), lambda net: None, 2),
         (lambda net, y, number: y * number, [1.0, 2.0, float("inf"), 3.0], lambda net: None, 2),

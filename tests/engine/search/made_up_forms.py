@@ -51,7 +51,7 @@ class Refusing:
 
 
 class OnPatches(Refusing):
-    """Forms that hold so many bytes besides, by the number of patches along each side; 1 is the step as it is."""
+    """Forms that hold that many bytes besides, by the number of patches along each side; 1 is the step as it is."""
 
     def __init__(self, *held_bytes: int) -> None:
         super().__init__()
@@ -124,5 +124,5 @@ def kept_alone(nbytes: int) -> StepGraph:
 
 
 def crowded(step: StepGraph) -> StepGraph:
-    """The step with so much beside it that everything kept needs `CROWDED_BYTES`."""
+    """The step with so much in addition to it that everything kept needs `CROWDED_BYTES`."""
     return replace(step, static_bytes=CROWDED_BYTES - simulate(step, {}).peak_bytes)

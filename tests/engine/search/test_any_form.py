@@ -33,7 +33,7 @@ def with_smallest(made: Priced[None], asked: list[StepGraph]) -> Priced[None]:
 
 
 class OfOneStep(Refusing):
-    """The step as it is, alone."""
+    """The step as it is, only."""
 
     def __init__(self, step: StepGraph) -> None:
         super().__init__(whole=0)

@@ -11,7 +11,7 @@ from shoal.errors import BudgetError, CaptureError
 
 
 class Line:
-    """What fits is a line: so many bytes, and so many for each image."""
+    """What fits is a line: that many bytes, and that many for each image."""
 
     def __init__(self, fixed: int, each: int, budget: int, misleads: int = 1) -> None:
         self.fixed, self.each, self.budget, self.misleads = fixed, each, budget, misleads

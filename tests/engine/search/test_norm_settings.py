@@ -185,7 +185,7 @@ def test_so_it_does_in_other_dimensions(dims: int, settings: list[str], monkeypa
 
 
 def two_convolutions() -> nn.Module:
-    """Frozen batch norms behind convolutions whose maps are larger than all parameters."""
+    """Frozen batch norms after convolutions whose maps are larger than all parameters."""
     torch.manual_seed(0)
     norms = [_batch_norm(2, 16, setting) for setting in ("eval", "eval without gradients")]
     layers = [nn.Conv2d(3, 16, 3, padding=1), norms[0], nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), norms[1], nn.ReLU()]

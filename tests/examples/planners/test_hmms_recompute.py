@@ -65,7 +65,7 @@ class ByRunningStatistics(nn.BatchNorm2d):
 @pytest.mark.parametrize(
     "norm",
     [nn.BatchNorm2d(4), nn.BatchNorm2d(4, track_running_stats=False), ByRunningStatistics(4)],
-    ids=["running statistics too", "the batch's alone", "running ones alone"],
+    ids=["running statistics too", "the batch's only", "running ones only"],
 )
 def test_every_batch_norm_of_pytorch_is_one_and_so_is_the_activation_behind_it(norm: nn.Module) -> None:
     graph = captured(nn.Sequential(nn.Conv2d(3, 4, 3), norm, nn.LeakyReLU(), nn.Conv2d(4, 4, 3)))

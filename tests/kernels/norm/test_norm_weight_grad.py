@@ -1,4 +1,4 @@
-"""The native gradient of a weight alone: no less exact than plain float32, on every instruction set and shape."""
+"""The native gradient of a weight only: no less exact than plain float32, on every instruction set and shape."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def test_it_finds_the_smallest_arena_there_is_and_proves_that_none_is_smaller(pr
     assert (best.layout.arena_bytes, best.proven) == (least_bytes, True)
 
 
-# No layout is as small as the 6 bytes in use, and no two blocks alone are why.
+# No layout is as small as the 6 bytes in use, and no two blocks by themselves are why.
 AT_ODDS = Problem(
     tuple(
         Block(name, lower, upper, size_bytes)

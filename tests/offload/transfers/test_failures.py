@@ -96,7 +96,7 @@ def test_a_fetch_that_nobody_finished_may_not_read_the_next_steps_bytes() -> Non
 
 @pytest.fixture
 def _ctrl_c_interrupts() -> Iterator[None]:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it puts behind
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for background jobs
     yield
     signal.signal(signal.SIGINT, before)
 

@@ -34,7 +34,7 @@ _ENOUGH = 1.02  # of the bytes in use at the peak
 _MOST_LAID_OUT = 32  # times in a step; a layout that the allocator follows so badly is no good
 
 Addresses = Mapping[int, int]  # of the blocks of a step, by the event that allocates each
-Relayout = Callable[[CachingAllocator, Addresses, int], Addresses]  # the rest of a step around the blocks in use, by event
+Relayout = Callable[[CachingAllocator, Addresses, int], Addresses]  # the rest of a step around blocks in use, by event
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ def slab_graph(root: nn.Module, graph: fx.Graph, region: SlabRegion, *, twice: b
 
 
 def convolve_rows(x: torch.Tensor, layer: _ConvNd, before: int, after: int) -> torch.Tensor:
-    """The rows of a convolution's result that some rows of its input make, with that many rows of zeros around these."""
+    """The rows of a convolution's result that some rows of its input make, with some rows of zeros around these."""
     if before or after:
         x = F.pad(x, (*[0, 0] * (x.dim() - _ROWS - 1), before, after))
     padding = (0, *(window.begin for window in windows_of(layer, x.dim() - 2)[1:]))
