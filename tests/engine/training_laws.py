@@ -63,7 +63,7 @@ def keep_nothing(graph: StepGraph, hardware: Hardware, budget_bytes: int) -> Pla
 
 
 def keep_by_chance(seed: int, kept_share: float, again_share: float = 0.0) -> Planner:
-    """A planner that keeps each storage with one probability and, with another, recomputes one again for each reader."""
+    """A planner that keeps each storage with one probability and, with another, recomputes it for each reader."""
 
     def planner(graph: StepGraph, hardware: Hardware, budget_bytes: int) -> Plan:
         chance = random.Random(seed)
