@@ -146,7 +146,7 @@ def test_models_train_as_in_plain_pytorch_inside_one_budget(loop: str, caplog: p
     assert shared.status is not None and shared.status.repairs == 0
     assert shared.peak_bytes is not None
     if loop == "two losses":
-        assert "sends something back twice" in caplog.text
+        assert "backward passes run twice" in caplog.text
     else:
         assert shared.predicted_peak_bytes is not None
         assert max(peak for peak, _ in found[1:]) <= shared.predicted_peak_bytes <= budget
