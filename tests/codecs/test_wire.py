@@ -37,7 +37,6 @@ def decodes_or_is_refused(data: bytes) -> bool:
         encoded = from_bytes(data)
         decoded = encoded.decode()
     except CodecError as error:
-        assert "\n" not in str(error)
         assert "got" in str(error)
         return False
     assert decoded.shape == encoded.shape

@@ -12,7 +12,7 @@ from shoal.core import presets
 from shoal.core.hardware import Device, Hardware, Link, MeasuredLink
 from shoal.core.records import read_record
 from shoal.errors import InputError
-from tests.engine.compile.wrong_values import WRONG, in_one_short_line
+from tests.engine.compile.wrong_values import WRONG, is_readable
 from tests.raising import raising
 
 ABSENT = object()
@@ -38,7 +38,7 @@ def test_any_figure_can_be_or_is_refused_in_one_line(kind: Any, given: tuple[Any
             try:
                 made = kind(*given[:place], value, *given[place + 1 :])
             except InputError as error:
-                assert in_one_short_line(error)
+                assert is_readable(error)
             else:
                 assert 0 <= float(list(vars(made).values())[place]) <= 1e24
 
@@ -58,4 +58,4 @@ def test_a_machine_survives_json_and_a_damaged_one_is_refused() -> None:
                 try:
                     assert isinstance(read_record(Hardware, damaged, "hardware"), Hardware)
                 except InputError as error:
-                    assert in_one_short_line(error)
+                    assert is_readable(error)

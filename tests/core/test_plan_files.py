@@ -19,7 +19,7 @@ from shoal.core.schedule import schedule
 from shoal.core.validate import check_runs
 from shoal.errors import PlanError
 from shoal.planners.just_in_time import just_in_time
-from tests.engine.compile.wrong_values import in_one_short_line
+from tests.engine.compile.wrong_values import is_readable
 from tests.engine.lossy_steps import chain, plan_encoding_everything
 from tests.raising import raising
 from tests.random_steps import SLOW_LINK, conv_bn_relu_chain
@@ -80,7 +80,7 @@ def _load(path: Path, content: bytes | str) -> bool:
     try:
         plan = Plan.load(path)
     except PlanError as error:
-        assert in_one_short_line(error), str(error)[:500]
+        assert is_readable(error), str(error)[:500]
         assert str(path) in str(error)
         return False
     for graph, residences in ((plan.graph, plan.residences), (plan.exact_step, {})):

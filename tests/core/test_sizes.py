@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from shoal.core.sizes import HOST_PAGE_BYTES, format_bytes, in_pages, parse_bytes
 from shoal.errors import InputError
-from tests.engine.compile.wrong_values import WRONG, in_one_short_line
+from tests.engine.compile.wrong_values import WRONG, is_readable
 from tests.raising import raising
 
 UNITS = {"": 1, "B": 1} | {
@@ -61,7 +61,7 @@ def test_what_is_no_size_is_refused_with_an_example_of_one(size: int | str) -> N
 def test_more_bytes_than_there_can_be_are_refused(size: int | str) -> None:
     with pytest.raises(InputError) as caught:
         parse_bytes(size)
-    assert in_one_short_line(caught.value)
+    assert is_readable(caught.value)
 
 
 def test_whatever_is_given_is_a_number_of_bytes_or_refused_in_one_line() -> None:
@@ -69,7 +69,7 @@ def test_whatever_is_given_is_a_number_of_bytes_or_refused_in_one_line() -> None
         try:
             assert 0 < parse_bytes(size) < 2**63
         except InputError as error:
-            assert in_one_short_line(error)
+            assert is_readable(error)
 
 
 def test_a_numpy_integer_is_an_int() -> None:

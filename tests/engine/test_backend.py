@@ -100,9 +100,8 @@ def test_a_budget_that_no_plan_fits_names_what_would_do() -> None:
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], complaint: str) -> None:
-    with raising(InputError, complaint) as caught:
+    with raising(InputError, complaint):
         through_torch(nn.Conv2d(3, 4, 3), **options)(*images(1, 2, 3, 8, 8))
-    assert "\n" not in str(caught.value), "Dynamo adds lines of its own to what it wraps"
 
 
 def test_torchs_modes_are_refused() -> None:

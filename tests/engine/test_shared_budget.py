@@ -335,15 +335,15 @@ def test_evaluation_and_exceptions_between_turns_change_no_plan(caplog: pytest.L
 def test_what_is_shown_and_that_nothing_keeps_the_models_alive() -> None:
     shared, models = encoders("700KiB")
     assert shared.peak_bytes is None and shared.predicted_peak_bytes is None
-    assert "no turn was planned yet" in str(shared)
+    assert "no iteration was planned yet" in str(shared)
     assert "no model is compiled" in str(shoal.Budget("1GiB"))
     take(models, 2)
     shown = str(shared)
     assert "budget          700.0 KiB" in shown
-    assert all(word in shown for word in ("image", "text", "image and text", "standing", "at the peak"))
+    assert all(word in shown for word in ("image", "text", "image and text", "persistent", "at the peak"))
     metrics = shared.metrics()
     assert metrics["shoal/budget_bytes"] == 700 * 1024
-    assert metrics["shoal/image/standing_bytes"] > 0
+    assert metrics["shoal/image/persistent_bytes"] > 0
     assert metrics["shoal/predicted_peak_bytes"] == shared.predicted_peak_bytes
     assert models[0].shoal is models[1].shoal is shared.status
     left = [weakref.ref(model) for model in models]

@@ -60,7 +60,7 @@ def test_printed_it_says_what_was_planned_and_measured(trained: Any) -> None:
     assert lines[0] == "small [net]" and said["budget"] == "1.000 MiB"
     assert said["predicted peak"].startswith(format_bytes(status.predicted_peak_bytes))
     assert said["measured peak"] == format_bytes(status.measured_peak_bytes)
-    assert said["computed"] == "as it is" and said["repairs"] == "none"
+    assert said["computed"] == "unmodified" and said["repairs"] == "none"
     rows = lines[-2:]
     assert [row.split("  ")[0] for row in rows] == [shape_of(plan) for plan in status.plans]
     assert rows[0].startswith("3 x 3 x 16 x 16  ")

@@ -104,7 +104,8 @@ def in_dynamo(
     except ModelRaised as failure:
         given = (*args, *kwargs.values())
         shapes = ", ".join(str(tuple(value.shape)) for value in given if isinstance(value, torch.Tensor))
-        raise InputRefused(f"{name} cannot take an input of shape {shapes}: {failure.reason}") from None
+        refusal = f"{name} cannot take an input of shape {shapes}"
+        raise InputRefused(refusal, details={"error": failure.reason}) from None
     finally:
         for module, training in modes:
             module.training = training

@@ -144,8 +144,8 @@ def _kind_of(name: str) -> Kind:
     kind = _kinds.get(name) if isinstance(name, str) else None
     if kind is None:
         close = get_close_matches(name[:99], _kinds, n=1) if isinstance(name, str) else ()
-        hint = f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(_kinds)}"
-        raise CodecError(f"unknown codec {brief(name)}: {hint}")
+        hint = f"did you mean {close[0]!r}?" if close else "choose one of those below"
+        raise CodecError(f"unknown codec {brief(name)}: {hint}", details={"codecs": ", ".join(_kinds)})
     return kind
 
 

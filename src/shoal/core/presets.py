@@ -60,8 +60,8 @@ def get(name: str) -> Hardware:
     """
     if name not in _PRESETS:
         close = get_close_matches(str(name).lower(), _PRESETS, n=1, cutoff=0.4)
-        hint = f"did you mean {close[0]!r}?" if close else f"give one of {', '.join(_PRESETS)}"
-        raise InputError(f"hardware={name!r} is not a preset; {hint}")
+        hint = f"did you mean {close[0]!r}?" if close else "choose one of those below"
+        raise InputError(f"hardware={name!r} is not a preset; {hint}", details={"presets": ", ".join(_PRESETS)})
     return _PRESETS[name]
 
 

@@ -56,7 +56,7 @@ class Variant:
         pieces: convolutions that are computed in pieces there, or directly.
 
     >>> print(Variant(), Variant(fuse="icf"), Variant(depth=0.5, grid=(2, 2)), sep="; ")
-    as it is; batch norm fused (icf); 50 % of the convolutions in 2 x 2 overlapping patches
+    unmodified; batch norm fused (icf); 50 % of the convolutions in 2 x 2 overlapping patches
     """
 
     fuse: str = ""
@@ -85,7 +85,7 @@ class Variant:
             cut = ", ".join(f"{count} {kind}" for count, kind in counts if count)
             return cut if others == WHOLE else f"{others}, {cut}"
         if self.shrunk:
-            return f"{replace(self, shrunk=False)}, shrunk in the backward pass"
+            return f"{replace(self, shrunk=False)}, compact saved tensors"
         if self.fuse:
             maps = ", large maps" if self.large_only else ""
             if self.up_to < 1:
@@ -96,7 +96,7 @@ class Variant:
         if self.slabs:
             return f"large layers on {self.slabs} slabs{', measured first' if self.twice else ''}"
         if not self.depth:
-            return "as it is"
+            return "unmodified"
         if self.slices:
             return f"{self.depth:.0%} of the convolutions on {self.slices} slices of the batch".replace("%", " %")
         patches = f"{' x '.join(map(str, self.grid))} {'overlapping' if self.exact else 'independent'} patches"

@@ -143,4 +143,5 @@ def _captured(pricing: Pricing, example: Example, read: Callable[[fx.GraphModule
         return in_dynamo(pricing.model, example, read, name=pricing.name)
     except InputRefused as refused:
         would_do = sizes_that_would_do(pricing.model, example)
-        raise CaptureError(f"{refused}; {would_do}" if would_do else str(refused)) from None
+        hint = f"; {would_do}" if would_do else ""
+        raise CaptureError(refused.message + hint, details=refused.details) from None

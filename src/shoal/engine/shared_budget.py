@@ -26,7 +26,7 @@ from shoal.capture.dynamo import (
 )
 from shoal.core.over_budget import over_budget
 from shoal.core.sizes import format_bytes
-from shoal.engine.budget_table import Standing, table
+from shoal.engine.budget_table import PersistentMemory, table
 from shoal.engine.compile_options import CompileOptions
 from shoal.engine.model_call import ModelCall, raise_as_plain, reject_function_transforms
 from shoal.engine.options import Options
@@ -48,15 +48,14 @@ _ALONE = "has a budget of its own: give shoal.compile(model, budget=) bytes for 
 
 
 class Budget:
-    """Device bytes that several models train in together: a GAN's two, a teacher and a student, encoders of one loss.
+    """Device bytes in which several models train together: a GAN's two, a teacher and a student, two encoders.
 
-    It replaces dividing a device's memory between models by trial. Give it to `shoal.compile` of each model, and train
-    as always. What runs from one moment at which nothing is outstanding to the next is one turn, whichever models are
-    called in it. The first time, each graph keeps as little as it can and is metered; when such a turn begins again,
-    all its graphs are planned as one step, with what the other models, the loop and the optimizers hold by then.
+    Give it to `shoal.compile` of each model, and train as usual. In the first iteration every graph keeps the minimum
+    and is measured; from the second on, all graphs of an iteration are planned as one step inside the budget.
 
-    A copy of a model that is not trained, such as a moving average of weights or a teacher, counts where it is compiled
-    with the budget too; called in eval mode or under `torch.no_grad()` it runs as it would without Shoal.
+    An iteration is all forward and backward calls between two points with no pending backward, of any of the models.
+    Models that are not trained, such as a teacher or a moving average of weights, count if they are compiled with the
+    budget too; in eval mode or under `torch.no_grad()` they run as without Shoal.
 
     Args:
         budget: as for `shoal.compile`: an int of bytes, a text such as "8GiB", "auto", or "80%" of the device's memory.
@@ -96,31 +95,31 @@ class Budget:
 
     @property
     def models(self) -> Mapping[str, nn.Module]:
-        """The models that are there, by name."""
+        """The models, by name."""
         return dict(self._models)
 
     @property
     def status(self) -> Status | None:
-        """What `model.shoal` is of each of them: the plans of all turns; None before the first model."""
+        """`model.shoal` of each of them: the plans of all iterations; None before the first model."""
         return None if self._steps is None else self._steps.session.status
 
     @property
     def peak_bytes(self) -> int | None:
-        """The highest measured use over all models, of the plans in force; None before a backward pass."""
+        """The highest measured use over all models, of the active plans; None before a backward pass."""
         return None if self.status is None else self.status.measured_peak_bytes
 
     @property
     def predicted_peak_bytes(self) -> int | None:
-        """The highest predicted peak of all turns; None before a turn is planned, as it begins the second time."""
+        """The highest predicted peak of all iterations; None before the second iteration."""
         turns = [] if self._steps is None else self._steps.known.values()
         return max((turn.predicted_bytes for turn in turns if turn.planned is not None), default=None)
 
     def metrics(self) -> dict[str, int | float]:
-        """`model.shoal.metrics()` over all models, and "shoal/NAME/standing_bytes" of each."""
+        """`model.shoal.metrics()` over all models, and "shoal/NAME/persistent_bytes" of each."""
         found = {} if self.status is None else self.status.metrics()
         if (predicted_bytes := self.predicted_peak_bytes) is not None:
             found["shoal/predicted_peak_bytes"] = predicted_bytes
-        return found | {f"shoal/{one.model}/standing_bytes": one.nbytes for one in self._standing()}
+        return found | {f"shoal/{one.model}/persistent_bytes": one.nbytes for one in self._persistent()}
 
     def add(
         self,
@@ -210,11 +209,11 @@ class Budget:
         if os.getpid() != self._process:
             raise InputError("a shoal.Budget counts the memory of the process that made it; make one in each process")
 
-    def _standing(self) -> list[Standing]:
-        return [] if self._steps is None else Standing.of(self._models, self._steps.session.static)
+    def _persistent(self) -> list[PersistentMemory]:
+        return [] if self._steps is None else PersistentMemory.of(self._models, self._steps.session.static)
 
     def __str__(self) -> str:
-        return table(self, self._standing(), [] if self._steps is None else list(self._steps.known.values()))
+        return table(self, self._persistent(), [] if self._steps is None else list(self._steps.known.values()))
 
     def __repr__(self) -> str:
         return f"shoal.Budget({self._asked!r})"

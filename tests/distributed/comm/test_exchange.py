@@ -67,7 +67,7 @@ def alone() -> str:
 def test_an_exchange_that_one_rank_does_not_make_is_an_error_when_its_time_is_up() -> None:
     told, _ = run_on_ranks(alone, 2)
     assert told.startswith("got no exchange with all of the ranks [0, 1] within 1 seconds")
-    assert "make it on every rank" in told and "\n" not in told
+    assert "make it on every rank" in told
 
 
 def exchange_among_some() -> list[int]:

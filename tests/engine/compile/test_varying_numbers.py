@@ -135,7 +135,7 @@ def test_past_the_most_captures_a_step_is_captured_anew_and_what_varied_is_named
             assert all(same_bits(ours.grad, theirs.grad) for ours, theirs in pairs)
     assert "captured and planned 2 times" in caplog.text
     (said,) = [record.getMessage() for record in caplog.records if "more than 2 different" in record.getMessage()]
-    assert re.search(what, said) and "\n" not in said
+    assert re.search(what, said)
 
 
 def test_a_step_that_was_planned_before_in_another_layout_has_no_sizes_that_vary() -> None:

@@ -52,7 +52,7 @@ def test_with_room_nothing_is_shrunk_and_where_it_is_tight_what_fits_in_less_or_
     assert least_bytes is not None
     tight = planned(least_bytes)
     assert tight.variant == Variant(shrunk=True)
-    assert "as it is, shrunk in the backward pass" in tight.explain()
+    assert "unmodified, compact saved tensors" in tight.explain()
     needs = {row.variant: row.outcome for row in tight.candidates}
     assert needs[WHOLE].startswith("needs ") or "does not fit" in needs[WHOLE]
 

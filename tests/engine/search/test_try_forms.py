@@ -252,7 +252,7 @@ def test_parts_that_must_be_planned_twice_as_near_to_their_bound_as_the_whole_ar
     assert were_asked == expected and found.variant == expected[-1]
     outcome = next(one for one in found.plan.candidates if one.variant == in_parts).outcome
     assert outcome == (
-        "chosen" if len(expected) == 2 else "faster only if planned twice as near to its bound as the step as it is"
+        "chosen" if len(expected) == 2 else "faster only if planned twice as near to its bound as the unmodified step"
     )
 
 

@@ -13,7 +13,7 @@ from shoal.memory.layout.csv_file import read_problem, write_layout
 from shoal.memory.layout.fit import best_fit, first_fit
 from shoal.memory.layout.problem import Block, Problem, check_layout
 from shoal.memory.layout.search import search
-from tests.engine.compile.wrong_values import in_one_short_line
+from tests.engine.compile.wrong_values import is_readable
 from tests.memory.layout.problems import problems
 from tests.raising import raising
 
@@ -80,7 +80,7 @@ def test_a_file_with_anything_in_it_is_a_problem_or_refused_in_one_line(tmp_path
         try:
             problem = read_problem(path)
         except InputError as error:
-            assert str(path) in str(error) and in_one_short_line(error)
+            assert str(path) in str(error) and is_readable(error)
             refused += 1
         else:
             layout = first_fit(problem)

@@ -113,7 +113,7 @@ def examine(
     how = beside | {"allow": allow}
     start = Start(model)
 
-    doing("the step as it is")
+    doing("the unmodified step")
     try:
         plain = shoal.plan(model, example, MAX_BYTES, **(beside | {"allow": "keep"}))
     except GraphBreak as error:  # several graphs, unless the planned step says otherwise

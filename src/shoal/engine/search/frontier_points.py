@@ -203,7 +203,7 @@ def _priced_forms(
     all_fused = (one for one in of_norms if one.fuse and not one.large_only)
     of_smaller_maps = chain.from_iterable(map(variants.of_smaller_maps, all_fused))
     for variant in (WHOLE, *of_norms, *of_smaller_maps, *variants.split()):
-        trying(f"the step {variant}" if variant == WHOLE else str(variant))
+        trying(f"the {variant} step" if variant == WHOLE else str(variant))
         try:
             if variant.depth:
                 so_far_ops = 0 if variant.slices else n_ops

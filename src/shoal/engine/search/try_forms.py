@@ -136,7 +136,7 @@ def _why_not(state: SearchState[Graph, Made], row: Candidate, bound_seconds: flo
     if variant.slices and _fits_on_more(state, variant, bound_seconds):
         return "fits on more slices, and gains nothing by its bound"
     if (variant.slices or variant.grid) and state.must_come_nearer(bound_seconds):
-        return "faster only if planned twice as near to its bound as the step as it is"
+        return "faster only if planned twice as near to its bound as the unmodified step"
     return ""
 
 
