@@ -59,8 +59,8 @@ def _lines(message: str) -> list[str]:
     """
     first, *more = message.splitlines() or [""]
     if len(first) > MESSAGE_CHARACTERS:
-        ends = (first.rfind(mark, 0, MESSAGE_CHARACTERS) + 1 for mark in ("; ", ": ", " "))
-        end = next(filter(None, ends), MESSAGE_CHARACTERS)
+        found = {mark: first.rfind(mark, 0, MESSAGE_CHARACTERS) + 1 for mark in ("; ", ", ", ": ", " ")}
+        end = found["; "] or max(found[", "], found[": "]) or found[" "] or MESSAGE_CHARACTERS
         first, more = first[:end].rstrip("; "), [first[end:].strip(), *more]
     return [first, *more]
 

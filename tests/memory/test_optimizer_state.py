@@ -204,7 +204,7 @@ def test_what_is_no_optimizer_is_refused(given: Any, said: str) -> None:
 def test_a_copy_is_refused_and_everything_else_is_not() -> None:
     model = network()
     optimizer = torch.optim.AdamW(model.parameters())
-    with raising(InputError, "optimizer=", "AdamW", "(copy.deepcopy)", "optimizer='adamw'"):
+    with raising(InputError, "AdamW", "optimizer='adamw'"):
         reject_copy(copy.deepcopy({"optimizer": optimizer})["optimizer"], model.parameters())
     with raising(InputError, "optimizer='rmsprop-centered'"):
         reject_copy(torch.optim.RMSprop(network().parameters(), centered=True), model.parameters())

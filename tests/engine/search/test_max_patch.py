@@ -26,7 +26,7 @@ def test_what_the_strides_divide_is_found_by_trying(multiple: Patch, times: Patc
 
 
 def test_a_network_that_takes_no_patch_is_told_with_its_own_reason() -> None:
-    with raising(InputError, "10x10", "(never)", "multiple_of="):
+    with raising(InputError, "10x10", "never", "multiple_of="):
         multiples(lambda patch: "never", (10, 10))
 
 
