@@ -65,7 +65,7 @@ RESIDENCES: dict[str, tuple[Break, str]] = {
     "no residence": (lambda g: {_activation(g): "recompute"}, "is 'recompute'; expected Keep"),
     "nothing": (lambda g: {_activation(g): None}, "is None; expected Keep"),
     "recompute before None": (lambda g: {_activation(g): Recompute(None)}, "Recompute"),  # type: ignore[arg-type]
-    "recompute before a number": (lambda g: {_activation(g): Recompute((3,))}, "is 3, expected a text"),  # type: ignore[arg-type]
+    "recompute before a number": (lambda g: {_activation(g): Recompute((3,))}, "is 3"),  # type: ignore[arg-type]
     "recompute a parameter": (lambda g: {_of_kind(g, "parameter"): Recompute()}, "cannot be recomputed: only"),
     "recompute an output": (lambda g: {_of_kind(g, "output"): Recompute()}, "cannot be recomputed: only"),
     "recompute a gradient": (lambda g: {_of_kind(g, "gradient"): Recompute()}, "cannot be recomputed: only"),
