@@ -36,7 +36,7 @@ from bench.interleave import in_turns
 from examples import networks as models
 from shoal.errors import InputError
 from shoal.kernels.norm.norm_conv import norm_conv
-from shoal.kernels.norm.norm_conv_native import Window
+from shoal.kernels.norm.norm_conv_native import ConvWindow
 
 NETWORKS = ("densenet121", "resnet50")
 BATCH, IMAGE, ROUNDS = 16, 224, 7
@@ -108,7 +108,7 @@ def eager(tensors: Tensors) -> Outputs:
 
 def _fused(tensors: Tensors, mean: torch.Tensor, scale: torch.Tensor) -> Outputs:
     layer = tensors.layer
-    window = Window(list(layer.stride), list(layer.padding), list(layer.dilation), layer.groups)
+    window = ConvWindow(list(layer.stride), list(layer.padding), list(layer.dilation), layer.groups)
     if not layer.normalises:
         return norm_conv([tensors.x], None, None, None, False, tensors.weight, None, window, True)
     return norm_conv([tensors.x], mean, scale, tensors.beta, True, tensors.weight, None, window, True)

@@ -35,7 +35,7 @@ from shoal.planners.joint import joint
 from shoal.planners.keep_all import keep_all
 from shoal.planners.limits import DEFAULT, Effort, Guard, Limits
 from shoal.planners.order import best_order, lower_peak
-from shoal.planners.pass_tasks import Block, PassTasks, bytes_during
+from shoal.planners.pass_tasks import PassTasks, TaskBlock, bytes_during
 
 HARDWARE = presets.get("p100-nvlink")
 SETTINGS: Mapping[str, Setting] = {
@@ -99,7 +99,7 @@ class Exchange(nn.Module):
 def random_tasks(seed: int, n: int) -> PassTasks:
     """A random pass of `n` tasks with blocks of 0 to 30 bytes."""
     chance = random.Random(seed)
-    blocks = [Block(chance.randint(1, 20), stays=chance.random() < 0.2) for _ in range(chance.randint(1, 4))]
+    blocks = [TaskBlock(chance.randint(1, 20), stays=chance.random() < 0.2) for _ in range(chance.randint(1, 4))]
     tasks = PassTasks(blocks, [], [], [], [], [], chance.randint(0, 9))
     for task in range(n):
         reads = sorted({chance.randrange(len(blocks)) for _ in range(chance.choice((1, 1, 1, 2, 2, 3)))})
@@ -114,7 +114,7 @@ def random_tasks(seed: int, n: int) -> PassTasks:
         tasks.overwrites.append(over)
         for place, _ in enumerate(writes):
             nbytes = blocks[over].nbytes if over >= 0 and place == 0 else chance.choice((chance.randint(1, 30), 2))
-            blocks.append(Block(nbytes, task, stays=chance.random() < 0.15))
+            blocks.append(TaskBlock(nbytes, task, stays=chance.random() < 0.15))
     for block in blocks:
         block.stays |= block.producer < 0 and not block.readers
     return tasks
@@ -199,7 +199,7 @@ def _planned(graph: StepGraph, budget_bytes: int, order: bool) -> dict[str, Any]
     try:
         plan = _checked(graph, joint(graph, HARDWARE, budget_bytes, limits=Limits(order=order)))
     except BudgetError as refused:
-        return {"least_bytes": refused.least_feasible_bytes, "seconds": time.perf_counter() - started}
+        return {"least_bytes": refused.minimum_bytes, "seconds": time.perf_counter() - started}
     return {
         "added_percent": 100 * plan.added_seconds / plan.plain_seconds,
         "seconds": time.perf_counter() - started,

@@ -1,4 +1,4 @@
-"""What torch.compile does beside each compilation that no test needs: a tenth of the time of a capture.
+"""What torch.compile does in addition to each compilation that no test needs: a tenth of the time of a capture.
 
 It writes records for logs, makes the states of a random generator of its own, which stands in for PyTorch's only where
 a setting asks for it, and looks up the module of a setting that is another name for one whenever it is read.
@@ -21,7 +21,7 @@ _NOTHING: list[tuple[Any, str, Any]] = [
     (utils, "record_compilation_metrics", None),  # every setting of Dynamo, AOTAutograd and Inductor, as JSON
     (graph_compile, "_log_joint_graph", None),  # graphs, printed as code
     (graph_compile, "_log_fw_bw_graphs", (None, None)),
-    (PhiloxStateTracker, "reset", None),  # six fake tensors before each, and six behind it
+    (PhiloxStateTracker, "reset", None),  # six fake tensors before each, and six after it
 ]
 
 

@@ -1,7 +1,7 @@
 """Triton's kernels in tests: on CUDA where there is one, else in Triton's interpreter on the CPU.
 
 The interpreter is chosen before Triton is imported, so one test runs all of them in a process of its own. That
-process compiles nothing: what the interpreter puts in place of the language, else anew for each launch and each call
+process compiles nothing: what the interpreter puts in place of the language, else again for each launch and each call
 within one, stays there.
 """
 
@@ -26,8 +26,8 @@ LAYOUTS = {
     "channels_last_3d": torch.channels_last_3d,
     "contiguous": torch.contiguous_format,
 }
-# (shape, layout, channels left out beside it). No count fits a tile; one image; one channel; more channels than a
-# program has; a line, a volume, no pixels at all.
+# (shape, layout, channels left out in addition to it). No count fits a tile; one image; one channel; more channels than
+# a program has; a line, a volume, no pixels at all.
 SHAPES = [
     ((3, 37, 9, 7), "channels_last", 0),
     ((3, 37, 9, 7), "channels_last", 3),

@@ -58,7 +58,7 @@ def with_trained_layers(net: nn.Module, least: float = 0.2) -> nn.Module:
 
 
 def with_leaky(net: nn.Sequential, slope: float = 0.01) -> nn.Sequential:
-    """The converted function in PyTorch's own modules; in `Residual` the first ReLU alone."""
+    """The converted function in PyTorch's own modules; in `Residual` the first ReLU only."""
 
     class Leaky(Residual):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

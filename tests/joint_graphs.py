@@ -34,7 +34,7 @@ class Residual(nn.Module):
 
 
 class Concatenated(nn.Module):
-    """x beside f(x), as in a dense block or a U-Net."""
+    """x in addition to f(x), as in a dense block or a U-Net."""
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__()

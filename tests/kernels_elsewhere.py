@@ -27,7 +27,7 @@ def kernels_of(module: ModuleType) -> set[str]:
 
 
 def there(*shape: int, dtype: torch.dtype = torch.float32, channels_last: bool = False, gap: int = 0) -> torch.Tensor:
-    """A tensor without memory; with a gap a slice of the channels of one that has so many more."""
+    """A tensor without memory; with a gap a slice of the channels of one that has that many more."""
     wide = (*shape[:1], *(size + gap for size in shape[1:2]), *shape[2:])
     layout = torch.channels_last if channels_last else torch.contiguous_format
     made = torch.empty(wide, dtype=dtype, device="meta", memory_format=layout)

@@ -19,7 +19,7 @@ from shoal.core.step import Op, Phase, StepGraph, Storage, StorageKind
 from shoal.planners.just_in_time import just_in_time
 
 HARDWARE = Hardware("test", Device("test", 1 << 34, 1e12, 1e11, 1e-6), Link("test", 1e10, 1e10, 1e-5), "made up")
-SLOW_LINK = Link("slow", 10.0, 8.0, 0.25)  # beside ops of a second and storages of tens of bytes
+SLOW_LINK = Link("slow", 10.0, 8.0, 0.25)  # in addition to ops of a second and storages of tens of bytes
 
 
 @dataclass

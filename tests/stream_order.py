@@ -1,7 +1,7 @@
 """Whether the accesses of a recorded step to memory are ordered, by the streams they run on and what these wait for.
 
 Two accesses to the same bytes, one of which writes, are a race unless one happens before the other. To hand a block out
-and to free it are writes on the stream of its owner, who waits for nobody to use it again. So without a race each
+and to free it are writes on the stream of its owner, who waits for nothing to use it again. So without a race each
 offload starts after its storage is computed and ends before it is freed, and each fetch ends before its reader.
 
 On CUDA PyTorch's own trace of events is recorded, on the CPU the calls of a link, whose two threads stand for streams.
@@ -126,7 +126,7 @@ class Recorder(TorchDispatchMode):
         return True  # for Dynamo: a step that is compiled already runs within it
 
     def add(self, *entries: Entry) -> None:
-        """Write them down, behind what was freed since the last ones."""
+        """Write them down, after what was freed since the last ones."""
         for key, (storage, last) in [*self._alive.items()]:
             if storage.expired():
                 del self._alive[key]

@@ -195,3 +195,12 @@ def test_only_four_files_call_what_cuda_alone_has() -> None:
     assert calling == {
         f"shoal.lowlevel.{name}" for name in ("cuda_allocator", "cuda_calls", "cuda_graphs", "torch_versions")
     }
+
+
+def test_every_class_has_a_name_of_its_own() -> None:
+    places: dict[str, list[str]] = {}
+    for module, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(module)
+    assert not {name: modules for name, modules in places.items() if len(modules) > 1}

@@ -17,7 +17,7 @@ PACKAGE = ROOT / "src" / "shoal"
 
 
 def is_kernel(node: ast.AST) -> bool:
-    """A function under `triton.jit`, by whatever decorators beside it."""
+    """A function under `triton.jit`, by whatever other decorators."""
     return isinstance(node, ast.FunctionDef) and any("triton." in ast.unparse(one) for one in node.decorator_list)
 
 

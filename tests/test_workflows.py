@@ -1,4 +1,4 @@
-"""What GitHub's workflows would type is there: targets of make, scripts, and the jobs that others wait for."""
+"""What GitHub's workflows would type exists: targets of make, scripts, and the jobs that others wait for."""
 
 from __future__ import annotations
 

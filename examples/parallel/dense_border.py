@@ -183,8 +183,8 @@ def _check_unshared(model: nn.Module, layers: list[str]) -> None:
         shared = any(len(owners[id(parameter)]) > 1 for parameter in model.get_submodule(name).parameters())
         if shared or layers.count(name) > 1:
             raise InputError(
-                f"got {type(model).__name__}, whose layer {name} is used twice or shares its parameters; expected each "
-                "dense layer to have its own: use DistributedDataParallel with shoal.distributed.compress_gradients"
+                f"layer {name} of {type(model).__name__} is used twice or shares parameters; use "
+                "DistributedDataParallel with shoal.distributed.compress_gradients"
             )
 
 
@@ -252,6 +252,7 @@ def _graph(nodes: list[fx.Node], source: fx.Node | None, result: Any) -> fx.Grap
 
 def _not_a_chain(model: nn.Module, node: fx.Node, why: str) -> InputError:
     return InputError(
-        f"got {type(model).__name__}, expected one chain of linear layers after its last convolution, but at "
-        f"{node.name} {why}; use DistributedDataParallel with shoal.distributed.compress_gradients"
+        f"the layers after the last convolution of {type(model).__name__} are no chain; use DistributedDataParallel "
+        "with shoal.distributed.compress_gradients",
+        details={node.name: why},
     )

@@ -51,8 +51,8 @@ class LocalConv2d(nn.Module):
         super().__init__()
         if min(in_channels, out_channels, *size, kernel_size, stride) < 1 or padding < 0:
             raise InputError(
-                f"got {in_channels}, {out_channels}, size={size}, kernel_size={kernel_size}, stride={stride}, "
-                f"padding={padding}; expected positive numbers, and a padding of 0 or more"
+                f"got {in_channels}, {out_channels}, {size=}, {kernel_size=}, {stride=}, {padding=}; expected "
+                "positive numbers"
             )
         self.in_channels, self.out_channels = in_channels, out_channels
         self.size = (size[0], size[1])

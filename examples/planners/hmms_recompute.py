@@ -1,12 +1,12 @@
 """HMMS with batch norms' results recomputed: what they normalise leaves for the host, what they return is made again.
 
 Jin, Hong, "Split-CNN", ASPLOS'19, section 6.3: ResNet computes little for the bytes that it saves, so the link carries
-too small a share of them. A batch norm saves its input, and the convolution behind it saves its result once more,
+too small a share of them. A batch norm saves its input, and the convolution after it saves its result once more,
 rectified. The result is given up after the forward pass and made again from the input, elementwise and bit for bit, so
 that fewer bytes are left for the same link.
 
 What leaves is chosen as by `hmms`. When each copy ends is known, so a storage is freed when its own has (see
-`transfer_places`), not at the next balance of Algorithm 1: while the link is behind, as it is in ResNet's first layers,
+`transfer_places`), not at the next balance of Algorithm 1: while the link lags, as it is in ResNet's first layers,
 the balance comes late, and all waits for it. Where the budget asks for it the device waits for copies.
 """
 
@@ -47,7 +47,7 @@ def hmms_recompute(graph: StepGraph, hardware: Hardware, budget_bytes: int) -> P
 
 
 def normalised(graph: StepGraph) -> frozenset[int]:
-    """Results of batch norms, and what elementwise activations alone make of them, as far as they can be recomputed."""
+    """Results of batch norms, and what only elementwise activations make of them, as far as they can be recomputed."""
     found: set[int] = set()
     for op in graph.ops[: graph.n_forward]:
         if not op.recomputable or not op.writes:
@@ -58,7 +58,7 @@ def normalised(graph: StepGraph) -> frozenset[int]:
     return frozenset(found - graph.never_given_up)
 
 
-_BATCH_NORMS = (  # by the batch's statistics with running ones beside, without, and by running ones
+_BATCH_NORMS = (  # by the batch's statistics with running ones in addition, without, and by running ones
     "aten._native_batch_norm_legit_functional.default",
     "aten._native_batch_norm_legit.default",
     "aten._native_batch_norm_legit.no_stats",

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
+from typing import Self
+
+MESSAGE_CHARACTERS = 160  # two lines of a terminal
 _BRIEF_CHARACTERS = 60
 
 
@@ -19,51 +24,87 @@ def brief(value: object) -> str:
 
 
 class ShoalError(Exception):
-    """Everything Shoal raises on purpose."""
+    """Base class of the errors that Shoal raises on purpose.
+
+    Attributes:
+        message: what happened and what to type, in at most 160 characters.
+        details: further facts by their labels. `str(error)` has the message, and below it one fact a line.
+
+    >>> print(ShoalError("the link is closed; open another", details={"sent": "10 B"}))
+    the link is closed; open another
+      sent: 10 B
+    """
+
+    def __init__(self, message: str = "", *, details: Mapping[str, object] | None = None) -> None:
+        super().__init__(message)
+        self.message, *self._more = _lines(message)
+        self.details = dict(details or {})
+
+    def __str__(self) -> str:
+        facts = [*self._more, *(f"{label}: {value}" for label, value in self.details.items())]
+        return "\n  ".join([self.message, *facts])
+
+    def with_detail(self, label: str, value: object) -> Self:
+        """The same error with one more fact."""
+        more = copy.copy(self)
+        more.details = {**self.details, label: value}
+        return more
+
+
+def _lines(message: str) -> list[str]:
+    """The lines of a message, the first one broken between clauses if it is too long, as with a long path in it.
+
+    >>> [len(line) for line in _lines(f"cannot write {'x' * 110}: no space left on device; give a writable folder")]
+    [148, 22]
+    """
+    first, *more = message.splitlines() or [""]
+    if len(first) > MESSAGE_CHARACTERS:
+        found = {mark: first.rfind(mark, 0, MESSAGE_CHARACTERS) + 1 for mark in ("; ", ", ", ": ", " ")}
+        end = found["; "] or max(found[", "], found[": "]) or found[" "] or MESSAGE_CHARACTERS
+        first, more = first[:end].rstrip("; "), [first[end:].strip(), *more]
+    return [first, *more]
 
 
 class InputError(ShoalError, ValueError):
-    """An argument, a file or a data set is not what was asked for: the caller mends it."""
+    """An argument, a file or a data set is not what was asked for: the caller corrects it."""
 
 
 class BudgetError(ShoalError):
-    """No plan fits the budget: the caller gives more bytes, a smaller batch or another model.
+    """No plan fits the budget: use more bytes, a smaller batch or another model.
 
     Attributes:
         budget_bytes: what was asked for.
-        least_feasible_bytes: the smallest budget for which a plan was found: that budget works. None where none was
-            looked for.
-        op, layer: the op at the peak of that least plan and the layer it belongs to.
-        largest: the largest storages alive at that op, as (name, layer, bytes).
+        minimum_bytes: the smallest budget for which a plan was found: that budget works. None if none was searched for.
+        persistent_bytes: of it, parameters, buffers, gradients, optimizer state and inputs: in use whatever the plan.
+            None if not known.
+        op, phase, layer: the op at the peak of the plan with the minimum, its pass and the layer it belongs to.
+        workspace_bytes: scratch memory of that op.
+        largest: the largest storages alive at that op, as (name, layer, bytes), the dominant one first.
     """
 
     def __init__(
         self,
         message: str,
         *,
+        details: Mapping[str, object] | None = None,
         budget_bytes: int = 0,
-        least_feasible_bytes: int | None = None,
+        minimum_bytes: int | None = None,
+        persistent_bytes: int | None = None,
         op: str = "",
+        phase: str = "",
         layer: str = "",
+        workspace_bytes: int = 0,
         largest: tuple[tuple[str, str, int], ...] = (),
     ) -> None:
-        super().__init__(message)
+        super().__init__(message, details=details)
         self.budget_bytes = budget_bytes
-        self.least_feasible_bytes = least_feasible_bytes
+        self.minimum_bytes = minimum_bytes
+        self.persistent_bytes = persistent_bytes
         self.op = op
+        self.phase = phase
         self.layer = layer
+        self.workspace_bytes = workspace_bytes
         self.largest = largest
-
-    def with_hint(self, hint: str) -> BudgetError:
-        """The same error with one more thing that would help."""
-        return BudgetError(
-            f"{self}; {hint}",
-            budget_bytes=self.budget_bytes,
-            least_feasible_bytes=self.least_feasible_bytes,
-            op=self.op,
-            layer=self.layer,
-            largest=self.largest,
-        )
 
 
 class CaptureError(ShoalError):
@@ -85,6 +126,8 @@ class TransferError(ShoalError):
         silent_ranks: of the group, those that gave no sign of life when it failed; empty if none is known to be silent.
     """
 
-    def __init__(self, message: str = "", *, silent_ranks: tuple[int, ...] = ()) -> None:
-        super().__init__(message)
+    def __init__(
+        self, message: str = "", *, details: Mapping[str, object] | None = None, silent_ranks: tuple[int, ...] = ()
+    ) -> None:
+        super().__init__(message, details=details)
         self.silent_ranks = silent_ranks

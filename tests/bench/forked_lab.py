@@ -1,6 +1,6 @@
 """Ranks of the link lab forked from the server of `tests.ranks`, which has imported torch and shoal already.
 
-`bench.link_lab.Lab.run` starts each rank anew; `tests.bench.test_link_lab` runs that.
+`bench.link_lab.Lab.run` starts each rank again; `tests.bench.test_link_lab` runs that.
 """
 
 from __future__ import annotations

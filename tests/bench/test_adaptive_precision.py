@@ -94,5 +94,5 @@ def test_other_bytes_than_the_widths_say_are_an_error(monkeypatch: pytest.Monkey
     model = NETWORKS["vgg_a"].narrow()
     narrow = {"8 bits": dict.fromkeys(packable(model), 1)}
     monkeypatch.setattr(AdaptivePrecision, "bytes_of", lambda self, name: 2)
-    with pytest.raises(WrongResult, match="8 bits: sent"):
+    with pytest.raises(WrongResult):
         adaptive_steps.profile(model, Size(2, 32), adaptive_steps.Link("fast", 1e9, 1e9, 0.0), narrow, 1)

@@ -14,6 +14,7 @@ from bench.frame import WrongResult
 from bench.workload import Workload
 from examples import networks as models
 from examples.networks.densenet import DenseNet
+from tests.raising import raising
 
 
 def transition(bias: bool) -> nn.Sequential:
@@ -78,5 +79,5 @@ def test_the_benchmark_holds_the_rewrite_in_float64(monkeypatch: pytest.MonkeyPa
         return 1
 
     monkeypatch.setattr(batchnorm_steps, "pool_first", pools_to_the_largest)
-    with pytest.raises(WrongResult, match="densenet121, pools first, in float64"):
+    with raising(WrongResult, "densenet121", "float64"):
         batchnorm_steps.assert_pools_first_are_exact("densenet121", 32)

@@ -42,7 +42,7 @@ def test_torch_compile_is_held_against_eager_on_the_same_masks() -> None:
 
 def test_gradients_of_ours_that_are_too_far_off_end_the_benchmark() -> None:
     contenders = Contenders(drawing(), "float32")
-    with pytest.raises(WrongResult, match="drawing, shoal: gradients are off by"):
+    with pytest.raises(WrongResult):
         contenders.add_ours("shoal", lambda x: 2 * contenders.workload.model(x) - contenders.workload.model(x).detach())
 
 

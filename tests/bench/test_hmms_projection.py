@@ -27,7 +27,7 @@ def test_an_epoch_by_hand() -> None:
     # 250 MB of gradients travel twice: 4 Gbit, at 80 % of 10 Gbit/s half a second.
     step = StepTimes(batch=10, forward_seconds=0.2, backward_seconds=0.4, gradient_bytes=250_000_000)
     assert epoch_seconds(step, 100, 10) == pytest.approx(10 * (0.2 + 0.5))
-    assert epoch_seconds(step, 100, 20) == pytest.approx(10 * (0.2 + 0.4))  # hidden behind the backward pass
+    assert epoch_seconds(step, 100, 20) == pytest.approx(10 * (0.2 + 0.4))  # hidden by the backward pass
     assert epoch_seconds(step, 100, 10, efficiency=1.0) == pytest.approx(10 * (0.2 + 0.4))
     assert epoch_seconds(step, 100, 5, efficiency=0.4) == pytest.approx(10 * (0.2 + 2.0))
 

@@ -11,6 +11,7 @@ import pytest
 from bench import link_lab
 from bench.link_lab import LabError, open_lab, why_not
 from shoal.errors import InputError
+from tests.raising import raising
 
 _REASON = why_not()
 needs_lab = pytest.mark.skipif(_REASON is not None, reason=str(_REASON))
@@ -39,15 +40,14 @@ def test_no_more_passes_than_the_rate_lets_through() -> None:
 
 @needs_lab
 def test_a_rank_that_fails_is_told_with_its_last_words_and_nothing_is_left() -> None:
-    ended = r"rank [01] of bench.lab_rank ended with status 1:(.|\n)*payload_bytes"
-    with pytest.raises(LabError, match=ended), open_lab(2, None) as lab:
+    with raising(LabError, "bench.lab_rank", "payload_bytes"), open_lab(2, None) as lab:
         lab.run("bench.lab_rank", {})
     assert _ours(os.getpid()) == []
 
 
 @needs_lab
 def test_ranks_that_take_too_long_are_ended() -> None:
-    with pytest.raises(LabError, match=r"bench.lab_rank took too long"), open_lab(2, 0.01) as lab:
+    with raising(LabError, "bench.lab_rank"), open_lab(2, 0.01) as lab:
         lab.run("bench.lab_rank", {"payload_bytes": 1 << 30}, timeout_seconds=2)
     assert _ours(os.getpid()) == []
 
@@ -66,7 +66,7 @@ def test_what_a_killed_lab_left_is_removed_by_the_next() -> None:
 
 @pytest.mark.parametrize(("ranks", "rate_gbps"), [(1, 1.0), (2, 0.0), (2, -1.0), (101, None)])
 def test_an_impossible_lab_is_refused_in_a_line(ranks: int, rate_gbps: float | None) -> None:
-    with pytest.raises(InputError, match=r"expected 2 to 100 ranks and a positive rate"), open_lab(ranks, rate_gbps):
+    with raising(InputError, "100"), open_lab(ranks, rate_gbps):
         pass
 
 

@@ -38,7 +38,7 @@ def test_weights_that_differ_between_ranks_are_told() -> None:
         return {"model": "m", "elems": 4, "rows": {TREE: {**row, "same_on_all_ranks": same, "losses": [1.0]}}}
 
     assert train_link.gathered([rank(True)] * 2, 2)["rows"][TREE]["loss"] == 1.0
-    with pytest.raises(WrongResult, match="bits differ"):
+    with pytest.raises(WrongResult):
         train_link.gathered([rank(True), rank(False)], 2)
 
 

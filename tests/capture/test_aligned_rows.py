@@ -42,7 +42,7 @@ def step_of(words: int, classes_last: bool = True, dtype: torch.dtype = torch.bf
 
 
 def row_strides(step: Captured, columns: int) -> list[int]:
-    """Of what products read, rows of so many columns, forward and backward."""
+    """Of what products read, rows of that many columns, forward and backward."""
     found = []
     for node in step.joint.graph.nodes:
         for operand in node.all_input_nodes if node.target in PRODUCTS else ():

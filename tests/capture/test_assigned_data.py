@@ -11,6 +11,7 @@ from torch import nn
 
 import shoal
 from shoal.errors import CaptureError
+from tests.raising import raising
 
 Update = Callable[["Assigns"], None]
 
@@ -102,5 +103,5 @@ def grown(layer: Assigns) -> None:
 @pytest.mark.parametrize("update", [tied, changed_afterwards, grown])
 def test_what_a_copy_would_not_repeat_is_refused_with_its_line(update: Update) -> None:
     model = shoal.compile(Assigns(update), budget="64MiB")
-    with pytest.raises(CaptureError, match=r"test_assigned_data.py:\d+ .*tensor.data.copy_\(value\)"):
+    with raising(CaptureError, "test_assigned_data.py", "tensor.data.copy_(value)"):
         model(torch.randn(2, 4, 8, 8))

@@ -40,7 +40,7 @@ class Watching(nn.Module):
 
 
 class Failing(nn.Module):
-    """The second batch norm is behind a look-up that fails where the model says so."""
+    """The second batch norm is after a look-up that fails where the model says so."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -16,6 +16,7 @@ from shoal.capture.concatenations import choose_concatenations, without_concaten
 from shoal.core.variant import Pieces
 from shoal.errors import PlanError
 from tests.joint_graphs import operands, run_joint
+from tests.raising import raising
 
 CONVOLUTIONS: dict[int, Any] = {2: nn.Conv2d, 3: nn.Conv3d}
 TRANSPOSED: dict[int, Any] = {2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
@@ -92,7 +93,7 @@ def test_large_concatenations_that_convolutions_alone_read_are_chosen() -> None:
 
 def test_a_plan_of_another_step_is_refused() -> None:
     captured = captured_of(Level(), torch.randn(1, 2, 8, 8))
-    with pytest.raises(PlanError, match="leaves out the concatenation 'cat_7', which is not here"):
+    with raising(PlanError, "'cat_7'"):
         without_concatenations(captured, [Pieces("cat_7", parts=True)])
 
 
@@ -126,7 +127,7 @@ def test_it_needs_no_kernel_of_this_machine() -> None:
     def least(allow: str) -> int:
         with pytest.raises(shoal.BudgetError) as refused:
             shoal.plan(net, x, whole // 100, allow=allow, hardware="rtx-4090-24gb", offload_to=None)
-        assert refused.value.least_feasible_bytes
-        return refused.value.least_feasible_bytes
+        assert refused.value.minimum_bytes
+        return refused.value.minimum_bytes
 
     assert least("recompute, order, direct") < 0.9 * least("recompute, order")

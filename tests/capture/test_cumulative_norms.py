@@ -32,7 +32,7 @@ def network(momentum: float | None, memory_format: torch.memory_format = torch.c
 
 
 def average_from_here(model: nn.Module) -> None:
-    """What SWA does to a model's batch norms before it gathers their statistics anew."""
+    """What SWA does to a model's batch norms before it gathers their statistics again."""
     for norm in model.modules():
         if isinstance(norm, _BatchNorm):
             norm.reset_running_stats()

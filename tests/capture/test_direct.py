@@ -20,6 +20,7 @@ from shoal.core.variant import Pieces
 from shoal.errors import PlanError
 from shoal.kernels import direct_convolution
 from tests.joint_graphs import operands, run_joint
+from tests.raising import raising
 
 aten = torch.ops.aten
 
@@ -27,7 +28,7 @@ VOLUMES = (1, 2, 8, 8, 8)
 
 
 class SkipNet(nn.Module):
-    """A U-Net's last level: what is upsampled is concatenated with a skip, and a convolution alone reads both."""
+    """A U-Net's last level: what is upsampled is concatenated with a skip, and only a convolution reads both."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +113,7 @@ def able(captured: Captured) -> list[fx.Node]:
 
 @pytest.mark.skipif(not direct_convolution.applies(), reason="the native library was not built")
 def test_a_plan_of_another_step_is_refused(captured: Captured) -> None:
-    with pytest.raises(PlanError, match="'nothing' directly, which is no convolution here"):
+    with raising(PlanError, "'nothing'"):
         in_pieces(captured, [Pieces("nothing", direct=True)])
 
 

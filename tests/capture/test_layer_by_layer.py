@@ -1,4 +1,4 @@
-"""Layers in a row, of which one ends a graph: those before and behind it are captured."""
+"""Layers in a row, of which one ends a graph: those before and after it are captured."""
 
 from __future__ import annotations
 

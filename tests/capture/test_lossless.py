@@ -42,7 +42,7 @@ class Indexed(nn.Module):
 
 
 class Both(nn.Module):
-    """What a layer makes, handed out beside what the next layer makes of it."""
+    """What a layer makes, handed out in addition to what the next layer makes of it."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -208,7 +208,7 @@ def test_a_layer_s_gradient_lies_over_the_one_that_reaches_it(layer: str) -> Non
 
 def test_a_rectifier_whose_output_no_one_else_saves_waits_in_a_byte_an_element() -> None:
     before, after = before_and_after_rewrites(nn.Sequential(conv(3, 4), nn.ReLU(), nn.AvgPool2d(8)))
-    # Pooling by averages names its input for the shape alone, which keeps it all the same.
+    # Pooling by averages names its input only for the shape, which keeps it all the same.
     assert saved_bytes(before) == saved_bytes(after) == 4 * 512
 
 

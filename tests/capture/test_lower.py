@@ -238,12 +238,12 @@ def test_the_forward_graph_hands_over_only_what_the_backward_graph_reads() -> No
 def test_a_plan_that_offloads_needs_something_to_carry_it() -> None:
     captured = step_of("plain")[0]
     residences = offload_by_chance(0)(captured.graph, HARDWARE, 0).residences
-    with pytest.raises(PlanError, match="nothing was given to carry"):
+    with pytest.raises(PlanError):
         lower(captured, residences)
 
 
 def test_residences_of_another_step_are_refused() -> None:
-    with pytest.raises(PlanError, match="does not have"):
+    with pytest.raises(PlanError):
         lower(step_of("plain")[0], {"no such tensor": Recompute()})
 
 
@@ -254,7 +254,7 @@ def _is_transfer(node: fx.Node) -> bool:
 def _watched(
     captured: Captured, residences: dict[str, Residence], tensors: list[torch.Tensor], in_place: bool
 ) -> tuple[list[int], list[int]]:
-    """Bytes in use beside the inputs at the start of every op, and every change of them."""
+    """Bytes in use in addition to the inputs at the start of every op, and every change of them."""
     changes: list[int] = []
     at_start: list[int] = []
 

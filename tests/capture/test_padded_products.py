@@ -1,4 +1,4 @@
-"""Matrix products of odd sizes are computed with zeros behind them: the same results, from operands a little longer."""
+"""Matrix products of odd sizes are computed with zeros after them: the same results, from operands a little longer."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ def test_large_tensors_that_nothing_writes_are_copied_in_pieces(in_half: bool, m
     step = padded(plain)
     targets = [node.target for node in step.joint.graph.nodes]
     assert [targets.count(one) for one in (odd_product, odd_sum_product, odd_rows_product)] == [1, 1, 1]
-    assert [s.nbytes for s in step.graph.storages].count(16 * 1000 * 2) == 1  # the weight's alone
+    assert [s.nbytes for s in step.graph.storages].count(16 * 1000 * 2) == 1  # the weight's only
     assert_same_results(step, plain, whole_numbers(plain.joint))
 
 

@@ -1,4 +1,4 @@
-"""Recurrent layers: graphs end at them, and go on behind them."""
+"""Recurrent layers: graphs end at them, and go on after them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Tagger(nn.Module):
 
 
 class LastState(Tagger):
-    """The state behind the last word says what the text is about."""
+    """The state after the last word says what the text is about."""
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         words = self.words(words)

@@ -66,7 +66,7 @@ def test_a_step_in_regions_computes_the_same_kept_or_recomputed(name: str) -> No
         plain.graph.storages[s].nbytes for s in plain.graph.saved
     )
     tensors = operands(plain.joint)
-    if "dropout" not in name:  # which draws anew in each run
+    if "dropout" not in name:  # which draws again in each run
         for ours, theirs in zip(run_joint(found.captured.joint, tensors), run_joint(plain.joint, tensors), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 

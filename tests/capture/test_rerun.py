@@ -183,7 +183,7 @@ def test_random_ops_are_known(layer: nn.Module, expected: int) -> None:
 
 
 class Pair(nn.Module):
-    """A norm and an activation, whose result alone a convolution reads."""
+    """A norm and an activation, whose result only a convolution reads."""
 
     def __init__(self, norm: nn.Module, activation: nn.Module) -> None:
         super().__init__()

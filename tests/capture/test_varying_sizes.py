@@ -52,7 +52,7 @@ def test_a_storage_is_largest_where_brute_force_finds_it(nbytes: Any) -> None:
 
 
 def test_a_size_whose_largest_cannot_be_told_is_refused() -> None:
-    with pytest.raises(CaptureError, match="cannot be told how large"):
+    with pytest.raises(CaptureError):
         largest_at(4 * H * (W - H), {H: (2, 1000), W: (2, 1000)})
 
 

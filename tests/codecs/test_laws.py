@@ -130,7 +130,7 @@ def test_a_mean_has_the_bits_of_its_steps(codec: FloatCodec, others: int) -> Non
     assert codec.mean(own, payloads, others + 1, out) is own
     assert bits(own) == bits(expected) and torch.equal(out, encoded)
     assert bits(own) == bits(codec.decode(codec._encoded(own, out)))
-    with pytest.raises(CodecError, match="bytes"):
+    with pytest.raises(CodecError):
         codec.mean(own, [torch.empty(7, dtype=torch.uint8)], 2, out)
 
 

@@ -9,6 +9,7 @@ from shoal.codecs import Codec, get
 from shoal.codecs.memory_order import dims_by_stride, same_places, strides_in_order
 from shoal.errors import CodecError
 from tests.codecs.every_codec import FLOAT_CODECS, name_of
+from tests.raising import raising
 
 every_codec = pytest.mark.parametrize("codec", [*FLOAT_CODECS, get("sign_mask")], ids=name_of)
 
@@ -121,7 +122,7 @@ def test_an_out_of_another_kind_is_refused(codec: Codec) -> None:
         torch.empty(2, 3, 4, 5, dtype=torch.float64),
         torch.empty(IMAGES.shape, device="meta"),
     ):
-        with pytest.raises(CodecError, match="got out of .* expected .* allocate one like that"):
+        with pytest.raises(CodecError):
             codec.decode(encoded, out=out)
     size = codec.bytes_for(IMAGES.shape)
     for payload, said in (
@@ -142,14 +143,14 @@ def test_an_out_of_another_kind_is_refused(codec: Codec) -> None:
     ids=["float64", "sparse", "complex"],
 )
 def test_a_tensor_of_another_kind_is_refused(codec: Codec, tensor: torch.Tensor) -> None:
-    with pytest.raises(CodecError, match="expected a dense tensor of float32"):
+    with raising(CodecError, "float32"):
         codec.encode(tensor)
 
 
 def test_another_codec_does_not_decode_it() -> None:
     encoded = get("linear").encode(torch.ones(9))
     for other in (get("dynamic_tree"), get("linear", block=8), get("linear", scale=1.0)):
-        with pytest.raises(CodecError, match=r"encoded by linear\(block=4096\), expected .* decode it with its own"):
+        with raising(CodecError, "linear(block=4096)"):
             other.decode(encoded)
     assert torch.equal(get("linear").decode(encoded), torch.ones(9))
 

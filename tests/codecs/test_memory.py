@@ -1,4 +1,4 @@
-"""Encoding into given memory takes scratch that does not grow with the tensor, and no byte stays behind."""
+"""Encoding into given memory takes scratch that does not grow with the tensor, and no byte remains."""
 
 from __future__ import annotations
 

@@ -77,5 +77,5 @@ def test_what_does_not_fit_is_refused_before_an_address_is_passed_on() -> None:
         (x, 8, means.double(), bits),
         (torch.ones(32)[::2], 8, means, bits),
     ):
-        with pytest.raises(CodecError, match="expected"):
+        with pytest.raises(CodecError):
             native.encode_blocks(*wrong)

@@ -10,6 +10,7 @@ from shoal import codecs
 from shoal.codecs import pool_index
 from shoal.errors import CodecError
 from tests.pools import Pool, pools
+from tests.raising import raising
 
 GEOMETRY = {"input_shape": (2, 3, 8, 8), "kernel": (2, 2), "stride": (2, 2), "padding": (0, 0), "dilation": (1, 1)}
 
@@ -47,11 +48,11 @@ def test_the_same_geometry_is_the_same_codec_whatever_holds_it() -> None:
 def test_an_index_of_another_pooling_is_refused() -> None:
     _, indices = torch.nn.functional.max_pool2d(torch.randn(2, 3, 8, 8), 2, return_indices=True)
     codec = codecs.get("pool_index", **GEOMETRY)
-    with pytest.raises(CodecError, match="outside of its window"):
+    with pytest.raises(CodecError):
         codec.encode(indices + 30)
-    with pytest.raises(CodecError, match=r"indices of shape \(2, 3, 5, 4\) for an input of \(2, 3, 8, 8\)"):
+    with raising(CodecError, "(2, 3, 5, 4)", "(2, 3, 8, 8)"):
         codec.encode(torch.zeros(2, 3, 5, 4, dtype=torch.int64))
-    with pytest.raises(CodecError, match=r"indices of shape \(3, 4, 4\)"):
+    with raising(CodecError, "(3, 4, 4)"):
         codec.encode(indices[0])
 
 

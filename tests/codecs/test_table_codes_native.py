@@ -19,6 +19,7 @@ from shoal.errors import CodecError, InputError
 from shoal.lowlevel.dispatch import TABLE, VARIABLE
 from shoal.lowlevel.native import LEVELS, levels
 from tests.codecs.native_levels import at_level, off_by_one, same_bits
+from tests.raising import raising
 
 OP = TABLE["table_codes"]
 native, reference = OP.functions("native"), OP.functions("reference")
@@ -190,7 +191,7 @@ def test_any_tensor_in_any_blocks(
 
 
 @each_level
-@pytest.mark.parametrize("name", ["dynamic_tree", "linear"])  # tables differ in numbers alone
+@pytest.mark.parametrize("name", ["dynamic_tree", "linear"])  # tables differ only in numbers
 @pytest.mark.parametrize("block", [4096, 70_000, None])
 @pytest.mark.parametrize("seed", [None, 5])
 def test_threads_and_the_size_of_a_tensor_change_no_bit(
@@ -214,7 +215,7 @@ def test_threads_and_the_size_of_a_tensor_change_no_bit(
 def test_every_float_from_0_to_1() -> None:
     """2**30 shares: a block of them and a one, so that its scale is 1. Between two thresholds all must be one code.
 
-    Of one table, since tables differ in numbers alone, and every threshold of each is tried with its neighbours above.
+    Of one table, since tables differ only in numbers, and every threshold of each is tried with its neighbours above.
     """
     table, step, one = TABLES["dynamic_tree"], 1 << 18, 0x3F800000
     begins = table.thresholds.view(torch.int32).tolist()
@@ -248,12 +249,12 @@ def test_what_does_not_fit_is_refused_before_an_address_is_passed_on() -> None:
         (x, -8, scales, codes),
         (x, None, scales, codes),
     ):
-        with pytest.raises(CodecError, match="expected"):
+        with pytest.raises(CodecError):
             native.encode_blocks(wrong[0], table, *wrong[1:])
 
 
 def test_a_level_this_machine_does_not_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "mmx")
-    with pytest.raises(InputError, match=f"{VARIABLE}=mmx: expected words of reference"):
+    with raising(InputError, f"{VARIABLE}=mmx"):
         native.encode_blocks(torch.ones(1), TABLES["linear"], None, torch.empty(1), torch.empty(1, dtype=torch.uint8))
     assert set(levels()) <= set(LEVELS)

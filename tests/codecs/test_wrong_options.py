@@ -12,7 +12,8 @@ from shoal.codecs import from_bytes, get, names, registry
 from shoal.engine.compile_options import lossy_options
 from shoal.errors import CodecError, InputError
 from tests.codecs.every_codec import POOL
-from tests.engine.compile.wrong_values import WRONG, in_one_short_line
+from tests.engine.compile.wrong_values import WRONG, is_readable
+from tests.raising import raising
 
 OPTIONS = [(name, option) for name in names() for option in (*registry._kinds[name].options, "nonsense")]
 
@@ -26,7 +27,7 @@ def test_a_wrong_option_is_refused_in_one_line_or_makes_a_codec_that_works(name:
         try:
             codec = get(name, **{**needed, option: value})
         except CodecError as error:
-            assert in_one_short_line(error), value
+            assert is_readable(error), value
             assert name in str(error)
             refused += 1
         else:
@@ -37,7 +38,7 @@ def test_a_wrong_option_is_refused_in_one_line_or_makes_a_codec_that_works(name:
 
 
 def test_a_window_given_as_one_number_is_told_what_is_expected() -> None:
-    with pytest.raises(CodecError, match=r"^pool_index: got kernel=2, expected 2 whole numbers from 1 on"):
+    with raising(CodecError, "pool_index", "kernel=2"):
         get("pool_index", **{**POOL, "kernel": 2})
 
 
@@ -53,7 +54,7 @@ def test_names_bytes_and_tensors_of_a_wrong_kind_are_refused(value: Any) -> None
     for wants in (get, registry.needed, from_bytes, get("linear").decode):
         with pytest.raises(CodecError) as told:
             wants(value)
-        assert in_one_short_line(told.value)
+        assert is_readable(told.value)
     x, encoded = torch.zeros(3), get("linear").encode(torch.zeros(3))
     calls = [
         lambda: get("linear").encode(x, out=value),
@@ -65,7 +66,7 @@ def test_names_bytes_and_tensors_of_a_wrong_kind_are_refused(value: Any) -> None
     for call in calls if value is not None else calls[-1:]:
         with pytest.raises(CodecError) as told:
             call()
-        assert in_one_short_line(told.value)
+        assert is_readable(told.value)
 
 
 def test_a_seed_is_a_whole_number() -> None:
@@ -74,9 +75,9 @@ def test_a_seed_is_a_whole_number() -> None:
         try:
             codec.encode(x, seed=value)
         except CodecError as error:
-            assert in_one_short_line(error)
+            assert is_readable(error)
     assert torch.equal(codec.encode(x, seed=np.int64(5)).payload, codec.encode(x, seed=5).payload)
-    with pytest.raises(CodecError, match="got seed=1.5, expected an int"):
+    with raising(CodecError, "seed=1.5"):
         codec.encode(x, seed=1.5)  # type: ignore[arg-type]
 
 
@@ -86,4 +87,4 @@ def test_what_lossy_is_given_is_held_to_the_same() -> None:
             try:
                 lossy_options(value if option is None else {"codec": "linear", option: value})
             except (CodecError, InputError) as error:
-                assert in_one_short_line(error), (option, value)
+                assert is_readable(error), (option, value)

@@ -189,7 +189,7 @@ def test_what_was_measured_is_what_the_step_takes(measured: list[tuple[int, int]
     in_use = {m.op: m.total_bytes for m in simulate(bare, residences).moments if m.phase != "recompute"}
     stretches = [op.name for op in bare.ops if op.target in (STRETCH, "loss")]
     intervals = []
-    in_use["eager4"] = in_use[bare.ops[-1].name]  # of eager code behind the last pass, where that was measured
+    in_use["eager4"] = in_use[bare.ops[-1].name]  # of eager code after the last pass, where that was measured
     stretches += ["eager4"] * (len(measured) - 8)
     for place, (more, peak) in enumerate(measured):
         least = in_use[stretches[place // 2]]

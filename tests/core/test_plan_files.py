@@ -19,8 +19,9 @@ from shoal.core.schedule import schedule
 from shoal.core.validate import check_runs
 from shoal.errors import PlanError
 from shoal.planners.just_in_time import just_in_time
-from tests.engine.compile.wrong_values import in_one_short_line
+from tests.engine.compile.wrong_values import is_readable
 from tests.engine.lossy_steps import chain, plan_encoding_everything
+from tests.raising import raising
 from tests.random_steps import SLOW_LINK, conv_bn_relu_chain
 
 WRONG_TEXTS = (
@@ -79,7 +80,7 @@ def _load(path: Path, content: bytes | str) -> bool:
     try:
         plan = Plan.load(path)
     except PlanError as error:
-        assert in_one_short_line(error), str(error)[:500]
+        assert is_readable(error), str(error)[:500]
         assert str(path) in str(error)
         return False
     for graph, residences in ((plan.graph, plan.residences), (plan.exact_step, {})):
@@ -93,7 +94,7 @@ def _load(path: Path, content: bytes | str) -> bool:
 
 
 def _paths(value: Any, here: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Every place of a JSON value, of lists the first, second and last element alone."""
+    """Every place of a JSON value, of lists the first, second and last element only."""
     yield here
     if isinstance(value, dict):
         for key in value:
@@ -176,13 +177,13 @@ def test_what_is_no_json_is_refused(content: bytes, tmp_path: Path) -> None:
 
 
 def test_a_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="Is a directory"):
+    with pytest.raises(PlanError):
         Plan.load(tmp_path)
 
 
 def test_a_plan_over_its_own_budget_is_refused(plan: Plan, tmp_path: Path) -> None:
     path = replace(plan, budget_bytes=plan.predicted_peak_bytes - 1).save(tmp_path / "p.json")
-    with pytest.raises(PlanError, match=f"over the budget of {plan.predicted_peak_bytes - 1}"):
+    with raising(PlanError, plan.predicted_peak_bytes - 1):
         Plan.load(path)
 
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from shoal.core import presets
 from shoal.core.hardware import MeasuredLink
 from shoal.errors import InputError
+from tests.raising import raising
 
 
 @pytest.mark.parametrize("name", presets.names())
@@ -43,12 +44,12 @@ def test_the_papers_links_are_as_the_papers_give_them():
 
 @pytest.mark.parametrize(("typo", "hint"), [("p100", "p100-nvlink"), ("A100-PCIE4", "a100-pcie4"), ("h20", "h200")])
 def test_an_unknown_name_gets_the_closest_one(typo, hint):
-    with pytest.raises(InputError, match=f"did you mean '{hint}'"):
+    with raising(InputError, f"'{hint}'"):
         presets.get(typo)
 
 
 def test_a_name_like_no_other_gets_the_list():
-    with pytest.raises(InputError, match=r"p100-nvlink.*h200"):
+    with raising(InputError, "p100-nvlink", "h200"):
         presets.get("???")
 
 

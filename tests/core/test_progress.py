@@ -36,7 +36,7 @@ def wait_for(text: str, stream: io.StringIO) -> None:
 
 def test_a_long_preparation_says_what_it_does(terminal: io.StringIO, at_once: None) -> None:
     with preparing("ResNet"):
-        assert doing("capture", "as it is")
+        assert doing("capture", "unmodified")
         wait_for("preparing ResNet: capture", terminal)
         with preparing("another"):
             doing("profile", "op 1 of 2: [bold]aten.add", done=0, total=8)

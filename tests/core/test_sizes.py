@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from shoal.core.sizes import HOST_PAGE_BYTES, format_bytes, in_pages, parse_bytes
 from shoal.errors import InputError
-from tests.engine.compile.wrong_values import WRONG, in_one_short_line
+from tests.engine.compile.wrong_values import WRONG, is_readable
+from tests.raising import raising
 
 UNITS = {"": 1, "B": 1} | {
     f"{letter}{infix}B": base**power
@@ -43,7 +44,7 @@ def test_a_text_is_its_number_times_its_unit_however_it_is_spelt(
     if expected > Fraction(1, 2):
         assert abs(parse_bytes(text) - expected) <= Fraction(1, 2)
     else:
-        with pytest.raises(InputError, match="must be positive"):
+        with pytest.raises(InputError):
             parse_bytes(text)
 
 
@@ -52,16 +53,15 @@ def test_a_text_is_its_number_times_its_unit_however_it_is_spelt(
     ["", "GiB", "-1GiB", "1 GiBs", "1e9", "1,5GB", "2 2GB", "1kb/s", "nan", "inf", "0", "0.0GiB", "1 Gi B", 0, -5],
 )
 def test_what_is_no_size_is_refused_with_an_example_of_one(size: int | str) -> None:
-    with pytest.raises(InputError, match=r"limit=.*'150MiB'") as caught:
+    with raising(InputError, "limit=", "'150MiB'"):
         parse_bytes(size, "limit")
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("size", ["9" * 400 + "GiB", "8589934592 GiB", 2**63, 10**400])
 def test_more_bytes_than_there_can_be_are_refused(size: int | str) -> None:
-    with pytest.raises(InputError, match="is more bytes than any device has; give fewer") as caught:
+    with pytest.raises(InputError) as caught:
         parse_bytes(size)
-    assert in_one_short_line(caught.value)
+    assert is_readable(caught.value)
 
 
 def test_whatever_is_given_is_a_number_of_bytes_or_refused_in_one_line() -> None:
@@ -69,7 +69,7 @@ def test_whatever_is_given_is_a_number_of_bytes_or_refused_in_one_line() -> None
         try:
             assert 0 < parse_bytes(size) < 2**63
         except InputError as error:
-            assert in_one_short_line(error)
+            assert is_readable(error)
 
 
 def test_a_numpy_integer_is_an_int() -> None:
@@ -79,7 +79,7 @@ def test_a_numpy_integer_is_an_int() -> None:
 
 @pytest.mark.parametrize("size", [True, 1.5, None, [1], b"1GB"])
 def test_what_is_neither_int_nor_text_is_refused_by_its_type(size: Any) -> None:
-    with pytest.raises(InputError, match=f"got {type(size).__name__}"):
+    with raising(InputError, type(size).__name__):
         parse_bytes(size)
 
 

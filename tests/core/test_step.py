@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from shoal.core.step import RESIDENT, Again, Op, StepGraph
 from shoal.errors import InputError
+from tests.raising import raising
 from tests.random_steps import steps
 
 
@@ -126,5 +127,5 @@ def test_the_fingerprint_tells_apart_steps_that_need_other_plans_and_no_others(
 def test_a_step_that_lacks_something_is_not_read(missing: str) -> None:
     value = StepGraph("m", (), ()).to_json()
     del value[missing]
-    with pytest.raises(InputError, match=f"step has no '{missing}'"):
+    with raising(InputError, f"'{missing}'"):
         StepGraph.from_json(value)

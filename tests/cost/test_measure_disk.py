@@ -1,4 +1,4 @@
-"""How fast a folder's disk is: what is written, what is left behind, and what is told of a bad folder."""
+"""How fast a folder's disk is: what is written, what is left over, and what is told of a bad folder."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from shoal.cost import measure_disk as module
 from shoal.cost.measure_disk import FILE_BYTES, file_rates
 from shoal.errors import InputError
+from tests.raising import raising
 
 
 @pytest.fixture(autouse=True)
@@ -80,12 +81,11 @@ def test_a_full_disk_is_told_and_nothing_is_left(tmp_path: Path, monkeypatch: py
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(InputError, match=r"cannot hold a file of 64 MiB: No space left on device; give") as caught:
+    with raising(InputError, "64 MiB"):
         file_rates(tmp_path)
-    assert "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_missing_folder_is_told(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"folder='.*nowhere' cannot hold a file"):
+    with raising(InputError, "folder='", "nowhere'"):
         file_rates(tmp_path / "nowhere")

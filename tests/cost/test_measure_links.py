@@ -15,6 +15,7 @@ from shoal.cost import measure, measure_disk
 from shoal.cost import measure_links as module
 from shoal.cost.measure_links import measure_links
 from shoal.errors import InputError
+from tests.raising import raising
 
 pytestmark = pytest.mark.usefixtures("real_machine")
 
@@ -106,9 +107,9 @@ def test_it_can_leave_no_trace(tmp_path: Path, cache: Path) -> None:
 
 
 def test_a_bad_folder_or_device_is_told(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"folder='.*nowhere' is not a folder"):
+    with raising(InputError, "folder='", "nowhere'"):
         measure_links("cpu", folder=str(tmp_path / "nowhere"))
-    with pytest.raises(InputError, match="give 'cpu'"):
+    with raising(InputError, "'cpu'"):
         measure_links("meta")
 
 

@@ -22,6 +22,7 @@ from shoal.cost.profile import _cpu_clock, profile
 from shoal.cost.random_operands import OperandFactory
 from shoal.errors import InputError
 from shoal.lowlevel import allocations
+from tests.raising import raising
 
 aten = torch.ops.aten
 
@@ -235,7 +236,7 @@ def test_the_precision_of_products_may_be_said_in_pytorchs_new_way_and_the_old()
 
 def test_a_wrong_choice_of_kernels_is_refused_before_anything_is_measured(monkeypatch):
     monkeypatch.setenv("SHOAL_KERNELS", "cuda")
-    with pytest.raises(InputError, match="SHOAL_KERNELS=cuda"):
+    with raising(InputError, "SHOAL_KERNELS=cuda"):
         measurement_cache.recall("costs", torch.device("cpu"))
 
 

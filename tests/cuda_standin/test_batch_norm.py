@@ -210,12 +210,12 @@ def test_a_gradient_that_cudnn_lays_out_as_its_input_departs_from_nothing(caplog
 
 
 def native_norm() -> list[nn.Module]:
-    """Behind it the gradient of a mean over all pixels comes, which is not in channels_last."""
+    """After it the gradient of a mean over all pixels comes, which is not in channels_last."""
     return [nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 4)]
 
 
 def wide() -> list[nn.Module]:
-    """Their results and gradients are laid out as the operands by the kernels alone."""
+    """Their results and gradients are laid out as the operands only by the kernels."""
     upsample = nn.Upsample(scale_factor=2, mode="bilinear")
     last = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 4)]
     return [nn.Conv2d(3, 8, 3), upsample, nn.Hardswish(), nn.PixelUnshuffle(2), nn.Hardswish(), *last]

@@ -1,4 +1,4 @@
-"""What cuBLAS keeps is there before the first step that has a matrix product, and counts; else it is not asked for."""
+"""What cuBLAS keeps exists before the first step that has a matrix product, and counts; else it is not asked for."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ CASES = {
     "fp16 with a GradScaler": replace(SMALL, amp="fp16", optimizer="adamw", share=0.6),
     "channels_last": replace(SMALL, channels_last=True, share=0.6),
     "two passes a step": replace(SMALL, passes=2, share=0.6),
-    "offloading alone": replace(SMALL, allow="offload", share=0.5),
+    "offloading only": replace(SMALL, allow="offload", share=0.5),
     "two graphs": replace(SMALL, net="broken", share=0.65),
 }
 

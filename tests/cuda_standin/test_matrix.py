@@ -143,9 +143,9 @@ def test_predicted_is_metered_and_the_device_gives_no_more(case: Case) -> None:
         assert step.counted_bytes - run.beside_bytes <= run.budget_bytes
         assert step.reserved_bytes - run.beside_bytes <= 1.1 * run.budget_bytes
         assert step.metered_bytes <= 1.02 * step.predicted_bytes
-        if step.has_state:  # until the scaler lets the optimizer step, less is there than will be
+        if step.has_state:  # until the scaler lets the optimizer step, less exists than will be
             assert step.metered_bytes == pytest.approx(step.predicted_bytes, rel=0.02)
             assert step.counted_bytes - run.beside_bytes == pytest.approx(step.predicted_bytes, rel=0.02)
     for step in run.steps[-2:]:
         assert step.mallocs == 0
-        assert step.synchronizations <= without.steps[-1].synchronizations  # gloo's alone, where there are any
+        assert step.synchronizations <= without.steps[-1].synchronizations  # gloo's only, where there are any

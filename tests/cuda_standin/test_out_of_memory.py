@@ -56,7 +56,7 @@ def test_a_step_that_runs_out_is_planned_and_run_again(wall_mib: int) -> None:
     assert 1 <= repairs <= 4  # each lowers the peak by a sixteenth
     assert len(said) == repairs
     assert 4 <= n_calls <= 4 + repairs  # one that ran out in its forward pass is run again within the call
-    assert left_after_two == left_after_four  # what failed left nothing behind
+    assert left_after_two == left_after_four  # what failed left nothing after
     assert reserved_mib <= wall_mib
 
 

@@ -104,5 +104,5 @@ def test_a_placed_step_reserves_what_was_planned_and_takes_no_more_launches() ->
     for step in placed:
         assert step.reserved_bytes == step.predicted_reserved_bytes < 1.1 * step.counted_bytes
         assert step.counted_bytes == pytest.approx(step.predicted_bytes, rel=0.02)
-        # A step that may be begun anew copies the buffers first: a launch for each of their dtypes.
+        # A step that may be begun again copies the buffers first: a launch for each of their dtypes.
         assert (step.launches, step.synchronizations) == (unplaced.launches - 2, 0)

@@ -149,14 +149,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Run:
-    """What a run left behind.
+    """What a run left over.
 
     Attributes:
         budget_bytes: 0 for plain PyTorch.
         steps: one by one.
         warnings: what Shoal said.
         departures: what it noted of steps that took another course than was planned.
-        beside_bytes: of what stands there beside the model and is not of its step: a second model, the labels.
+        beside_bytes: of what stands there in addition to the model and is not of its step: a second model, the labels.
         compiled: what the plan says of its compiled regions.
         n_recomputed: how many ops the plan runs a second time.
     """
@@ -203,7 +203,7 @@ def trained(case: Case) -> Run:
 
 
 def plain(case: Case) -> Run:
-    """The same training in plain PyTorch, with nothing beside."""
+    """The same training in plain PyTorch, with nothing else."""
     return trained(replace(case, share=None, beside="", allow="bitwise", steps=2, kernels="eager"))
 
 
@@ -257,7 +257,7 @@ def _run(case: Case, budget_bytes: int) -> Run:
 
 
 class _Scaler(torch.amp.GradScaler):
-    """Finds no number in the first gradients alone, as one does whose scale begins high: no kernel computes here."""
+    """Finds no number in the first gradients only, as one does whose scale begins high: no kernel computes here."""
 
     _steps = 0
 

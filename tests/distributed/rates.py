@@ -30,7 +30,7 @@ def straight(bytes_per_second: float, latency_seconds: float = 0.0) -> Curve:
 
 
 def link(gbps: float, ranks: int = 2, latency_seconds: float = 0.0) -> LinkRates:
-    """A link of so many Gbit/s; the plain all-reduce is a ring on it (of one rank: of two)."""
+    """A link of that many Gbit/s; the plain all-reduce is a ring on it (of one rank: of two)."""
     rate = gbps * 1e9 / 8
     ring = rate / (2 * max(1, ranks - 1) / max(2, ranks))
     return LinkRates(ranks, straight(ring, latency_seconds), straight(rate, latency_seconds))

@@ -46,7 +46,7 @@ NOT_RUN = re.compile(r"<!-- not run: (.+?) -->\s*\Z", re.DOTALL)
 
 @contextmanager
 def one_rank() -> Iterator[None]:
-    """A process group of this process alone."""
+    """A process group only of this process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
@@ -111,7 +111,7 @@ def reader() -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def _backend_is_known() -> None:
-    """As where Shoal is installed; run from its sources alone, PyTorch does not find it by itself."""
+    """As where Shoal is installed; run only from its sources, PyTorch does not find it by itself."""
     if "shoal" not in torch._dynamo.list_backends(exclude_tags=()):
         torch._dynamo.register_backend(backend, name="shoal")
 

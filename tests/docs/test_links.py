@@ -1,4 +1,4 @@
-"""Links of the documentation lead somewhere, and name what is there."""
+"""Links of the documentation lead somewhere, and name what exists."""
 
 from __future__ import annotations
 

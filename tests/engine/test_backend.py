@@ -1,9 +1,8 @@
-"""`torch.compile(model, backend="shoal")`: the same engine behind PyTorch's own door."""
+"""`torch.compile(model, backend="shoal")`: the same engine through PyTorch's own entry point."""
 
 from __future__ import annotations
 
 import copy
-import re
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from tests.engine.training_laws import (
     keep_nothing,
     train,
 )
+from tests.raising import raising
 
 
 def through_torch(net: nn.Module, **options: Any) -> Any:
@@ -85,7 +85,7 @@ def test_a_budget_that_no_plan_fits_names_what_would_do() -> None:
     planned = through_torch(classifier(3, 8, 8), budget="10KiB")
     with costs_that_do_not_matter(), pytest.raises(BudgetError) as caught:
         planned(*images(1, 4, 3, 8, 8))
-    assert caught.value.least_feasible_bytes > 10 * 1024
+    assert caught.value.minimum_bytes > 10 * 1024
 
 
 @pytest.mark.parametrize(
@@ -100,14 +100,13 @@ def test_a_budget_that_no_plan_fits_names_what_would_do() -> None:
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(InputError, match=f"^{re.escape(complaint)}") as caught:
+    with raising(InputError, complaint):
         through_torch(nn.Conv2d(3, 4, 3), **options)(*images(1, 2, 3, 8, 8))
-    assert "\n" not in str(caught.value), "Dynamo adds lines of its own to what it wraps"
 
 
 def test_torchs_modes_are_refused() -> None:
     planned = torch.compile(nn.Conv2d(3, 4, 3), backend=backend, mode="max-autotune")
-    with pytest.raises(InputError, match="mode='max-autotune': the backend 'shoal' has no modes"):
+    with raising(InputError, "mode='max-autotune'", "'shoal'"):
         planned(*images(1, 2, 3, 8, 8))
 
 
@@ -127,9 +126,8 @@ class Halting(nn.Module):
 def test_a_graph_break_is_refused_with_its_line() -> None:
     text = Path(__file__).read_text().splitlines()
     number = next(n for n, line in enumerate(text, 1) if line.endswith("graph_break()  # here"))
-    with pytest.raises(CaptureError, match=re.escape(f"{Path(__file__).name}:{number} ")) as caught:
+    with raising(CaptureError, f"{Path(__file__).name}:{number}"):
         through_torch(Halting(), budget="1TiB")(*images(1, 2, 3, 8, 8))
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.skipif(

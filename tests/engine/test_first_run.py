@@ -31,6 +31,7 @@ from tests.engine.training_laws import (
     needs_compiler,
 )
 from tests.joint_graphs import NETWORKS
+from tests.raising import raising
 
 
 class Pixels(nn.Module):
@@ -100,7 +101,7 @@ def test_networks_train_bit_for_bit_with_a_batch_of_one(network: str) -> None:
 def test_an_activation_before_a_global_pool_trains_bit_for_bit_in_channels_last(
     activation: type[nn.Module], batch: int
 ) -> None:
-    """The gradient behind the pool is contiguous, what the activation read is not."""
+    """The gradient after the pool is contiguous, what the activation read is not."""
     torch.manual_seed(0)
     convolutions = [nn.Conv2d(n, 8, 3, bias=False) for n in (3, 8)]
     model = nn.Sequential(
@@ -181,12 +182,12 @@ def test_a_layout_that_the_fake_kernel_lied_about_is_restored_by_a_copy_that_the
 
 def test_where_the_copy_cannot_be_planned_the_step_is_refused() -> None:
     model = torch.compile(Lies(), backend="shoal", options={"budget": "1GiB"})
-    with pytest.raises(CaptureError, match=r"turned.*strides \[4096, 1, 64\], traced \[4096, 64, 1\].*register_fake"):
+    with raising(CaptureError, "[4096, 1, 64]", "[4096, 64, 1]", "register_fake"):
         gradients(model, rows())
     planned = Lies()
     with costs_that_do_not_matter():
         made = shoal.plan(planned, rows(), "1GiB", options=shoal.Options(planner="keep_all"))
-        with pytest.raises(PlanError, match="does not count the copy"):
+        with pytest.raises(PlanError):
             shoal.compile(planned, options=shoal.Options(plan=made))(rows()).square().mean().backward()
 
 
@@ -199,7 +200,7 @@ def test_without_a_budget_a_torch_compile_backend_goes_on_with_the_copy() -> Non
 
 
 def test_a_shape_that_the_fake_kernel_lied_about_is_refused() -> None:
-    with costs_that_do_not_matter(), pytest.raises(CaptureError, match=r"cut.* returns .*\[4, 63, 64\] where its fake"):
+    with costs_that_do_not_matter(), raising(CaptureError, "[4, 63, 64]"):
         gradients(shoal.compile(Lies("cut"), "1GiB"), rows())
 
 
@@ -207,7 +208,7 @@ def test_a_first_run_frees_what_the_generated_code_frees() -> None:
     graph = fx.Graph()
     x, y, unread = (graph.placeholder(name) for name in ("x", "y", "unread"))
     total = graph.call_function(torch.add, (x, y))
-    graph.call_function(torch.neg, (total,))  # nobody reads it
+    graph.call_function(torch.neg, (total,))  # nothing reads it
     last = graph.call_function(torch.mul, (total, y))
     graph.output((last, [unread, None]))
     module = fx.GraphModule({}, graph)
@@ -277,7 +278,7 @@ def test_a_layout_is_restored_by_a_view_where_a_view_can_and_by_a_copy_elsewhere
 
 
 class Inverse(nn.Module):
-    """A complex `pinv`, whose kernel is wrong under any dispatch mode, behind a linear layer."""
+    """A complex `pinv`, whose kernel is wrong under any dispatch mode, after a linear layer."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The form of a step that an earlier run chose is traced alone; nothing in the cache but time can be lost."""
+"""The form of a step that an earlier run chose is traced only; nothing in the cache but time can be lost."""
 
 from __future__ import annotations
 

@@ -30,14 +30,14 @@ def network() -> nn.Sequential:
 
 
 def convolutions() -> nn.Sequential:
-    """Backward ops that read the weight come behind those that make its gradient."""
+    """Backward ops that read the weight come after those that make its gradient."""
     torch.manual_seed(0)
     layers = (layer for _ in range(3) for layer in (nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()))
     return nn.Sequential(nn.Unflatten(1, (4, 8, 4)), *layers, nn.Flatten(), nn.Linear(WIDTH, 10))
 
 
 def steps_in_hooks(model: nn.Module, kind: type[torch.optim.Optimizer], **options: Any) -> list[int]:
-    """Let an optimizer of its own train each parameter as soon as its gradient is there, and drop that.
+    """Let an optimizer of its own train each parameter as soon as its gradient exists, and drop that.
 
     Returns:
         How many other gradients were there when each came, filled in by the hooks.

@@ -33,7 +33,7 @@ def gradients(model: nn.Module, batch: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def least(graph: StepGraph, hardware: Hardware, budget_bytes: int) -> Plan:
-    """A planner: the smallest peak, whatever the budget, with held longer what fits beside it."""
+    """A planner: the smallest peak, whatever the budget, with held longer what fits in addition to it."""
     found = plans_on_demand(graph, DEFAULT)[0][0]
     effort = Effort("hold longer", DEFAULT.hold_longer_ops, Guard(1e9))
     held = hold_longer(found.graph, found.residences, found.peak_bytes, effort)

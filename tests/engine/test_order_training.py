@@ -76,7 +76,7 @@ class Exchange(nn.Module):
 
 
 def inception() -> nn.Module:
-    """Large weights behind small activations, so that weight gradients may wait."""
+    """Large weights after small activations, so that weight gradients may wait."""
     head = [nn.MaxPool2d(4), nn.Conv2d(24, 256, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 5)]
     return nn.Sequential(Inception(3, 16, 8), *head)
 
@@ -148,5 +148,5 @@ def test_a_planner_whose_order_cannot_run_is_refused() -> None:
         names[0], names[graph.n_forward - 1] = names[graph.n_forward - 1], names[0]
         return Plan(reordered(graph, names), {}, "mine", captured_order=op_names(graph))
 
-    with pytest.raises(PlanError, match="breaks a rule"):
+    with pytest.raises(PlanError):
         shoal.plan(UNet(), images(1, 2, 3, 16, 16)[0], "1GiB", options=shoal.Options(planner=planner))

@@ -16,6 +16,7 @@ from shoal.engine.plan_kernels import check_kernels, kernels_of
 from shoal.errors import PlanError
 from shoal.lowlevel import dispatch, native
 from tests.engine.training_laws import blocks
+from tests.raising import raising
 from tests.random_steps import conv_bn_relu_chain
 
 needs_native = pytest.mark.skipif(native.library() is None, reason="the native library was not built")
@@ -43,7 +44,7 @@ def test_without_the_library_it_is_refused_by_name(monkeypatch: pytest.MonkeyPat
     plan = planned(Variant(fuse="bnff"))
     check_kernels(plan, "cpu")
     monkeypatch.setattr(dispatch, "library", lambda: None)
-    with pytest.raises(PlanError, match="made with 'fuse' by native kernels, which this installation lacks on cpu; "):
+    with raising(PlanError, "'fuse'"):
         check_kernels(plan, "cpu")
     made_there = planned(Variant(fuse="bnff"))
     assert not made_there.kernels
@@ -56,7 +57,7 @@ def test_without_a_compiler_its_regions_are_refused_by_name(monkeypatch: pytest.
     region = dataclasses.replace(first, target="shoal.compiled_region.region_0f")
     plan = shoal.Plan(dataclasses.replace(step, ops=(region, *others)), {}, "joint")
     monkeypatch.setattr(plan_kernels, "missing_compiler", lambda device_type: "no C++ compiler is found")
-    with pytest.raises(PlanError, match=r"with 1 compiled regions \(kernels='compiled'\), and no C\+\+ compiler"):
+    with raising(PlanError, "(kernels='compiled')"):
         check_kernels(plan, "cpu")
 
 
@@ -75,7 +76,7 @@ def test_a_saved_plan_is_refused_where_the_references_alone_run(
         shoal.compile(fusing(), options=shoal.Options(plan=shoal.Plan.load(path)))(batch).sum().backward()
     assert str(refused.value) == (
         "the plan was made with 'fuse' by native kernels, which SHOAL_KERNELS leaves out on cpu; unset SHOAL_KERNELS, "
-        "or plan it anew"
+        "or plan it again"
     )
     again = shoal.compile(fusing(), options=shoal.Options(plan=shoal.Plan.load(path)))
     again(batch).sum().backward()

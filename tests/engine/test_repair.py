@@ -11,7 +11,7 @@ from shoal.engine.status import Status
 
 
 def failing(status: Status, model: nn.BatchNorm1d, *, times: int, repaired: bool) -> list[torch.Tensor]:
-    """Runs a step that moves statistics, draws a number, and then runs out of memory so many times."""
+    """Runs a step that moves statistics, draws a number, and then runs out of memory that many times."""
     drawn: list[torch.Tensor] = []
 
     def run() -> None:

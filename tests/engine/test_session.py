@@ -24,6 +24,7 @@ from shoal.memory.step_meter import Measured
 from shoal.memory.storage_bytes import distinct_bytes
 from shoal.planners.keep_all import keep_all
 from tests.engine.training_laws import beyond_rounding, classifier, images, mean_square, train
+from tests.raising import raising
 from tests.random_steps import HARDWARE, conv_bn_relu_chain
 
 needs_compiler = pytest.mark.skipif(
@@ -172,9 +173,10 @@ def test_where_gradients_of_an_earlier_step_fill_the_budget_the_error_says_how_t
     mean_square(sized(batches[0])).backward()
     planned = shoal.compile(net, budget=sized.shoal.predicted_peak_bytes, options=shoal.Options(planner="keep_all"))
     mean_square(planned(batches[0])).backward()
-    with pytest.raises(BudgetError, match=r"gradients of an earlier step take .*: call optimizer.zero_grad") as caught:
+    with raising(BudgetError, "optimizer.zero_grad()") as caught:
         planned(batches[1])
-    assert caught.value.least_feasible_bytes > planned.shoal.budget_bytes
+    assert "gradients of an earlier step" in caught.value.details
+    assert caught.value.minimum_bytes > planned.shoal.budget_bytes
     assert caught.value.op and caught.value.largest
     planned.zero_grad()
     mean_square(planned(batches[1])).backward()
@@ -217,7 +219,6 @@ def test_a_broken_promise_is_told_and_the_next_step_is_planned_with_what_was_lea
     assert status.measured_peak_bytes == pytest.approx(status.predicted_peak_bytes, rel=0.02)
     (told,) = [record.getMessage() for record in caplog.records]
     assert "forgetful net" in told and "is over the budget" in told and "planning again" in told
-    assert "\n" not in told
 
 
 @needs_compiler
@@ -225,13 +226,13 @@ def test_where_nothing_can_be_repaired_the_error_says_what_would_do(forgetful: i
     net, (batch, *_) = large_enough()
     with pytest.raises(BudgetError) as caught:
         shoal.compile(copy.deepcopy(net), budget="100KiB")(batch)
-    hoped = caught.value.least_feasible_bytes
+    hoped = caught.value.minimum_bytes
     planned = shoal.compile(net, budget=hoped)
     with pytest.raises(BudgetError) as caught:  # when the loss is known, or else in the next step
         mean_square(planned(batch)).backward()
         planned.zero_grad()
         planned(batch)
-    assert caught.value.least_feasible_bytes == pytest.approx(hoped + forgetful, rel=0.001)
+    assert caught.value.minimum_bytes == pytest.approx(hoped + forgetful, rel=0.001)
 
 
 @needs_compiler
@@ -239,7 +240,7 @@ def test_a_plan_that_was_given_is_refused_where_it_is_over_the_budget() -> None:
     net, batches = large_enough()
     everything = shoal.plan(net, batches[0])
     budget = everything.predicted_peak_bytes // 2
-    with pytest.raises(PlanError, match=f"over the budget of {budget}$"):
+    with raising(PlanError, budget):
         shoal.compile(copy.deepcopy(net), budget=budget, options=shoal.Options(plan=everything))(batches[0])
     planned = shoal.compile(net, options=shoal.Options(plan=everything))
     train(planned, batches)

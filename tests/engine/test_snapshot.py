@@ -1,4 +1,4 @@
-"""A forward pass that is begun anew finds buffers and generators as they were."""
+"""A forward pass that is begun again finds buffers and generators as they were."""
 
 from __future__ import annotations
 

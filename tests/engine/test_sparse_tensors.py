@@ -13,6 +13,7 @@ from shoal.engine.snapshot import Snapshot
 from shoal.errors import CaptureError
 from shoal.lowlevel.torch_state import dense_parts
 from shoal.memory.storage_bytes import distinct_bytes
+from tests.raising import raising
 
 ADJACENCY = (torch.rand(32, 32, generator=torch.Generator().manual_seed(0)) < 0.2).float()
 LAYOUTS = {layout: ADJACENCY.to_sparse(layout=layout) for layout in (torch.sparse_coo, torch.sparse_csr)}
@@ -102,7 +103,7 @@ def test_bytes_of_a_nested_tensor_are_those_of_its_values_at_least() -> None:
 def test_where_all_of_a_model_reads_sparse_tensors_one_line_says_what_to_type(kind: type[Graph]) -> None:
     adjacency = LAYOUTS[torch.sparse_coo]
     compiled = shoal.compile(kind(adjacency), budget="1MiB", optimizer="sgd")
-    with pytest.raises(CaptureError, match=r"sparse .* @torch\.compiler\.disable") as caught:
+    with raising(CaptureError, "@torch.compiler.disable") as caught:
         compiled(*arguments_of(kind, adjacency))
     assert len(str(caught.value).splitlines()[0]) <= 160
 
@@ -110,7 +111,7 @@ def test_where_all_of_a_model_reads_sparse_tensors_one_line_says_what_to_type(ki
 def test_a_nested_input_is_refused_in_a_line_that_says_what_to_type() -> None:
     compiled = shoal.compile(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)), budget="1MiB")
     nested = torch.nested.nested_tensor([torch.ones(3, 4), torch.ones(5, 4)], layout=torch.jagged)
-    with pytest.raises(CaptureError, match=r"to_padded_tensor") as caught:
+    with raising(CaptureError, "to_padded_tensor") as caught:
         compiled(nested)
     assert len(str(caught.value).splitlines()[0]) <= 160
     with torch.no_grad():

@@ -10,6 +10,7 @@ from shoal.capture.traced_strides import Departure
 from shoal.engine.traced_layouts import TracedLayouts
 from shoal.errors import CaptureError, PlanError
 from tests.joint_graphs import NETWORKS, batch, captured_step
+from tests.raising import raising
 
 PADDED = Departure("relu", "aten.relu.default", (2, 4), (4, 1), (1, 2), 32)
 
@@ -33,16 +34,16 @@ def test_it_is_said_with_what_the_copies_take(caplog: pytest.LogCaptureFixture) 
 
 
 def test_a_given_plan_is_not_changed() -> None:
-    with pytest.raises(PlanError, match="give budget= instead of plan="):
+    with raising(PlanError, "budget=", "plan="):
         learn(TracedLayouts(), plan_is_given=True)
 
 
 def test_what_is_known_already_or_cannot_be_planned_is_an_error() -> None:
     layouts = TracedLayouts()
-    with pytest.raises(CaptureError, match="correct the fake kernel"):
+    with pytest.raises(CaptureError):
         learn(layouts, can_plan_again=False)
     learn(layouts)
-    with pytest.raises(CaptureError, match="correct the fake kernel"):
+    with pytest.raises(CaptureError):
         learn(layouts)
 
 

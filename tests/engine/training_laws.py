@@ -64,7 +64,7 @@ def keep_nothing(graph: StepGraph, hardware: Hardware, budget_bytes: int) -> Pla
 
 
 def keep_by_chance(seed: int, kept_share: float, again_share: float = 0.0) -> Planner:
-    """A planner that keeps each storage with one probability and, with another, recomputes one anew for each reader."""
+    """A planner that keeps each storage with one probability and, with another, recomputes it for each reader."""
 
     def planner(graph: StepGraph, hardware: Hardware, budget_bytes: int) -> Plan:
         chance = random.Random(seed)
@@ -144,7 +144,7 @@ def train(
     batches_a_step: int = 1,
     backwards: int = 1,
 ) -> dict[str, torch.Tensor]:
-    """Train with SGD and momentum; everything that the steps leave behind, by name.
+    """Train with SGD and momentum; everything that the steps leave, by name.
 
     Args:
         model: the network; called with a batch, or with all of a batch that is a tuple.

@@ -1,4 +1,4 @@
-"""What the hosts' tests run under: torchvision beside a PyTorch without CUDA, and no network."""
+"""What the hosts' tests run under: torchvision in addition to a PyTorch without CUDA, and no network."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def loader(batch: int = BATCH) -> DataLoader:
 
 @dataclass(frozen=True)
 class Run:
-    """What a host's run left behind: parameters and buffers by name, and the highest peak of its later steps."""
+    """What a host's run left over: parameters and buffers by name, and the highest peak of its later steps."""
 
     state: dict[str, np.ndarray]
     peak_bytes: int
@@ -82,8 +82,8 @@ def holds_to(
 
     Args:
         train: trains a new model inside a budget, None for plain PyTorch, and returns it.
-        beside_bytes: what the host holds beside the step, as its page says: such as the next batch, which some read
-            before they run a step.
+        beside_bytes: what the host holds in addition to the step, as its page says: such as the next batch, which some
+            read before they run a step.
 
     Returns:
         The run inside the budget, and the budget.

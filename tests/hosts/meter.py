@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shoal.lowlevel import allocations
 
-_RECORD_FROM = 3  # steps: in those before it Shoal profiles ops and plans, beside which nothing else can record
+_RECORD_FROM = 3  # steps: in those before it Shoal profiles ops and plans, in addition to which nothing else can record
 _MEASURE_FROM = 4  # by then what was there before the recording, and is dropped in each step, is gone: PyTorch's events
 # do not tell how much was freed of that
 _MARK_BYTES = 4321  # an allocation that nothing else makes

@@ -45,4 +45,4 @@ def test_it_trains_inside_the_budget_as_plain_pytorch_does() -> None:
         return model
 
     data = batches.dataset.tensors
-    holds_to(0.7, train, 2 * batch_bytes(data))  # the next batch, and the clean images beside the noisy ones
+    holds_to(0.7, train, 2 * batch_bytes(data))  # the next batch, and the clean images in addition to the noisy ones

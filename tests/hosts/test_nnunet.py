@@ -142,9 +142,8 @@ def test_a_target_below_every_patch_is_refused_in_a_line_that_says_what_would_do
         "nnUNetv2_plan_experiment -d 1 -pl nnUNetPlannerShoal -gpu_memory_target 0.001 -overwrite_plans_name none",
         SHOAL_HARDWARE="rtx-3060-12gb",
     )
-    last = done.stdout.strip().splitlines()[-1]
     assert done.returncode != 0
-    assert "no plan of nnUNetPlannerShoal fits in" in last and "give -gpu_memory_target more" in last
+    assert "nnUNetPlannerShoal needs" in done.stdout and "give -gpu_memory_target more" in done.stdout
 
 
 def initialized(place: Place, trainer_class: Any) -> Any:

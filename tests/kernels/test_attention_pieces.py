@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from shoal.kernels import attention_pieces
-from shoal.kernels.attention_pieces import Layout
+from shoal.kernels.attention_pieces import AttentionLayout
 from shoal.kernels.pieces import Cut
 from shoal.lowlevel import allocations
 
 QUERIES, KEYS, CHANNELS = 5, 7, 4
 
 
-def operands(layout: Layout, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
+def operands(layout: AttentionLayout, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
     """Incoming gradient, queries, keys, values and biases; the biases in float32 where the others are narrower."""
     generator = torch.Generator().manual_seed(0)
     batch = layout.images * layout.windows * layout.heads
@@ -25,12 +25,12 @@ def operands(layout: Layout, dtype: torch.dtype = torch.float32) -> tuple[torch.
     return *made, *(torch.randn(shape, generator=generator).to(wide) for shape in layout.biases)
 
 
-def laid_out(images: int, *biases: tuple[int, ...], weights: torch.dtype | None = None) -> Layout:
+def laid_out(images: int, *biases: tuple[int, ...], weights: torch.dtype | None = None) -> AttentionLayout:
     shapes = tuple((*shape, QUERIES, KEYS) for shape in biases)
-    return Layout(images, 6, 2, shapes, (None,) * (len(shapes) + 1), weights)
+    return AttentionLayout(images, 6, 2, shapes, (None,) * (len(shapes) + 1), weights)
 
 
-def by_autograd(layout: Layout, grad: torch.Tensor, *given: torch.Tensor) -> list[torch.Tensor]:
+def by_autograd(layout: AttentionLayout, grad: torch.Tensor, *given: torch.Tensor) -> list[torch.Tensor]:
     """Result and gradients of queries, keys, values and biases as PyTorch computes them."""
     q, k, v, *biases = (tensor.detach().requires_grad_() for tensor in given)
     scores = (q @ k).view(layout.images, layout.windows, layout.heads, QUERIES, KEYS)
@@ -49,7 +49,7 @@ def by_autograd(layout: Layout, grad: torch.Tensor, *given: torch.Tensor) -> lis
     [laid_out(1), laid_out(1, (1, 1, 2)), laid_out(2, (1, 1, 2), (1, 6, 1)), laid_out(3, (3, 6, 2), (1, 1, 1))],
     ids=["no bias", "by head", "by head and by window", "of each image, and of all"],
 )
-def test_pieces_have_the_bits_of_the_whole(layout: Layout, dtype: torch.dtype, pieces: int) -> None:
+def test_pieces_have_the_bits_of_the_whole(layout: AttentionLayout, dtype: torch.dtype, pieces: int) -> None:
     layout = layout._replace(weights=torch.bfloat16 if dtype is torch.bfloat16 else None)
     grad, q, k, v, *biases = operands(layout, dtype)
     out, *grads = by_autograd(layout, grad, q, k, v, *biases)
@@ -65,9 +65,9 @@ def test_pieces_have_the_bits_of_the_whole(layout: Layout, dtype: torch.dtype, p
         assert off <= theirs_off + 4 * torch.finfo(ours.dtype).eps * right.abs().max()
 
 
-def large(**changes: Any) -> tuple[Layout, list[torch.Tensor]]:
+def large(**changes: Any) -> tuple[AttentionLayout, list[torch.Tensor]]:
     """64 windows of 2 heads, with scores of 8 MiB."""
-    layout = Layout(1, 64, 2, ((1, 1, 2, 128, 128),), (None, None), None)._replace(**changes)
+    layout = AttentionLayout(1, 64, 2, ((1, 1, 2, 128, 128),), (None, None), None)._replace(**changes)
     batch = layout.images * layout.windows * layout.heads
     q, v = (torch.randn(batch, 128, 8) for _ in range(2))
     return layout, [q, q.transpose(1, 2).contiguous(), v, *(torch.randn(shape) for shape in layout.biases)]

@@ -231,7 +231,7 @@ def test_the_gradient_is_never_there_twice(layout: torch.memory_format, monkeypa
     _, mean, deviation = forward(x, weight, weight)
     backward(grad, x, weight, mean, deviation)  # the first call tries out what repeats the bits
     _, changes = allocations.record(lambda: backward_(grad, x, weight, mean, deviation))
-    # Of a 16th of the channels: both operands, the result, and what the kernel allocates beside it.
+    # Of a 16th of the channels: both operands, the result, and what the kernel allocates in addition to it.
     pieces_bytes = 4 * grad.nbytes // 16 if layout is torch.contiguous_format else 128 * 4
     assert 0 < allocations.peak_bytes(changes) <= pieces_bytes + 8 * weight.nbytes
     assert sum(changes) == 2 * weight.nbytes

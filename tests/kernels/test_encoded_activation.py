@@ -63,7 +63,7 @@ def test_chance_rounds_as_the_codec_does_by_a_seed_that_hangs_on_the_values(dtyp
     moved = x.clone()
     moved[0] += 1
     differing = once[-70_000:] != encode(moved, "linear", block, 3, None)[-70_000:]
-    assert differing.float().mean() > 0.1, "other values draw anew, everywhere"
+    assert differing.float().mean() > 0.1, "other values draw again, everywhere"
 
 
 def test_chance_is_right_in_the_mean() -> None:

@@ -56,7 +56,7 @@ def test_elsewhere_large_contiguous_maps_are_cut_by_their_groups() -> None:
         "small": arguments(1, 16, 32, 32, 8, groups=8),
         "one group of one sample": arguments(1, 16, 32, 32, 64, groups=1),
         "without a weight": (grad, x, *rest[:2], None, *rest[3:]),
-        "one gradient alone": (*call[:-1], [True, False, False]),
+        "one gradient only": (*call[:-1], [True, False, False]),
         "channels_last_3d": (grad.contiguous(memory_format=torch.channels_last_3d), *call[1:]),
     }
     for name, other in not_cut.items():

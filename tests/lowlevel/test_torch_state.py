@@ -1,4 +1,4 @@
-"""State of torch that has no public name is there, and says what is going on."""
+"""State of torch that has no public name exists, and says what is going on."""
 
 from __future__ import annotations
 

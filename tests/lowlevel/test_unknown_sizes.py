@@ -58,7 +58,7 @@ def test_a_write_through_a_mask_is_part_of_its_graph() -> None:
     torch._dynamo.reset()
     backend = Counting()
     assert torch.equal(gradient(torch.compile(masked, backend=backend)), gradient(masked))
-    assert backend.traced == 2  # one before the break and one behind it
+    assert backend.traced == 2  # one before the break and one after it
 
 
 def test_what_is_refused_breaks_one_of_several_graphs_and_is_raised_in_a_single_one() -> None:

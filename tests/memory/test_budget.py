@@ -12,6 +12,7 @@ from torch import nn
 import shoal
 from shoal.errors import InputError
 from shoal.memory import budget
+from tests.raising import raising
 
 CPU = torch.device("cpu")
 
@@ -46,5 +47,5 @@ def test_the_environment_counts_where_none_is_given(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("given", ["0%", "101%", "-5%", "all", "%"])
 def test_a_mistake_is_told(given: str) -> None:
-    with pytest.raises(InputError, match="budget="):
+    with raising(InputError, "budget="):
         budget.budget_bytes(given, CPU)

@@ -1,4 +1,4 @@
-"""The state of an optimizer is counted to the byte before its first step as after it, also by its name alone."""
+"""The state of an optimizer is counted to the byte before its first step as after it, also only by its name."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from shoal.memory.optimizer_state import (
 )
 from shoal.memory.storage_bytes import distinct_bytes
 from tests.memory.test_static_memory import network, take_step
+from tests.raising import raising
 
 Parameters = Iterable[Any]
 OPTIMIZERS: dict[str, Callable[[Parameters], torch.optim.Optimizer]] = {
@@ -190,31 +191,28 @@ def test_a_name_is_read_as_it_may_be_written() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("adamv", "optimizer='adamv': no optimizer is called that; did you mean 'adam"),
-        ("lbfgs", "optimizer='lbfgs': no optimizer is called that; .*there are adadelta, .*sgd-momentum$"),
-        (7, "optimizer is a int; expected a torch.optim.Optimizer, or a name such as 'adamw'$"),
+        ("adamv", "optimizer='adamv'"),
+        ("lbfgs", "optimizer='lbfgs'"),
+        (7, "torch.optim.Optimizer"),
     ],
 )
 def test_what_is_no_optimizer_is_refused(given: Any, said: str) -> None:
-    with pytest.raises(InputError, match=said):
+    with raising(InputError, said):
         declared_optimizer(given)
 
 
 def test_a_copy_is_refused_and_everything_else_is_not() -> None:
     model = network()
     optimizer = torch.optim.AdamW(model.parameters())
-    with pytest.raises(
-        InputError,
-        match=r"^optimizer= is AdamW over other parameters of the .*\(copy.deepcopy\); .*: optimizer='adamw'$",
-    ):
+    with raising(InputError, "AdamW", "optimizer='adamw'"):
         reject_copy(copy.deepcopy({"optimizer": optimizer})["optimizer"], model.parameters())
-    with pytest.raises(InputError, match="optimizer='rmsprop-centered'$"):
+    with raising(InputError, "optimizer='rmsprop-centered'"):
         reject_copy(torch.optim.RMSprop(network().parameters(), centered=True), model.parameters())
-    with pytest.raises(InputError, match=r"over model.parameters\(\)$"):
+    with raising(InputError, "model.parameters()"):
         reject_copy(torch.optim.ASGD(network().parameters()), model.parameters())
     for known in (optimizer, torch.optim.SGD([model[3].bias]), NamedOptimizer("adam"), None):
         reject_copy(known, model.parameters())
-    reject_copy(torch.optim.SGD(nn.Linear(3, 3).parameters()), model.parameters())  # of a model beside this one
+    reject_copy(torch.optim.SGD(nn.Linear(3, 3).parameters()), model.parameters())  # of a model in addition to this one
     reject_copy(torch.optim.SGD(network().double().parameters()), model.parameters())  # masters
     reject_copy(optimizer, [])
 

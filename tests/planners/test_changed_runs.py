@@ -95,5 +95,5 @@ def test_a_plan_that_offloads_is_refused() -> None:
     graph = replace(plain_chain(3), link=SLOW_LINK)
     forward, backward = graph.ops[1], next(op for op in graph.ops if op.phase == "backward")
     residences = {graph.storages[graph.ops[0].writes[0]].name: Offload(forward.name, backward.name)}
-    with pytest.raises(PlanError, match="offload nothing"):
+    with pytest.raises(PlanError):
         PlannedRuns(graph, residences, schedule(graph, residences))

@@ -1,4 +1,4 @@
-"""Using up the room a plan leaves: never slower, never over the budget, and nothing runs that nobody reads."""
+"""Using up the room a plan leaves: never slower, never over the budget, and nothing runs that nothing reads."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def effort(ops: int = DEFAULT.order_ops) -> Effort:
 
 
 def weight_gradient_first(gradient_bytes: int = 100) -> StepGraph:
-    """The backward pass begins with an op that reads what waits; the two behind it, of three seconds, do not.
+    """The backward pass begins with an op that reads what waits; the two after it, of three seconds, do not.
 
     The first of these writes `gradient_bytes`, which the second reads. Between the passes there is room for nothing.
     """

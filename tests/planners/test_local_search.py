@@ -1,4 +1,4 @@
-"""Lowering a plan's peak by changing when what fills it is there."""
+"""Lowering a plan's peak by changing when what fills it is alive."""
 
 from __future__ import annotations
 

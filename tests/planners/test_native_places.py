@@ -63,7 +63,7 @@ def test_it_is_that_of_python_to_the_last_bit(graph: StepGraph, data: st.DataObj
 
 
 def test_a_step_without_a_link_has_no_places() -> None:
-    with pytest.raises(PlanError, match="no link to the host"):
+    with pytest.raises(PlanError):
         places_of(plain_chain(3), 0)
 
 

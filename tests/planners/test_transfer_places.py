@@ -115,7 +115,7 @@ def test_what_the_backward_pass_does_not_read_and_what_the_caller_holds_stay() -
 
 def test_a_step_without_a_link_has_no_places() -> None:
     graph = plain_chain(3)
-    with pytest.raises(PlanError, match="no link to the host"):
+    with pytest.raises(PlanError):
         with_offloads(graph, just_in_time(graph, range(len(graph.storages))), [storage(graph, "conv_0.out")])
     assert with_offloads(graph, {}, []) == {}
 

@@ -41,7 +41,7 @@ def _widened(value: Any) -> Any:
 
 
 def train(network: Network) -> dict[str, torch.Tensor]:
-    """What each step leaves behind, by name. The loop holds what a step returned until the next one has, as users' do;
+    """What each step leaves, by name. The loop holds what a step returned until the next one has, as users' do;
     parameters move the same way whatever their gradients are, so that each step is compared by itself."""
     found = {}
     model = network.module
@@ -121,9 +121,9 @@ def trains_in_less(build: Callable[[], Network], share: float = 0.85) -> None:
     try:
         training.within(int(share * plain_bytes))
     except shoal.BudgetError as error:
-        assert error.least_feasible_bytes is not None, error
-        assert error.least_feasible_bytes < plain_bytes, error
-        training.within(error.least_feasible_bytes)
+        assert error.minimum_bytes is not None, error
+        assert error.minimum_bytes < plain_bytes, error
+        training.within(error.minimum_bytes)
 
 
 def _peak_bytes(network: Network) -> int:
@@ -156,7 +156,7 @@ def outcome(build: Callable[[], Network]) -> str:
                 break
             except shoal.BudgetError as error:
                 assert named_bytes is None, f"{named_bytes} bytes named, then: {error}"
-                named_bytes = error.least_feasible_bytes
+                named_bytes = error.minimum_bytes
                 budget_bytes = named_bytes or 2 * budget_bytes
     except shoal.ShoalError as error:
         return f"refused: {type(error).__name__}: {error}"

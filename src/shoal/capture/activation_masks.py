@@ -1,4 +1,4 @@
-"""ReLUs and leaky ReLUs that wait as one boolean an element where nobody else needs their results, or no more."""
+"""ReLUs and leaky ReLUs that wait as one boolean an element where nothing else needs their results, or no more."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FORWARDS = {
 
 
 def save_masks(graph: fx.Graph, backward: set[fx.Node]) -> None:
-    """Let the backward ops of those whose results nobody else reads in the backward pass read masks, made forward."""
+    """Let the backward ops of those whose results nothing else reads in the backward pass read masks, made forward."""
     for node in [node for node in graph.nodes if node.target in _FORWARDS]:
         if _may_read_mask(node, backward) and not _other_readers(node, backward):
             output: Any = node.args[1]
@@ -65,7 +65,7 @@ def _read_mask(graph: fx.Graph, node: fx.Node, after: fx.Node) -> fx.Node:
 
 
 def _reads_sign(node: fx.Node) -> bool:
-    """Whether it depends on the sign of the result alone."""
+    """Whether it depends only on the sign of the result."""
     arguments: Any = node.args
     return bool(arguments[2] == 0 if node.target is _aten.threshold_backward.default else arguments[3] is True)
 

@@ -36,7 +36,7 @@ _LEAST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class _Rows:
+class _AlignedRows:
     """Rows to be made longer: whose, what the longer ones are made of, and how many elements they get."""
 
     node: fx.Node
@@ -68,7 +68,7 @@ def with_aligned_rows(captured: Captured) -> Captured:
     return read_joint(joint, backward_names, captured.read_with)
 
 
-def _rows(node: fx.Node) -> _Rows | None:
+def _rows(node: fx.Node) -> _AlignedRows | None:
     value = node.meta.get("val")
     if node.op != "call_function" or not isinstance(value, torch.Tensor) or value.dtype not in _DTYPES:
         return None
@@ -82,7 +82,7 @@ def _rows(node: fx.Node) -> _Rows | None:
     made_of = node
     if node.target is _aten.clone.default and (source := node.all_input_nodes[0]).meta["val"].dtype == value.dtype:
         made_of = source  # copied once, into the longer rows
-    return _Rows(node, made_of, added)
+    return _AlignedRows(node, made_of, added)
 
 
 def added_elements(columns: int, element_bytes: int) -> int:
@@ -98,12 +98,12 @@ def added_elements(columns: int, element_bytes: int) -> int:
 
 
 def is_odd(columns: int, element_bytes: int) -> bool:
-    """Whether rows of so many elements, one behind the other, do not all begin at multiples of 16 bytes."""
+    """Whether rows of that many elements, one after the other, do not all begin at multiples of 16 bytes."""
     return columns * element_bytes % _CHUNK_BYTES != 0
 
 
 def is_little(added: int, columns: int) -> bool:
-    """Whether so many elements more are few beside a row, and any at all."""
+    """Whether that many elements more are few compared with a row, and any at all."""
     return 0 < added <= _MOST_ADDED * columns
 
 
@@ -118,8 +118,8 @@ def _feeds_product(node: fx.Node) -> bool:
     return False
 
 
-def _write_longer(graph: fx.Graph, rows: _Rows) -> set[str]:
-    """Write the longer rows behind the op, and have all its readers read a part of them; names of what is new."""
+def _write_longer(graph: fx.Graph, rows: _AlignedRows) -> set[str]:
+    """Write the longer rows after the op, and have all its readers read a part of them; names of what is new."""
     node, value = rows.node, rows.node.meta["val"]
     columns = value.shape[-1]
     whole = _PAD(rows.made_of.meta["val"], [0, rows.added])

@@ -24,7 +24,7 @@ from shoal.core.step import StepGraph
 from shoal.core.variant import Pieces
 from shoal.errors import PlanError
 from shoal.kernels import attention_pieces
-from shoal.kernels.attention_pieces import Layout
+from shoal.kernels.attention_pieces import AttentionLayout
 from shoal.kernels.pieces import Cut
 
 _aten = torch.ops.aten
@@ -62,7 +62,7 @@ class _Attention:
     of_k: fx.Node
     of_v: fx.Node
     sums: list[fx.Node]
-    layout: Layout
+    layout: AttentionLayout
     wanted: list[tuple[int, ...]]
     inside: set[fx.Node] = field(default_factory=set)
 
@@ -114,7 +114,7 @@ def attended_in_pieces(captured: Captured, chosen: Collection[Pieces]) -> Captur
         found = _attention(node) if node is not None else None
         if found is None:
             raise PlanError(
-                f"the plan cuts the attention {one.op!r} into pieces, which is not here; plan this step anew"
+                f"the plan cuts the attention {one.op!r} into pieces, which is not here; plan this step again"
             )
         _put_pieces(joint.graph, found, one.count, backward)
     joint.graph.lint()
@@ -172,7 +172,7 @@ def _attention(softmax: fx.Node) -> _Attention | None:
         return None
     found = _Attention(
         softmax, q, k, v, grad, [bias for _, bias in added], out, of_q, of_k, of_v, sums,
-        Layout(*groups, tuple(shapes), tuple(casts), weights or None), wanted,  # type: ignore[arg-type]
+        AttentionLayout(*groups, tuple(shapes), tuple(casts), weights or None), wanted,  # type: ignore[arg-type]
     )  # fmt: skip
     alone = [side for side in turned if len(side.users) == 1]
     found.inside = {*inside, *passed, *between, *scored, *alone}
@@ -293,7 +293,7 @@ def _groups(product: torch.Tensor, values: Sequence[torch.Tensor]) -> tuple[int,
 
 
 def _in_windows(shape: Sequence[int], dims: int, groups: tuple[int, int, int]) -> tuple[int, ...] | None:
-    """The shape of what is added to scores of so many dimensions, as (images, windows, heads, queries, keys)."""
+    """The shape of what is added to scores of that many dimensions, as (images, windows, heads, queries, keys)."""
     images, windows, heads = groups
     sizes = [1] * (dims - len(shape)) + [int(size) for size in shape]
     if len(sizes) == 3:

@@ -27,7 +27,8 @@ _UNAFFECTED = {
 
 
 def autocasts_of(graph: fx.Graph) -> dict[fx.Node, Autocasts]:
-    """What each node runs under beside what the caller has entered; the calls that enter and leave it are left out."""
+    """What each node runs under in addition to what the caller has entered; the calls that enter and leave it are left
+    out."""
     entered: dict[fx.Node, tuple[Any, ...]] = {}
     found = {}
     for node in graph.nodes:
@@ -67,7 +68,7 @@ class Under:
     """A function or a method that runs under autocasts of its own.
 
     Attributes:
-        autocasts: beside those of the graph's caller.
+        autocasts: in addition to those of the graph's caller.
         target: a function, or the name of a method.
     """
 

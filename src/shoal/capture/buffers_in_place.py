@@ -104,7 +104,7 @@ def _count_at_once(graph: fx.Graph) -> None:
 
 
 def _is_all_there_is(buffer: fx.Node, value: fx.Node, node: fx.Node, changed: dict[fx.Node, fx.Node]) -> bool:
-    """Whether `node` alone reads the buffer, whose new value goes nowhere else."""
+    """Whether only `node` reads the buffer, whose new value goes nowhere else."""
     return (
         changed.get(buffer) is value
         and set(buffer.users) == {node}

@@ -15,8 +15,8 @@ from shoal.capture.call_arguments import Example, arguments_of
 from shoal.capture.captured import Captured
 from shoal.capture.cumulative_norms import admit_cumulative_norms
 from shoal.capture.dynamo import (
+    ErrorThroughDynamo,
     ModelRaised,
-    Refused,
     call_of,
     drawn_for,
     few_collections,
@@ -90,7 +90,7 @@ def in_dynamo(
         with refusals():
             break_at_unknown_sizes(gm)
             copy_assigned_data(gm, inputs)
-            raise Refused(_Done(read(gm, inputs)))
+            raise ErrorThroughDynamo(_Done(read(gm, inputs)))
 
     admit_cumulative_norms(model)
     try:
@@ -104,7 +104,8 @@ def in_dynamo(
     except ModelRaised as failure:
         given = (*args, *kwargs.values())
         shapes = ", ".join(str(tuple(value.shape)) for value in given if isinstance(value, torch.Tensor))
-        raise InputRefused(f"{name} cannot take an input of shape {shapes}: {failure.reason}") from None
+        refusal = f"{name} cannot take an input of shape {shapes}"
+        raise InputRefused(refusal, details={"error": failure.reason}) from None
     finally:
         for module, training in modes:
             module.training = training
@@ -209,8 +210,8 @@ def _reject_lost_gradients(
         if gradient is None and _reaches(node, outputs):
             of = f"layer {places.layers[place]}" if place in places.layers else "an input"
             raise CaptureError(
-                f"{name}: PyTorch loses the gradient of {of} on the meta device, as it does behind PReLU and SELU; "
-                "make the model and its example on the CPU: nothing of them is run"
+                f"{name}: PyTorch loses the gradient of {of} on the meta device, as with PReLU; make "
+                "model and example on the CPU, which runs nothing of them"
             )
 
 

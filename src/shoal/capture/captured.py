@@ -24,7 +24,7 @@ class ReadOptions:
 
     Attributes:
         compiled: what of it is compiled, in words; empty where nothing was to be.
-        as_written: the step before the lossless rewrites; None if they changed nothing, or nobody asks for it.
+        as_written: the step before the lossless rewrites; None if they changed nothing, or nothing asks for it.
     """
 
     n_forward_outputs: int

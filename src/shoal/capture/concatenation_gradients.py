@@ -19,7 +19,7 @@ from shoal.capture.fx_nodes import describe_as
 
 _aten = torch.ops.aten
 _ADD, _SLICE = _aten.add.Tensor, _aten.slice.Tensor
-_MOST_COPIED = 0.25  # of a sum's channels: as long as the sum is there, those are there twice
+_MOST_COPIED = 0.25  # of a sum's channels: as long as the sum is alive, those exist twice
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def _part(node: fx.Node) -> _Part | None:
 
 
 def _neighbours(part: _Part) -> list[_Part]:
-    """This part and those beside it, sums of the same two tensors, in the order of their places."""
+    """This part and its neighbours, sums of the same two tensors, in the order of their places."""
     found: dict[int, _Part] = {}
     for reader in [user for taken in part.of[0].users if taken.target is _SLICE for user in taken.users]:
         other = _part(reader) if reader.users else None
@@ -121,7 +121,7 @@ def _add_together(graph: fx.Graph, first: fx.Node, group: Sequence[_Part], backw
 
 
 def _may_be_slice(node: fx.Node, view: torch.Tensor) -> bool:
-    """Whether further sums alone read this one, and are laid out alike where it is a slice."""
+    """Whether only further sums read this one, and are laid out alike where it is a slice."""
     for user in node.users:
         if user.target is not _ADD or len(user.args) != 2 or user.kwargs:
             return False

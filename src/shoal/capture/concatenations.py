@@ -1,4 +1,4 @@
-"""A captured step without concatenations that convolutions alone read: each is a sum over what was concatenated.
+"""A captured step without concatenations that only convolutions read: each is a sum over what was concatenated.
 
 A U-Net's skip and what was upsampled lie side by side in a tensor as large as both, and so do their gradients. A
 convolution of them is the sum of convolutions of each, by its channels of the weight; the gradients are of each by
@@ -60,7 +60,7 @@ def without_concatenations(captured: Captured, chosen: Collection[Pieces]) -> Ca
     for one in chosen:
         node = node_called.get(one.op)
         if node is None or node.target is not _aten.cat.default or _readers(node) is None:
-            raise PlanError(f"the plan leaves out the concatenation {one.op!r}, which is not here; plan this step anew")
+            raise PlanError(f"the plan leaves out the concatenation {one.op!r}, which is not here; plan it again")
         _leave_out(joint.graph, node, backward)
     joint.graph.lint()
     return read_joint(joint, backward, captured.read_with)
@@ -160,7 +160,7 @@ def _join_weight_gradients(
 
 
 def _give_parts(graph: fx.Graph, node: fx.Node, bounds: list[tuple[int, int]], backward: set[str]) -> None:
-    """A gradient of which the parts alone are read, as one op each."""
+    """A gradient of which only the parts are read, as one op each."""
     slices = list(node.users)
     if not slices or not all(_bounds_of(one) in bounds for one in slices):
         return

@@ -1,6 +1,6 @@
 """A captured step with convolutions by direct kernels, which need no scratch and may be faster than the library's.
 
-A concatenation along the channels that such convolutions alone read is not computed: they read its parts, and the
+A concatenation along the channels that only such convolutions read is not computed: they read its parts, and the
 gradient of each part is a convolution of its own.
 """
 
@@ -162,7 +162,7 @@ def _read_parts(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _give_parts(graph: fx.Graph, node: fx.Node, backward: set[str]) -> None:
-    """A gradient of which slices along the channels alone are read, as one op each."""
+    """A gradient of which only slices along the channels are read, as one op each."""
     slices = list(node.users)
     if not slices or not all(_is_of_channels(one) for one in slices):
         return

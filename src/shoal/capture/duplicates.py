@@ -50,7 +50,7 @@ def merge_duplicates(graph: fx.Graph, backward: set[fx.Node]) -> None:
 
 
 def _merge_parts(graph: fx.Graph, ops: Collection[fx.Node], backward: set[fx.Node]) -> None:
-    """Let each result of an op be one node, also where the backward pass alone reads it, as a pooling's indices."""
+    """Let each result of an op be one node, also where only the backward pass reads it, as a pooling's indices."""
     first_of: dict[Any, fx.Node] = {}
     for node in graph.find_nodes(op="call_function", target=operator.getitem):
         if node.args[0] not in ops or (first := first_of.setdefault(node.args, node)) is node:
@@ -84,7 +84,7 @@ def _key(node: fx.Node, alike: Mapping[fx.Node, fx.Node]) -> Any:
 
 
 def _is_there_anyway(node: fx.Node, backward: Collection[fx.Node]) -> bool:
-    """Whether what a node holds, or looks at, is there until the backward pass, or is next to nothing."""
+    """Whether what a node holds, or looks at, is alive until the backward pass, or is next to nothing."""
     held = source(node)
     if held.op != "call_function" or any(reader in backward for reader in _readers(held)):
         return True

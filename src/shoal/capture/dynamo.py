@@ -47,7 +47,7 @@ from shoal.transforms.split.split import CUTS_ARGUMENT, SplitModule
 log = logging.getLogger("shoal")
 MOST_CAPTURES = 64
 OWN_BUDGET = "the model has a budget of its own, given to shoal.compile"  # why Dynamo must leave a call as it is
-_MANY_CAPTURES = 8  # each takes seconds: so many are worth a warning
+_MANY_CAPTURES = 8  # each takes seconds: that many are worth a warning
 _COLLECTED_OBJECTS = 50_000  # new ones since the last collection of the youngest; Python's own is 700
 _OUR_SOURCES = ("L['model']", "L['args']", "L['kwargs']")  # what `call_of` calls what it is given
 _OURS = (__file__, layer_by_layer.__file__)
@@ -55,7 +55,7 @@ _DYNAMO = Path(torch._dynamo.__file__).parent
 _LOGGED = ("debug", "info", "warning", "warn", "error", "exception", "critical", "fatal", "log", "isEnabledFor")
 
 
-class Refused(BackendCompilerFailed):
+class ErrorThroughDynamo(BackendCompilerFailed):
     """Carries an error of ours through Dynamo, which wraps every other exception of a backend.
 
     Where Dynamo hands it back to the caller of the compiled model, what comes out is the error itself.
@@ -75,7 +75,7 @@ def refusals() -> Iterator[None]:
     try:
         yield
     except ShoalError as error:
-        raise Refused(error) from None
+        raise ErrorThroughDynamo(error) from None
 
 
 class ModelRaised(Exception):
@@ -135,7 +135,7 @@ class TooManyCaptures(CaptureError):
 
 @contextmanager
 def one_graph() -> Iterator[None]:
-    """Around a call that Dynamo is to capture: its errors become ours, and where a model breaks is told by us alone.
+    """Around a call that Dynamo is to capture: its errors become ours, and where a model breaks is told only by us.
 
     Raises:
         ShoalError: what the backend raised, as it was.
@@ -164,7 +164,7 @@ def one_graph() -> Iterator[None]:
     except AssertionError as failure:
         if _is_of_dynamo(failure):
             raise _fault_of_dynamo(failure, failure) from None
-        if hasattr(failure, "real_stack"):  # Dynamo has put its own words behind those of torch._assert
+        if hasattr(failure, "real_stack"):  # Dynamo has put its own words after those of torch._assert
             raise ModelRaised(_first_line(failure), _fault_of_dynamo(failure, failure)) from None
         raise  # the model's own, in eager code
     except TorchRuntimeError as failure:
@@ -208,19 +208,19 @@ def _capture_error(failure: Unsupported | UserError | ConstraintViolationError) 
     """What Dynamo could not capture, in one line: the reason, the place and the way out."""
     if isinstance(failure, ConstraintViolationError):
         return CaptureError(
-            "an op of the split part has one size only when it is compiled, so drawn cuts cannot reach it; join before "
-            "it, with join= the name of an earlier module, or split without stochastic="
+            "drawn cuts cannot reach an op of the split part, which has one size only when compiled; use join= with an "
+            "earlier module, or no stochastic="
         )
     what = str(failure.msg).strip().splitlines()[0]
     if OWN_BUDGET in str(failure.msg):
         return CaptureError(
             f"a part of the model has a budget of its own (shoal.compile), called at {_place(failure)}; compile the "
-            "whole model or that part alone"
+            "whole model or that part only"
         )
     if "backwards hooks" in what:
         return CaptureError(
-            "a module of the model has a backward hook (register_full_backward_hook or its pre-hook), which cannot be "
-            "part of a planned step; remove it, or use a forward hook, or a hook on a parameter (Tensor.register_hook)"
+            "a module has a full backward hook or pre-hook, which a planned step cannot run; use a forward hook, or "
+            "Tensor.register_hook on a parameter"
         )
     return GraphBreak(in_words(str(failure.msg)), _place(failure), may_be_an_error=USER_ERROR[0] in str(failure.msg))
 
@@ -258,7 +258,7 @@ def _origin(failure: BaseException) -> BaseException:
 
 
 def _last_difference() -> str:
-    """The guard that failed when a call was last captured anew, as Dynamo words it: "args[1] == 2.0"."""
+    """The guard that failed when a call was last captured again, as Dynamo words it: "args[1] == 2.0"."""
     now = getattr(get_metrics_context(), "_metrics", {}).get("recompile_reason")  # of a capture under way
     before = [metric.recompile_reason for metric in get_compilation_metrics() if metric.recompile_reason]
     reasons = [*before, *([now] if now else [])]
@@ -319,8 +319,8 @@ def call_of(model: nn.Module, layers: Callable[..., Any] | None = None) -> Calla
     """
     if any(_draws(module) for module in model.modules() if module is not model):
         raise CaptureError(
-            "a part of the model is split with stochastic=, whose cuts are drawn outside the compiled step; split the "
-            "whole model, with depth= or join= to say how far, or compile that part by itself"
+            "a submodule is split with stochastic=, which draws cuts outside the compiled step; split the whole model "
+            "(depth=, join=) or compile only that submodule"
         )
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -341,7 +341,7 @@ def call_of(model: nn.Module, layers: Callable[..., Any] | None = None) -> Calla
 
 
 def drawn_for(model: nn.Module, arguments: Sequence[Any]) -> dict[str, Any]:
-    """What the call needs beside its arguments: the cuts drawn for this step, where the model is split at such."""
+    """What the call needs in addition to its arguments: the cuts drawn for this step, if the model is split so."""
     cuts = model.draw(*arguments) if isinstance(model, SplitModule) else None
     return {} if cuts is None else {CUTS_ARGUMENT: cuts}
 
@@ -358,7 +358,7 @@ def settings(logging_functions: Collection[Callable[..., Any]] = ()) -> Iterator
         logging_functions: what its forward pass may log with, as of `logging_functions`.
     """
     trace_more_functions()
-    # A region under torch.utils.checkpoint runs once, so what it does beside, such as counting its calls, is safe.
+    # A region under torch.utils.checkpoint runs once, so what it does in addition, such as counting its calls, is safe.
     effects = "skip_fwd_side_effects_in_bwd_under_checkpoint"
     once: dict[str, Any] = {effects: True} if hasattr(config, effects) else {}
     patched = config.patch(

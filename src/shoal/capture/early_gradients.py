@@ -62,7 +62,7 @@ def with_early_gradients(
     early: Mapping[int, Fate],
     copied_bytes: Callable[[int], int],
 ) -> tuple[StepGraph, frozenset[int]]:
-    """The step with an op behind each group of gradients that are final there; what is final last leaves at the end.
+    """The step with an op after each group of gradients that are final there; what is final last leaves at the end.
 
     A gradient is final when nothing reads its parameter any more: an optimizer may change that at once. One that
     something else reads, or that is no result of an op of its own, stays with the others.

@@ -6,7 +6,7 @@ moved and counted as every saved storage is. Their names do not depend on what e
 
 What else of the backward pass reads the storage must go on reading exact values. Where that is the backward pass of the
 very ReLU that made it, the sign bits of the codes tell all it asks for. A storage with any other reader is not offered:
-its exact values would have to wait beside the payload. Batch norm is such a reader unless the caller lifts its
+its exact values would have to wait in addition to the payload. Batch norm is such a reader unless the caller lifts its
 exemption.
 """
 
@@ -108,16 +108,16 @@ def encoded(captured: Captured, chosen: Collection[str], lossy: LossyOptions) ->
         if storage.name in chosen:
             uses = _uses(captured, storage.id)
             if uses is None:
-                raise PlanError(f"{storage.name!r} cannot be encoded in this step; plan this step anew")
+                raise PlanError(f"{storage.name!r} cannot be encoded in this step; plan this step again")
             _encode(joint.graph, uses.among(same), lossy, backward)
     if unknown := set(chosen) - graph.storage_called.keys():
-        raise PlanError(f"the plan encodes {sorted(unknown)[0]!r}, which this step does not have; plan this step anew")
+        raise PlanError(f"the plan encodes {sorted(unknown)[0]!r}, which this step does not have; plan this step again")
     joint.graph.lint()
     return read_joint(joint, backward, captured.read_with)
 
 
 def with_free_codecs(graph: StepGraph) -> StepGraph:
-    """The step as if its codecs took no time, and neither took bytes beside exact values.
+    """The step as if its codecs took no time, and neither took bytes in addition to exact values.
 
     So a storage is encoded in place, and its payload and what is decoded of it are together as large as it.
     """
@@ -152,7 +152,7 @@ def encode_residences(
 
 
 @dataclass(frozen=True)
-class _Uses:
+class _EncodedUses:
     """Who reads a storage that may be encoded.
 
     Attributes:
@@ -171,7 +171,7 @@ class _Uses:
     masks: tuple[fx.Node, ...]
     closed_above: float | None
 
-    def among(self, same: Mapping[str, fx.Node]) -> _Uses:
+    def among(self, same: Mapping[str, fx.Node]) -> _EncodedUses:
         """The same nodes of a copy of the graph."""
 
         def every(nodes: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
@@ -179,10 +179,10 @@ class _Uses:
 
         base, last_reader = every((self.base, self.last_reader))
         parts = every(self.readers), every(self.rectifiers), every(self.masks)
-        return _Uses(base, last_reader, *parts, self.closed_above)
+        return _EncodedUses(base, last_reader, *parts, self.closed_above)
 
 
-def _uses(captured: Captured, storage: int) -> _Uses | None:
+def _uses(captured: Captured, storage: int) -> _EncodedUses | None:
     """None where the storage cannot be encoded."""
     graph = captured.graph
     tensors = {node for node, owner in captured.storage_of.items() if owner == storage}
@@ -212,7 +212,9 @@ def _uses(captured: Captured, storage: int) -> _Uses | None:
     if not decoding:
         return None
     last = before[-1] if before else producer
-    return _Uses(base, last, tuple(decoding), tuple(rectifiers), tuple(masks), closed_above if rectifiers else None)
+    return _EncodedUses(
+        base, last, tuple(decoding), tuple(rectifiers), tuple(masks), closed_above if rectifiers else None
+    )
 
 
 def _closes_above(base: fx.Node) -> float | None:
@@ -260,7 +262,7 @@ def _behind_a_convolution(captured: Captured) -> set[fx.Node]:
     return found
 
 
-def _encode(graph: fx.Graph, uses: _Uses, lossy: LossyOptions, backward: set[str]) -> None:
+def _encode(graph: fx.Graph, uses: _EncodedUses, lossy: LossyOptions, backward: set[str]) -> None:
     base = uses.base
     value = base.meta["val"]
     # A reader that can write its result over the storage, its last one, has to come after what encodes it.

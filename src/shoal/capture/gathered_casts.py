@@ -55,7 +55,7 @@ def with_gathered_casts(captured: Captured) -> Captured:
 
 
 def _groups(graph: fx.Graph, wanted: Callable[[fx.Node], bool]) -> list[list[fx.Node]]:
-    """Casts from one dtype to another, in the order of the graph, so many that their results are not too large."""
+    """Casts from one dtype to another, in the order of the graph, as many as keep their results small."""
     open_groups: dict[tuple[torch.dtype, torch.dtype], list[fx.Node]] = {}
     found: list[list[fx.Node]] = []
     for node in graph.find_nodes(op="call_function", target=_CAST, sort=True):
@@ -71,7 +71,7 @@ def _groups(graph: fx.Graph, wanted: Callable[[fx.Node], bool]) -> list[list[fx.
 
 
 def _is_plain(node: fx.Node) -> bool:
-    """Whether a cast changes the dtype alone, of a tensor of known size."""
+    """Whether a cast changes the dtype only, of a tensor of known size."""
     read, made = node.all_input_nodes[0].meta["val"], node.meta["val"]
     as_it_is = {"dtype": made.dtype, "device": made.device, "layout": torch.strided, "non_blocking": False}
     if any(value not in (None, as_it_is.get(key)) for key, value in node.kwargs.items()):

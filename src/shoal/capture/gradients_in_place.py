@@ -96,7 +96,7 @@ def slopes_gradient(node: fx.Node) -> fx.Node | None:
     """The sum over what broadcasting a PReLU's slope gave it, where that is all that is made of the second gradient.
 
     None too where incoming gradient, input and slope differ in dtype or layout. The first may be some channels of a
-    larger one, as behind a concatenation, where the input's gradient has the input's layout.
+    larger one, as after a concatenation, where the input's gradient has the input's layout.
     """
     grad, x, weight = (operand.meta["val"] for operand in _args(node))
     summands = next((user for user in node.users if user.args[1] == 1), None)

@@ -1,6 +1,6 @@
 """Ops that can write their result over one of their operands, bit for bit the same.
 
-An op qualifies where each element of the result depends on the element of the operand at the same place alone, and
+An op qualifies where each element of the result depends on the element of the operand at the same place only, and
 the library has a form that writes into a given tensor. So do ops that write into a tensor, or add to it, at some
 places: autograd's gradients of `gather`, `topk`, `sort` and of indexing, which eager PyTorch writes in place into new
 zeros. `operands` says which operands may be overwritten and `overwriting` gives the call.
@@ -164,7 +164,7 @@ WRITTEN_VIEW: dict[Any, Callable[..., torch.Tensor]] = {
     _aten.as_strided_scatter.default: _aten.as_strided.default,
 }
 # Convolutions with a keyword `over` → place of their stride. They read a copy of a few planes at a time, which is worth
-# it for large operands alone.
+# it for large operands only.
 _OVER: dict[Any, int] = {direct_convolution.forward: 3, direct_convolution.input_gradient: 3}
 _WORTH_PLANES_BYTES = 4 << 20
 _WITH_SCRATCH = (

@@ -1,6 +1,6 @@
-"""Dynamo's graph with instance and group norms and the activations behind them in the inverted form.
+"""Dynamo's graph with instance and group norms and the activations after them in the inverted form.
 
-An op that saves its result alone, `shoal::inverted_norm`, in place of two that save an input each; the function is the
+An op that saves its result only, `shoal::inverted_norm`, in place of two that save an input each; the function is the
 same, to rounding. Dynamo has followed hooks and modes, so what follows a norm in its graph is all that does.
 """
 
@@ -117,13 +117,13 @@ def _pair(node: fx.Node) -> _Pair | str:
         return f"{kind} with running statistics"
     groups = given.get("num_groups", x.shape[1])
     if type(groups) is not int or not isinstance(given["eps"], float) or x.shape[1] % groups:
-        return f"{kind} of so many groups"
+        return f"{kind} of that many groups"
     (reader, *others) = node.users or (None,)
     if reader is None or others:
         return f"{kind} with {len(node.users)} readers"
     if reader.target not in _ACTIVATIONS or reader.args[:1] != (node,):
         behind = "the network's result" if reader.op == "output" else getattr(reader.target, "__name__", reader.target)
-        return f"{kind} with {behind} behind it"
+        return f"{kind} with {behind} after it"
     activation, keyword, usual = _ACTIVATIONS[reader.target]
     slope = reader.args[1] if len(reader.args) > 1 else reader.kwargs.get(keyword, usual)
     if not isinstance(slope, (int, float)) or not 0 < slope < float("inf"):

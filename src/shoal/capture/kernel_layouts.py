@@ -1,7 +1,7 @@
 """Kernels whose results are otherwise than their fake kernels say: the trace has what they really do.
 
 Group norm's gradient of a half-precision input with float32 weights, as under autocast, is float32 to the fake kernel,
-and converted behind it; every kernel returns it in the input's precision. The rest is of layouts on CUDA:
+and converted after it; every kernel returns it in the input's precision. The rest is of layouts on CUDA:
 
 `native_batch_norm_backward` lays its gradient out as the input where one of input and incoming gradient is contiguous
 and the other in channels_last, the fake kernel as the incoming gradient; element by element the first operand decides,

@@ -1,4 +1,4 @@
-"""Containers of torch.nn as functions in which Dynamo begins a graph, and goes on behind a layer that ends one."""
+"""Containers of torch.nn as functions in which Dynamo begins a graph, and goes on after a layer that ends one."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class LayeredGraph:
         graph: what is called; its inputs are those that no layer has. The images come first.
         bound: which inputs of Dynamo's graph the layers have.
         places: which inputs of Dynamo's graph its inputs are.
-        autocasts: what the graph runs under beside what its caller has entered.
+        autocasts: what the graph runs under in addition to what its caller has entered.
     """
 
     root: nn.Module
@@ -100,10 +100,10 @@ def layered(gm: fx.GraphModule) -> LayeredGraph:
     >>> _ = torch.compile(network, backend=show)(torch.ones(2, 3, 8, 8))
     ['0', '1']
     """
-    return _Reader(gm).read()
+    return _LayeredReader(gm).read()
 
 
-class _Reader:
+class _LayeredReader:
     def __init__(self, gm: fx.GraphModule) -> None:
         self.gm = gm
         self.root = nn.Module()
@@ -235,7 +235,7 @@ class _Reader:
     def _add(self, layer: nn.Module, source: fx.Node | None, node: fx.Node) -> str:
         """The layer's name in the model, where its parameters tell."""
         path = module_path(str(getattr(getattr(source, "_dynamo_source", None), "name", ""))) or node.name
-        # A layer that a function holds has no path of modules alone: `__dict__` may be on it.
+        # A layer that a function holds has no path only of modules: `__dict__` may be on it.
         path = ".".join(f"{part}_" if hasattr(nn.Module, part) else part for part in path.split("."))
         name, number = path, 1
         while name in self.names or any(other.startswith(f"{name}.") for other in self.names):
@@ -284,7 +284,7 @@ def is_of_a_module(node: fx.Node) -> bool:
 
 
 def _check(node: fx.Node, gm: fx.GraphModule) -> None:
-    """Refuse what changes how the ops behind it run."""
+    """Refuse what changes how the ops after it run."""
     if node.op == "get_attr" and not isinstance(getattr(gm, str(node.target), None), torch.Tensor):
         raise Refused(f"{node.target} is a graph of its own, such as a checkpointed part")
     name = getattr(node.target, "__name__", "")

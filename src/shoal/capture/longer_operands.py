@@ -1,4 +1,4 @@
-"""Operands of matrix products with zeros behind them: those that are written so already, and copies of others."""
+"""Operands of matrix products with zeros after them: those that are written so already, and copies of others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_COPIED_BYTES = 256 << 20  # that nothing else has in mind to write: they c
 
 
 class LongerOperands:
-    """Writes operands with zeros behind them into a joint graph, each once for the whole step.
+    """Writes operands with zeros after them into a joint graph, each once for the whole step.
 
     Attributes:
         graph: of it.
@@ -32,10 +32,10 @@ class LongerOperands:
     def __init__(self, graph: fx.Graph, backward_names: set[str]) -> None:
         self.graph, self.backward_names = graph, backward_names
         self.copies: list[fx.Node] = []
-        self._copies: dict[tuple[fx.Node, int, int, bool], fx.Node] = {}  # of, along an axis, by so many, in which pass
+        self._copies: dict[tuple[fx.Node, int, int, bool], fx.Node] = {}  # of, axis, by, pass
 
     def longer(self, operand: fx.Node, axis: int, added: int, before: fx.Node) -> fx.Node:
-        """An operand with zeros behind it.
+        """An operand with zeros after it.
 
         Args:
             operand: of a product.
@@ -61,7 +61,7 @@ class LongerOperands:
         return made
 
     def zeros_behind(self, operand: fx.Node, axis: int, before: fx.Node) -> int:
-        """How many zeros are written behind an operand already, for a product of the same pass; arguments as above."""
+        """How many zeros are written after an operand already, for a product of the same pass; arguments as above."""
         if (rows := _rows_with_zeros(operand, axis)) is not None:
             return rows.shape[-1] - int(operand.meta["val"].shape[axis])
         made_of, of_axis, _ = _permuted(operand, axis)
@@ -79,7 +79,7 @@ class LongerOperands:
         copied = storage_bytes(value)
         if not value.is_contiguous():
             return math.inf
-        if can_join(made_of) and not reaches_output(made_of):  # a region writes both, or the longer one alone
+        if can_join(made_of) and not reaches_output(made_of):  # a region writes both, or the longer one only
             return copied
         return 2 * copied if copied <= _MOST_COPIED_BYTES else math.inf
 
@@ -105,13 +105,13 @@ class LongerOperands:
         return next(one for one in self.graph.nodes if one in read and (one.name in self.backward_names) == backward)
 
     def _copy(self, made_of: fx.Node, axis: int, added: int, before: fx.Node) -> fx.Node | None:
-        """One that is there already: of the same pass, or for the backward pass of the forward one."""
+        """One that already exists: of the same pass, or for the backward pass of the forward one."""
         passes = (False, True) if before.name in self.backward_names else (False,)
         found = (self._copies.get((made_of, axis, added, backward)) for backward in passes)
         return next((copy for copy in found if copy is not None), None)
 
 
-class _Rows(NamedTuple):
+class _LongerOperandsRows(NamedTuple):
     """Longer rows: the op that writes them, their shape in memory, and the order of its axes that the operand has."""
 
     made: fx.Node
@@ -119,7 +119,7 @@ class _Rows(NamedTuple):
     order: Sequence[int]
 
 
-def _rows_with_zeros(operand: fx.Node, axis: int) -> _Rows | None:
+def _rows_with_zeros(operand: fx.Node, axis: int) -> _LongerOperandsRows | None:
     """The longer rows that an operand is a part of, an axis of it along them; None where it is no such part."""
     made: Any = source(operand)
     if made is operand or not _appends_zeros(made):
@@ -137,7 +137,7 @@ def _rows_with_zeros(operand: fx.Node, axis: int) -> _Rows | None:
     if expected != whole.numel():
         return None
     in_memory = [*others, axis]
-    return _Rows(
+    return _LongerOperandsRows(
         made,
         [*(value.shape[one] for one in others), whole.shape[-1]],
         [in_memory.index(one) for one in range(value.dim())],
@@ -145,7 +145,7 @@ def _rows_with_zeros(operand: fx.Node, axis: int) -> _Rows | None:
 
 
 def _appends_zeros(node: fx.Node) -> bool:
-    """Whether an op writes rows with zeros behind each."""
+    """Whether an op writes rows with zeros after each."""
     if node.target is not _PAD or not node.meta["val"].is_contiguous():
         return False
     pads: Any
@@ -201,7 +201,7 @@ def readers(node: fx.Node) -> list[fx.Node]:
 
 
 def erase_views(node: fx.Node) -> None:
-    """Erase a view that nobody reads any more, and those that it looks through."""
+    """Erase a view that nothing reads any more, and those that it looks through."""
     while not node.users and is_view(node):
         looked_at: Any = node.args[0]
         node.graph.erase_node(node)

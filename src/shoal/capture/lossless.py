@@ -87,7 +87,7 @@ def save_fewer_bytes(joint: fx.GraphModule, backward: set[fx.Node], *, cpu_kerne
     Args:
         joint: the joint graph.
         backward: its backward nodes; kept up to date.
-        cpu_kernels: make those too that are for the CPU alone, where the tensors are on it. False for a step that is
+        cpu_kernels: make those too that are only for the CPU, where the tensors are on it. False for a step that is
             captured here but planned for another device.
     """
     graph = joint.graph
@@ -223,7 +223,7 @@ def _split_convolution_backward(graph: fx.Graph, node: fx.Node, backward: set[fx
         _cut_weight_gradient(of_weight)
     if not wanted[0]:
         return
-    if not node.users:  # nobody wants the gradient of an input of the model
+    if not node.users:  # nothing wants the gradient of an input of the model
         graph.erase_node(node)
         backward.discard(node)
         return
@@ -269,7 +269,7 @@ def _cut_weight_gradient(node: fx.Node) -> None:
 
 
 def _sink(graph: fx.Graph, backward: set[fx.Node]) -> None:
-    """Move what the backward pass makes of forward tensors alone to just before its first reader."""
+    """Move what the backward pass makes of forward tensors only to just before its first reader."""
     fed: set[fx.Node] = {n for n in graph.find_nodes(op="placeholder") if n.name.startswith("tangents")}
     last = len(graph.nodes)
     place: dict[fx.Node, tuple[int, ...]] = {}  # compares as the order in the graph does
@@ -287,7 +287,7 @@ def _sink(graph: fx.Graph, backward: set[fx.Node]) -> None:
 def _sink_slices(graph: fx.Graph, backward: set[fx.Node]) -> None:
     """Move the pass over each slice or slab of a norm to just before its first reader in the same pass of the step.
 
-    What it alone reads there comes with it, but for what is drawn.
+    What only it reads there comes with it, but for what is drawn.
     """
     order = {node: place for place, node in enumerate(graph.nodes)}
     moved: set[fx.Node] = set()

@@ -1,7 +1,7 @@
 """Captured step + residences → the forward graph and the backward graph that run exactly that plan.
 
 Both graphs follow `schedule` op by op. The generated code drops each name after its last use, so a storage is freed
-when the schedule says; inputs are handed over in a list that is emptied, so nobody else holds them.
+when the schedule says; inputs are handed over in a list that is emptied, so nothing else holds them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def lower(
     Args:
         captured: the step.
         residences: by storage name; an absent storage is kept.
-        in_place: let ops write over operands that die there; False makes every result anew.
+        in_place: let ops write over operands that die there; False allocates every result.
         transfers: carries what is offloaded; it has one slot for each storage of `offloaded_storages`, in that order.
 
     Returns:
@@ -59,7 +59,7 @@ def lower(
     )
     replayed = {run.op for run in backward_runs if run.again and captured.graph.ops[run.op].random}
 
-    backward = _Writer(captured, in_place, replayed, offloads)
+    backward = _LowerWriter(captured, in_place, replayed, offloads)
     tangents = [n for n in captured.joint.graph.find_nodes(op="placeholder") if n.name.startswith("tangents")]
     for node in tangents:
         backward.copy_input(node)
@@ -71,7 +71,7 @@ def lower(
             backward.hand_over(places)
     backward.finish(leaving.others())
 
-    forward = _Writer(captured, in_place, replayed, offloads)
+    forward = _LowerWriter(captured, in_place, replayed, offloads)
     for node in captured.joint.graph.find_nodes(op="placeholder"):
         if node not in tangents:
             forward.copy_input(node)
@@ -108,7 +108,7 @@ class _Offloads:
 
 
 class _Leaving:
-    """Which gradients leave the backward graph early: each group behind the op that completes it."""
+    """Which gradients leave the backward graph early: each group after the op that completes it."""
 
     def __init__(self, captured: Captured, runs: Sequence[Run]) -> None:
         graph, storage_of = captured.graph, captured.storage_of
@@ -138,7 +138,7 @@ def _is_node(captured: Captured, run: Run) -> bool:
     return captured.graph.ops[run.op].name in captured.node_of
 
 
-class _Writer:
+class _LowerWriter:
     """Writes one of the two graphs, run by run."""
 
     def __init__(self, captured: Captured, in_place: bool, replayed: set[int], offloads: _Offloads) -> None:
@@ -148,7 +148,7 @@ class _Writer:
         self.in_place = in_place
         self.replayed = replayed
         self.out = fx.Graph(captured.joint)
-        self.saved: list[fx.Node | _State | _Receipt] = []
+        self.saved: list[fx.Node | _State | _LoweredReceipt] = []
         self.saved_sizes: list[fx.Node] = []
         self.saves_before: fx.Node | None = None  # backward only: where inputs for saved tensors go
         self._written: dict[fx.Node, fx.Node] = {}
@@ -184,7 +184,7 @@ class _Writer:
 
     def _slot(self, storage: int) -> tuple[fx.Node, int]:
         if self.receipt is None:
-            self.saved.append(_Receipt())
+            self.saved.append(_LoweredReceipt())
             with self.out.inserting_before(self.saves_before):
                 self.receipt = _same_name(self.out.placeholder("offload_receipt"))
             self.receipt.meta["val"] = _fake_receipt(self.captured)
@@ -237,7 +237,7 @@ class _Writer:
     def _output(self, value: Any) -> Any:
         if isinstance(value, _State):
             return self._states[value.op]
-        if isinstance(value, _Receipt):
+        if isinstance(value, _LoweredReceipt):
             return self.receipt
         return self._value(value) if isinstance(value, fx.Node) else value
 
@@ -295,7 +295,7 @@ class _State:
         self.op = op
 
 
-class _Receipt:
+class _LoweredReceipt:
     """Stands among the saved tensors for the receipt by which the backward pass finds what this step offloaded."""
 
 

@@ -1,7 +1,7 @@
 """Rewrites of the backward pass of fused batch norms that save tensors and change no bit of the result.
 
 - The gradient that a normalisation hands on is what the ReLU lets through, times a number a channel. The convolution
-  before it multiplies by that number itself, so the product is no tensor of its own; behind a residual block what the
+  before it multiplies by that number itself, so the product is no tensor of its own; after a residual block what the
   ReLU lets through serves both branches.
 - Where a convolution's input gradient is added to another one, as where a residual block begins, it is added while it
   is written.

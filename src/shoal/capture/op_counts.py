@@ -1,4 +1,4 @@
-"""What one captured node computes, from its shapes alone: a signature, floating-point operations, bytes moved.
+"""What one captured node computes, only from its shapes: a signature, floating-point operations, bytes moved.
 
 A node is a call of an aten op with FakeTensors in `node.meta["val"]`. `shoal.cost` turns these counts into times.
 """
@@ -73,7 +73,7 @@ def signature(node: fx.Node) -> str:
 def target_name(target: Any) -> str:
     """What a node computes, for people: "aten.relu.default", or module and name of a Python function.
 
-    Functions of this package are named by the file alone ("shoal.pooling.forward"): plan files hold these names.
+    Functions of this package are named only by the file ("shoal.pooling.forward"): plan files hold these names.
     """
     if isinstance(target, str) or not hasattr(target, "__qualname__") or isinstance(target, torch._ops.OpOverload):
         return _ADDRESS.sub("", str(target))

@@ -1,4 +1,4 @@
-"""Matrix products of odd sizes, computed with zeros behind them: 50,257 words as 50,304.
+"""Matrix products of odd sizes, computed with zeros after them: 50,257 words as 50,304.
 
 Where a dimension of a product in half precision is not a multiple of 16 bytes, the kernel that runs loads or stores
 element by element, however the rows lie in memory. There are three ways out, each for other products:
@@ -6,7 +6,7 @@ element by element, however the rows lie in memory. There are three ways out, ea
 - *The dimension that is summed over*, as of the gradient of a head's input: both operands get zeros, which add nothing.
 - *The columns of the result*, as of a head's logits: the operand that they come from gets zeros, and whoever reads the
   result reads a part of it, or a copy of that part.
-- *Its rows*, as of the gradient of a head's weight, where an operand has or gets zeros behind it: so has the result.
+- *Its rows*, as of the gradient of a head's weight, where an operand has or gets zeros after it: so has the result.
 
 An operand whose longer rows are written anyway (`aligned_rows`) has zeros there. Of others a copy is made; of large
 ones, as the gradient of logits that the caller's loss makes, in the product, piece by piece (`kernels.odd_products`).
@@ -47,7 +47,7 @@ class PaddedProducts:
 
     Attributes:
         captured: the step.
-        products: name of a padded product's op → the node that it stands for, in the step before; and what is there
+        products: name of a padded product's op → the node that it stands for, in the step before; and what is in use
             instead: its own, and the copies of operands that no product before it has.
     """
 
@@ -66,7 +66,7 @@ def with_padded_products(captured: Captured, left_out: Collection[str] = ()) -> 
         return PaddedProducts(captured, {})
     before = {node.name: node for node in captured.joint.graph.nodes}
     joint = copied_joint(captured.joint)
-    writer = _Writer(joint.graph, set(captured.backward_names))
+    writer = _PaddedProductsWriter(joint.graph, set(captured.backward_names))
     for ways in ((_pad_sum, _pad_columns), (_pad_rows,)):  # which looks at what the others have written
         for node in list(joint.graph.nodes):
             if node.name in before and node.name not in left_out and _is_large_product(node):
@@ -86,7 +86,7 @@ def _is_large_product(node: fx.Node) -> bool:
     return known and flops(node) >= _LEAST_FLOPS
 
 
-class _Writer:
+class _PaddedProductsWriter:
     """Writes padded products into a joint graph.
 
     Attributes:
@@ -112,7 +112,7 @@ class _Writer:
         return product
 
     def replace(self, node: fx.Node, product: fx.Node, part: tuple[int, int] | None = None) -> None:
-        """Let a product stand for a plain one, whole; or so many elements of it along an axis."""
+        """Let a product stand for a plain one, whole; or that many elements of it along an axis."""
         result = product
         if part is not None:
             axis, length = part
@@ -128,8 +128,8 @@ class _Writer:
             erase_views(operand)
 
 
-def _pad_sum(writer: _Writer, node: fx.Node) -> bool:
-    """Put zeros behind both operands where the dimension that is summed over is odd."""
+def _pad_sum(writer: _PaddedProductsWriter, node: fx.Node) -> bool:
+    """Put zeros after both operands where the dimension that is summed over is odd."""
     places = OPERANDS[node.target]
     a, b = (_operand(node, place) for place in places)
     axes = {a: a.meta["val"].dim() - 1, b: b.meta["val"].dim() - 2}
@@ -152,8 +152,8 @@ def _pad_sum(writer: _Writer, node: fx.Node) -> bool:
     return True
 
 
-def _pad_columns(writer: _Writer, node: fx.Node) -> bool:
-    """Put zeros behind the second operand, and the bias, where the result's rows are odd."""
+def _pad_columns(writer: _PaddedProductsWriter, node: fx.Node) -> bool:
+    """Put zeros after the second operand, and the bias, where the result's rows are odd."""
     if node.target not in (_aten.mm.default, _aten.addmm.default) or any(value != 1 for value in node.kwargs.values()):
         return False
     a, b = (_operand(node, place) for place in OPERANDS[node.target])
@@ -182,8 +182,8 @@ def _pad_columns(writer: _Writer, node: fx.Node) -> bool:
     return True
 
 
-def _pad_rows(writer: _Writer, node: fx.Node) -> bool:
-    """Take the zeros behind the first operand along, where the result has an odd number of rows."""
+def _pad_rows(writer: _PaddedProductsWriter, node: fx.Node) -> bool:
+    """Take the zeros after the first operand along, where the result has an odd number of rows."""
     if node.target is not _aten.mm.default:
         return False
     a, b = (_operand(node, place) for place in OPERANDS[node.target])

@@ -1,6 +1,6 @@
 """A step with some storages encoded, put together from the step with none and the step with all of them encoded.
 
-To trace the step with another set takes as long as to capture it anew. But what encoding one storage changes does not
+To trace the step with another set takes as long as to capture it again. But what encoding one storage changes does not
 depend on which others are: ops that encode and decode it come in, masks made of it go, and ops of the backward pass
 that read it read its payload, or what that decodes to. So each op is as in one of the two steps, by whether the storage
 that it belongs to is encoded.

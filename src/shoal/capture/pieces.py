@@ -63,7 +63,7 @@ def choose_faster(
 ) -> tuple[Pieces, ...]:
     """Which convolutions of a step to compute by direct kernels where everything fits: they may be faster.
 
-    The direct ones of `choose_pieces` alone: pieces only take less memory.
+    The direct ones only of `choose_pieces`: pieces only take less memory.
     """
     return choose_direct(captured, graph, costed) if "direct" in means else ()
 
@@ -178,7 +178,7 @@ def in_pieces(captured: Captured, chosen: Collection[Pieces]) -> Captured:
         if node is not None and node.target is _OF_PRELU and slopes_gradient(node) is not None:
             add_up_slopes(joint.graph, node)
         if node is None or node.target not in _IN_PIECES:
-            raise PlanError(f"the plan cuts {cut.op!r} into pieces, which cannot be here; plan this step anew")
+            raise PlanError(f"the plan cuts {cut.op!r} into pieces, which cannot be here; plan this step again")
         node.meta["flops"] = flops(node)
         node.target, node.args = _IN_PIECES[node.target], (*node.args, cut.dim, cut.count)
     joint.graph.lint()
@@ -189,7 +189,7 @@ def _check_direct(captured: Captured, direct: Collection[Pieces]) -> None:
     known = {node.name for node in captured.joint.graph.nodes if node.target in DIRECT}
     for one in direct:
         if one.op not in known:
-            raise PlanError(f"the plan computes {one.op!r} directly, which is no convolution here; plan this step anew")
+            raise PlanError(f"the plan computes {one.op!r} directly, which is no convolution here; plan it again")
 
 
 def _needed_bytes(op: Op, graph: StepGraph) -> int:

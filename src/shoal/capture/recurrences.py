@@ -17,7 +17,7 @@ _FUNCTIONS = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 
 @contextmanager
 def between_graphs() -> Iterator[None]:
-    """While the block runs, Dynamo ends a graph where a recurrent layer is called, and goes on behind it.
+    """While the block runs, Dynamo ends a graph where a recurrent layer is called, and goes on after it.
 
     By its own rule it gives up where the layer's name is read, from which it cannot go on: what follows in that
     function would be left out of all graphs.

@@ -15,14 +15,14 @@ from shoal.capture.region_flow import Flow, is_tensor, value_bytes
 from shoal.capture.region_groups import Group
 from shoal.capture.region_ops import is_composite, is_reduction, is_softmax, normalised
 
-_FREE = 1  # capacity of a value that is there anyway
+_FREE = 1  # capacity of a value that is alive anyway
 _WHOLE = 1 << 28  # what all bytes together count at most
 
 
 def make_again(flow: Flow, groups: Sequence[Group], runs_once: Collection[str]) -> None:
     """Set `again` of the backward groups: what they read of forward groups is made in them of as few bytes as can be.
 
-    A value costs its bytes where it waits for these regions alone. Only ops that compute each element by itself are
+    A value costs its bytes where it waits for these regions only. Only ops that compute each element by itself are
     made again, and none that is among `runs_once`, the names of ops that must not run twice.
     """
     member = {node: group for group in groups for node in group.nodes}
@@ -108,7 +108,7 @@ def _cut(flow: Flow, member: dict[fx.Node, Group], wanted: set[fx.Node], is_agai
 
 def _cost_bytes(flow: Flow, member: dict[fx.Node, Group], value: fx.Node) -> int:
     if value.op != "call_function":
-        return 0  # an input or a constant is there all step
+        return 0  # an input or a constant is alive throughout the step
     owner: Any = value.args[0] if value.target is operator.getitem else value
     if owner in flow.handed_out or any(
         reader in flow.backward and reader not in member for reader in _readers(flow, value)

@@ -175,7 +175,7 @@ _SOFTMAX = frozenset(
 
 
 def can_join(node: fx.Node) -> bool:
-    """Whether a region may take the node in: it computes new tensors from tensors alone, and changes nothing else.
+    """Whether a region may take the node in: it computes new tensors only from tensors, and changes nothing else.
 
     The statistics of a batch norm, which may move running ones where they lie, are a region by themselves.
     """

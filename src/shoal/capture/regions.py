@@ -104,7 +104,7 @@ def drafted(captured: Captured, left_out: Collection[str] = ()) -> Draft:
     groups = grouped(flow, captured.device.type, left_out)
     groups = [group for group in groups if is_worth_it(group) and _is_large(group)]
     make_again(flow, groups, runs_once)
-    writer = _Writer(joint, groups)
+    writer = _RegionsWriter(joint, groups)
     written = writer.written()
     names = backward_names | {name for name, group in writer.group_of.items() if group.backward}
     members = {
@@ -174,8 +174,8 @@ def _bytes(tensor: torch.Tensor) -> int:
     return int(tensor.numel()) * tensor.element_size()
 
 
-class _Writer:
-    """Writes a joint graph anew: each region where it runs, views right before they are read."""
+class _RegionsWriter:
+    """Rewrites a joint graph: each region where it runs, views right before they are read."""
 
     def __init__(self, joint: fx.GraphModule, groups: Sequence[Group]) -> None:
         self.regions: dict[str, CompiledRegion] = {}

@@ -78,7 +78,7 @@ def second_call(node: fx.Node) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 def second_node(node: fx.Node) -> fx.Node | None:
     """A node by itself that stands for the second run, to be counted and timed; None where it is just the first call.
 
-    Only calls that make the first result alone have one.
+    Only calls that make nothing but the first result have one.
     """
     target, args = second_call(node)
     if target not in (*_NORMALISE, activated_norm.activated):

@@ -1,4 +1,4 @@
-"""Sizes and numbers that nobody knows before a graph runs, so that no plan can count bytes or make a step of them.
+"""Sizes and numbers that are unknown before a graph runs, so that no plan can count bytes or make a step of them.
 
 Dynamo captures as one graph:
 

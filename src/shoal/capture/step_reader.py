@@ -114,11 +114,11 @@ def read_joint(joint: fx.GraphModule, backward_names: Collection[str], options: 
     """
     n_forward_outputs = options.n_forward_outputs
 
-    def read(graph: fx.Graph) -> tuple[StepGraph, _Reader]:
+    def read(graph: fx.Graph) -> tuple[StepGraph, _StepReader]:
         outputs: Any = graph.output_node().args[0]
         parts = outputs[:n_forward_outputs], outputs[n_forward_outputs:]
         backward = {n for n in graph.nodes if n.name in backward_names}
-        reader = _Reader(backward, *parts, options.static_inputs, options.parameters)
+        reader = _StepReader(backward, *parts, options.static_inputs, options.parameters)
         reader.overwritten = _overwritten_inputs(graph)
         reader.layers = options.layers or {}
         for node in graph.nodes:
@@ -200,13 +200,14 @@ def needed_by(forward_outputs: Iterable[Any]) -> set[fx.Node]:
 
 
 def _overwritten_inputs(graph: fx.Graph) -> set[fx.Node]:
-    """The inputs that get new values when the forward pass ends, by the notes AOTAutograd puts beside the outputs."""
+    """The inputs that get new values when the forward pass ends, by the notes AOTAutograd puts in addition to the
+    outputs."""
     notes = graph.output_node().meta.get("desc") or ()
     changed = [note.mutated_input for note in notes if isinstance(note, InputMutationAOTOutput)]
     return {node for node in graph.find_nodes(op="placeholder") if node.meta.get("desc") in changed}
 
 
-class _Reader:
+class _StepReader:
     """Collects storages and ops while the joint graph is walked once."""
 
     def __init__(

@@ -1,6 +1,6 @@
 """Sizes that differ from one step to the next: symbols of a captured graph, each with the least and the most it can be.
 
-Beside sizes there are numbers that shape no tensor, such as a counter that scales one: they may be any.
+In addition to sizes there are numbers that shape no tensor, such as a counter that scales one: they may be any.
 
 Where the cuts of a split network are drawn for every mini-batch, one captured graph stands for all draws. It is read
 with numbers in place of its symbols: the usual ones for what a step does, and as few others as bring each tensor to its

@@ -58,7 +58,7 @@ def is_put_right(node: fx.Node) -> bool:
 
 
 def with_copies(captured: Captured, departures: Mapping[str, Departure]) -> Captured:
-    """The step with a copy into the traced layout behind each node that departs; edits the joint graph in place.
+    """The step with a copy into the traced layout after each node that departs; edits the joint graph in place.
 
     Nodes of the joint graph learn their names, by which `joint_name` finds them again.
 

@@ -1,6 +1,6 @@
 """Which sizes of a model's inputs vary from call to call, and how large a step is planned for.
 
-The first shape is captured with numbers. Where another one differs from it in sizes alone, Dynamo makes those sizes
+The first shape is captured with numbers. Where another one differs from it only in sizes, Dynamo makes those sizes
 symbols. Here each gets a most that it can be, as a guard: up to there one captured graph and one plan serve every call.
 """
 
@@ -23,7 +23,7 @@ from shoal.lowlevel.torch_state import allocated_bytes
 from shoal.transforms.split.split import CUTS_ARGUMENT
 
 GROWTHS = (2.0, 1.3)
-"""A size that was seen to grow is planned for as far as the inputs get so many times the elements of the largest: by
+"""A size that was seen to grow is planned for as far as the inputs get that many times the elements of the largest: by
 the first of these that fits the budget."""
 _LESS_THAN_NEEDED = 0.98
 _MOST_WITH_NUMBERS = 3  # shapes, each larger than those before: the first may be no more than a trial
@@ -171,7 +171,7 @@ def declared(gm: fx.GraphModule) -> dict[Any, int]:
 
 
 def restrict(sizes: Mapping[Any, torch.SymInt], most: Mapping[Any, int]) -> None:
-    """Guard that no size is more than so much: a larger one is captured anew."""
+    """Guard that no size is more than so much: a larger one is captured again."""
     for symbol, size in sizes.items():
         bool(size <= most[symbol])
 
@@ -233,7 +233,7 @@ def bytes_at(captured: Captured, numbers: Numbers) -> dict[str, int]:
 
 
 def make_static(gm: fx.GraphModule, but: Collection[Any] = ()) -> None:
-    """Ask for the number behind each symbolic size: Dynamo then guards on it, and every shape gets its own plan.
+    """Ask for the number after each symbolic size: Dynamo then guards on it, and every shape gets its own plan.
 
     The cuts that `shoal.split` draws stay symbols: one plan is for all of them. So do numbers that shape no tensor,
     such as a counter.

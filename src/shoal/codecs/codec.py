@@ -91,7 +91,7 @@ class Encoded:
         (37, tensor([1.0000, 2.5000]))
         """
         order = dims_by_stride(torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta"))
-        header = wire.Header(self.codec.wire_id, self.dtype, self.shape, order, self.codec.wire_options())
+        header = wire.PayloadHeader(self.codec.wire_id, self.dtype, self.shape, order, self.codec.wire_options())
         return wire.to_bytes(header, self.payload.cpu().numpy().tobytes())
 
     def decode(self, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -127,7 +127,7 @@ class Codec(ABC):
 
     @abstractmethod
     def payload_bytes(self, elems: int) -> int:
-        """Of a tensor of so many elements, exactly."""
+        """Of a tensor of that many elements, exactly."""
 
     def bytes_for(self, shape: Sequence[int]) -> int:
         """Bytes of the payload of a tensor of this shape, exactly.

@@ -28,7 +28,7 @@ def are_here(*tensors: torch.Tensor) -> bool:
 
 
 def threads_for(elems: int, min_elems: int) -> int:
-    """As many as torch uses, with at least so many elements for each."""
+    """As many as torch uses, with at least that many elements for each."""
     return max(1, min(torch.get_num_threads(), elems // min_elems))
 
 
@@ -43,7 +43,7 @@ class Bits(ctypes.Structure):
 
 
 def bits_call(elems: int, bits: torch.Tensor, *others: torch.Tensor) -> Bits:
-    """A call for so many elements, with the address of their bits.
+    """A call for that many elements, with the address of their bits.
 
     Raises:
         CodecError: `bits` are not as many, or a tensor is not dense and on the CPU.

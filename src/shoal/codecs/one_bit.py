@@ -32,7 +32,7 @@ from shoal.codecs.payload import (
     write_floats,
 )
 from shoal.errors import CodecError, brief
-from shoal.lowlevel.dispatch import Implementation, Op, choose, register
+from shoal.lowlevel.dispatch import DispatchedOp, Implementation, choose, register
 from shoal.lowlevel.native import run_native
 from shoal.lowlevel.torch_state import on_device
 
@@ -206,7 +206,7 @@ def _check(x: torch.Tensor, block_elems: int | None, means: torch.Tensor, bits: 
     check_length("bits", bits, -(-x.numel() // 8))
 
 
-class _Reference:
+class _OneBitReference:
     """Plain torch: the definition that every implementation equals bit for bit."""
 
     def encode_blocks(self, x: torch.Tensor, block_elems: int | None, means: torch.Tensor, bits: torch.Tensor) -> None:
@@ -231,7 +231,7 @@ class _Reference:
 
 
 def _whole_blocks(x: torch.Tensor, block: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """The number of a block and, from there on, some blocks of one length as rows; the last, short one alone."""
+    """The number of a block and, from there on, some blocks of one length as rows; the last, short one only."""
     at_once = max(PIECE_ELEMS // block, 1) * block
     whole = x.numel() // block * block
     for first in range(0, whole, at_once):
@@ -267,7 +267,7 @@ def _of_side(rows: torch.Tensor, side: int) -> tuple[torch.Tensor, torch.Tensor]
     return totals, counts
 
 
-class _Native:
+class _OneBitNative:
     """`csrc/codec_bits.cpp`, on the CPU."""
 
     def encode_blocks(self, x: torch.Tensor, block_elems: int | None, means: torch.Tensor, bits: torch.Tensor) -> None:
@@ -298,7 +298,7 @@ def _triton_applies(*tensors: torch.Tensor) -> bool:
     return triton_applies(*(x.view(-1) if x.is_contiguous() else x for x in tensors))  # means are two a block
 
 
-class _Triton:
+class _OneBitTriton:
     """`kernels_triton`: a program adds the lanes of a few runs, a second kernel adds the runs of a block."""
 
     def encode_blocks(self, x: torch.Tensor, block_elems: int | None, means: torch.Tensor, bits: torch.Tensor) -> None:
@@ -344,9 +344,9 @@ class _Triton:
             )
 
 
-_OP: Op[_Reference | _Native | _Triton] = register(
+_OP: DispatchedOp[_OneBitReference | _OneBitNative | _OneBitTriton] = register(
     "one_bit",
-    _Reference(),
-    Implementation("triton", _Triton(), _triton_applies),
-    Implementation("native", _Native(), are_here),
+    _OneBitReference(),
+    Implementation("triton", _OneBitTriton(), _triton_applies),
+    Implementation("native", _OneBitNative(), are_here),
 )

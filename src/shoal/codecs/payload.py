@@ -35,7 +35,7 @@ def part_of(payload: torch.Tensor, first: int, elems: int) -> torch.Tensor:
 
 
 def aligned(part: torch.Tensor, item_bytes: int) -> bool:
-    """Whether bytes can be viewed as items of so many."""
+    """Whether bytes can be viewed as items of that many."""
     return part.storage_offset() % item_bytes == 0 and part.data_ptr() % item_bytes == 0
 
 

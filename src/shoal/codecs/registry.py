@@ -16,7 +16,15 @@ from shoal.codecs.codec import Codec, Encoded
 from shoal.codecs.memory_order import strides_in_order
 from shoal.codecs.pool_index_codec import PoolIndexCodec
 from shoal.codecs.sign_mask import SignMaskCodec
-from shoal.codecs.tables import DYNAMIC_TREE, DYNAMIC_TREE_EVEN, LINEAR, MANTISSA, MANTISSA_LARGEST, STATIC_TREE, Table
+from shoal.codecs.tables import (
+    DYNAMIC_TREE,
+    DYNAMIC_TREE_EVEN,
+    LINEAR,
+    MANTISSA,
+    MANTISSA_LARGEST,
+    STATIC_TREE,
+    Table,
+)
 from shoal.codecs.truncation import TruncateCodec
 from shoal.errors import CodecError, brief
 
@@ -116,7 +124,7 @@ def from_bytes(data: bytes | bytearray | memoryview) -> Encoded:
     header, payload = wire.from_bytes(data)
     kind = next((kind for kind in _kinds.values() if kind.wire_id == header.codec), None)
     if kind is None:
-        raise CodecError(f"got codec number {header.codec}, which nobody registered; register it, or update Shoal")
+        raise CodecError(f"got codec number {header.codec}, which nothing registered; register it, or update Shoal")
     codec = kind.read(header.options)
     codec.check_decoded(header.dtype, header.shape)
     expected = codec.bytes_for(header.shape)
@@ -136,8 +144,8 @@ def _kind_of(name: str) -> Kind:
     kind = _kinds.get(name) if isinstance(name, str) else None
     if kind is None:
         close = get_close_matches(name[:99], _kinds, n=1) if isinstance(name, str) else ()
-        hint = f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(_kinds)}"
-        raise CodecError(f"unknown codec {brief(name)}: {hint}")
+        hint = f"did you mean {close[0]!r}?" if close else "choose one of those below"
+        raise CodecError(f"unknown codec {brief(name)}: {hint}", details={"codecs": ", ".join(_kinds)})
     return kind
 
 

@@ -18,7 +18,7 @@ from shoal.codecs.launch import TILE_ELEMS, are_here, bits_call, tiles, triton_a
 from shoal.codecs.memory_order import flat
 from shoal.codecs.payload import bytes_of, pack_bits, unpack_bits
 from shoal.errors import CodecError
-from shoal.lowlevel.dispatch import Implementation, Op, choose, register
+from shoal.lowlevel.dispatch import DispatchedOp, Implementation, choose, register
 from shoal.lowlevel.native import run_native
 from shoal.lowlevel.torch_state import on_device
 
@@ -98,7 +98,7 @@ def _check(x: torch.Tensor, mask: torch.Tensor, *dtypes: torch.dtype) -> None:
     check_length("mask", mask, -(-x.numel() // 8))
 
 
-class _Reference:
+class _SignMaskReference:
     """Plain torch: the definition that every implementation equals bit for bit."""
 
     def encode(self, x: torch.Tensor, out: torch.Tensor) -> None:
@@ -110,7 +110,7 @@ class _Reference:
             unpack_bits(mask[bytes_of(elements)], out[elements])
 
 
-class _Native:
+class _SignMaskNative:
     """`csrc/codec_bits.cpp`, for float32 on the CPU."""
 
     def encode(self, x: torch.Tensor, out: torch.Tensor) -> None:
@@ -128,7 +128,7 @@ class _Native:
         run_native("shoal_sign_mask_decode", call)
 
 
-class _Triton:
+class _SignMaskTriton:
     """`kernels_triton`, of any dtype that is taken."""
 
     def encode(self, x: torch.Tensor, out: torch.Tensor) -> None:
@@ -149,9 +149,9 @@ def _native_applies(*tensors: torch.Tensor) -> bool:
     return kinds in ([torch.float32, torch.uint8], [torch.uint8, torch.bool]) and are_here(*tensors)
 
 
-_OP: Op[_Reference | _Native | _Triton] = register(
+_OP: DispatchedOp[_SignMaskReference | _SignMaskNative | _SignMaskTriton] = register(
     "sign_mask",
-    _Reference(),
-    Implementation("triton", _Triton(), triton_applies),
-    Implementation("native", _Native(), _native_applies),
+    _SignMaskReference(),
+    Implementation("triton", _SignMaskTriton(), triton_applies),
+    Implementation("native", _SignMaskNative(), _native_applies),
 )

@@ -19,7 +19,7 @@ from shoal.codecs.launch import are_here, threads_for, triton_applies
 from shoal.codecs.table_codes_triton import TO_NEAREST, Rounding, TableCodesTriton
 from shoal.codecs.tables import MAGNITUDES, SIGN, Table
 from shoal.errors import CodecError
-from shoal.lowlevel.dispatch import Implementation, Op, choose, level_number, register
+from shoal.lowlevel.dispatch import DispatchedOp, Implementation, choose, level_number, register
 from shoal.lowlevel.native import library, run_native
 
 _MIN_ELEMS = 1 << 15  # of a thread that is worth waking
@@ -114,7 +114,7 @@ def _check(x: torch.Tensor, scales: torch.Tensor, codes: torch.Tensor, block_ele
     check_length("codes", codes, x.numel())
 
 
-class _Reference:
+class _TableCodesReference:
     """Plain torch: the definition that every implementation equals bit for bit."""
 
     def encode_blocks(
@@ -190,7 +190,7 @@ def _largest(rows: torch.Tensor) -> torch.Tensor:
     return torch.maximum(low.abs_(), high.abs_())
 
 
-class _Call(ctypes.Structure):
+class _TableCodesCall(ctypes.Structure):
     """ShoalTableCodec of csrc/shoal_native.h."""
 
     _fields_ = (
@@ -209,7 +209,7 @@ class _MeanCall(ctypes.Structure):
     """ShoalTableMean of csrc/shoal_native.h."""
 
     _fields_ = (
-        ("codec", _Call),
+        ("codec", _TableCodesCall),
         ("messages", ctypes.c_int64),
         *((name, ctypes.POINTER(ctypes.c_void_p)) for name in ("scales", "codes")),
         ("divisor", ctypes.c_float),
@@ -221,7 +221,7 @@ class _MeanCall(ctypes.Structure):
         return int(self.codec.level)
 
 
-class _Native:
+class _TableCodesNative:
     """`csrc/codec_*.cpp`, on the CPU: codes are computed instead of searched.
 
     Evenly spaced pieces of a table are found from its thresholds: `linear`, `mantissa` and both dynamic trees are
@@ -293,7 +293,7 @@ class _Native:
 
 def _native_call(
     values: torch.Tensor, table: Table, block_elems: int | None, scales: torch.Tensor, codes: torch.Tensor
-) -> _Call:
+) -> _TableCodesCall:
     elems = values.numel()
     # No address is passed on unless it is what the kernels believe it to be.
     block = block_elems or max(elems, 1)
@@ -307,10 +307,15 @@ def _native_call(
     )
     if not fits:
         raise CodecError(
-            f"got {values.dtype} {tuple(values.shape)}, scales {tuple(scales.shape)}, codes {tuple(codes.shape)} for "
-            f"blocks of {block}, expected dense float32, a float32 scale a block and a uint8 code a value on the CPU"
+            "expected dense float32 values, one float32 scale a block and one uint8 code a value, on the CPU",
+            details={
+                "values": f"{values.dtype} {tuple(values.shape)}",
+                "scales": f"{scales.dtype} {tuple(scales.shape)}",
+                "codes": f"{codes.dtype} {tuple(codes.shape)}",
+                "block": block,
+            },
         )
-    return _Call(
+    return _TableCodesCall(
         elements=elems,
         block_elements=min(block, max(elems, 1)),
         threads=threads_for(elems, _MIN_ELEMS),
@@ -341,10 +346,10 @@ def _floats(values: torch.Tensor) -> ctypes.Array[ctypes.c_float]:
     return (ctypes.c_float * values.numel())(*values.tolist())
 
 
-NATIVE = _Native()
-_OP: Op[_Reference | _Native | TableCodesTriton] = register(
+NATIVE = _TableCodesNative()
+_OP: DispatchedOp[_TableCodesReference | _TableCodesNative | TableCodesTriton] = register(
     "table_codes",
-    _Reference(),
+    _TableCodesReference(),
     Implementation("triton", TableCodesTriton(), triton_applies),
     Implementation("native", NATIVE, are_here),
 )

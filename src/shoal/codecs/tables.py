@@ -1,4 +1,5 @@
-"""The 8-bit data types: the 128 magnitudes that the seven bits beside the sign stand for, and the thresholds between.
+"""The 8-bit data types: the 128 magnitudes that the seven bits in addition to the sign stand for, and the thresholds
+between.
 
 Dettmers 2016, section 3.1.
 """

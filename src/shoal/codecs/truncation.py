@@ -19,7 +19,7 @@ from shoal.codecs.codec import Properties
 from shoal.codecs.float_codec import FloatCodec
 from shoal.codecs.launch import TILE_ELEMS, are_here, threads_for, tiles, triton_applies, triton_kernels
 from shoal.errors import CodecError
-from shoal.lowlevel.dispatch import Implementation, Op, choose, level_number, register
+from shoal.lowlevel.dispatch import DispatchedOp, Implementation, choose, level_number, register
 from shoal.lowlevel.native import run_native
 from shoal.lowlevel.torch_state import on_device
 
@@ -132,7 +132,7 @@ def _check(x: torch.Tensor, width_bytes: int, packed: torch.Tensor) -> None:
     check_length("packed bytes", packed, width_bytes * x.numel())
 
 
-class _Reference:
+class _TruncationReference:
     """Plain torch: the definition that every implementation equals bit for bit."""
 
     def pack(self, x: torch.Tensor, width_bytes: int, nearest: bool, out: torch.Tensor) -> None:
@@ -170,7 +170,7 @@ def _increment(magnitude: torch.Tensor, dropped_bits: int) -> torch.Tensor:
     return (code & 1) + below_half - (code > 0).int() * 0x200000
 
 
-class _Call(ctypes.Structure):
+class _TruncationCall(ctypes.Structure):
     """ShoalTruncation of csrc/shoal_native.h."""
 
     _fields_ = (
@@ -180,7 +180,7 @@ class _Call(ctypes.Structure):
     )
 
 
-class _Native:
+class _TruncationNative:
     """`csrc/codec_truncation.cpp`, on the CPU."""
 
     def pack(self, x: torch.Tensor, width_bytes: int, nearest: bool, out: torch.Tensor) -> None:
@@ -192,7 +192,7 @@ class _Native:
         run_native("shoal_truncation_unpack", _native_call(out, width_bytes, packed))
 
 
-def _native_call(values: torch.Tensor, width_bytes: int, packed: torch.Tensor) -> _Call:
+def _native_call(values: torch.Tensor, width_bytes: int, packed: torch.Tensor) -> _TruncationCall:
     elems = values.numel()
     # No address is passed on unless it is what the kernels believe it to be.
     fits = (
@@ -207,7 +207,7 @@ def _native_call(values: torch.Tensor, width_bytes: int, packed: torch.Tensor) -
             f"got {values.dtype} {tuple(values.shape)} and {packed.dtype} {tuple(packed.shape)} for {width_bytes} "
             "bytes a value, expected dense float32, and as many uint8 as that, on the CPU"
         )
-    return _Call(
+    return _TruncationCall(
         elements=elems,
         width=width_bytes,
         threads=threads_for(elems, _MIN_ELEMS),
@@ -217,7 +217,7 @@ def _native_call(values: torch.Tensor, width_bytes: int, packed: torch.Tensor) -
     )
 
 
-class _Triton:
+class _TruncationTriton:
     """`kernels_triton`."""
 
     def pack(self, x: torch.Tensor, width_bytes: int, nearest: bool, out: torch.Tensor) -> None:
@@ -263,9 +263,9 @@ def _aligned(buffer: torch.Tensor, item_bytes: int) -> bool:
     return buffer.data_ptr() % item_bytes == 0 and buffer.storage_offset() % item_bytes == 0
 
 
-_OP: Op[_Reference | _Native | _Triton] = register(
+_OP: DispatchedOp[_TruncationReference | _TruncationNative | _TruncationTriton] = register(
     "truncation",
-    _Reference(),
-    Implementation("triton", _Triton(), triton_applies),
-    Implementation("native", _Native(), are_here),
+    _TruncationReference(),
+    Implementation("triton", _TruncationTriton(), triton_applies),
+    Implementation("native", _TruncationNative(), are_here),
 )

@@ -28,7 +28,7 @@ _NUMBERS = {dtype: number for number, dtype in _DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class Header:
+class PayloadHeader:
     """What is said about a payload.
 
     Attributes:
@@ -46,7 +46,7 @@ class Header:
     options: bytes
 
 
-def to_bytes(header: Header, payload: bytes) -> bytes:
+def to_bytes(header: PayloadHeader, payload: bytes) -> bytes:
     """Header and payload as one byte string.
 
     Raises:
@@ -62,7 +62,7 @@ def to_bytes(header: Header, payload: bytes) -> bytes:
     return b"".join((fixed[:_CRC_PLACE], crc, fixed[_CRC_END:], rest, payload))
 
 
-def from_bytes(data: bytes | bytearray | memoryview) -> tuple[Header, memoryview]:
+def from_bytes(data: bytes | bytearray | memoryview) -> tuple[PayloadHeader, memoryview]:
     """The header of a byte string and a view of its payload.
 
     Raises:
@@ -101,7 +101,7 @@ def from_bytes(data: bytes | bytearray | memoryview) -> tuple[Header, memoryview
         raise CodecError(f"got shape {sizes}, expected fewer than 2**60 elements; encode it again")
     if sorted(order) != list(range(dims)):
         raise CodecError(f"got dimension order {order}, expected each of {dims} dimensions once; encode it again")
-    return Header(codec, _DTYPES[dtype], sizes, order, bytes(view[options_at:payload_at])), view[payload_at:]
+    return PayloadHeader(codec, _DTYPES[dtype], sizes, order, bytes(view[options_at:payload_at])), view[payload_at:]
 
 
 def _check_byte_order() -> None:

@@ -20,7 +20,7 @@ _CACHE = "SHOAL_CACHE"
 
 
 def write_atomically(path: str | Path, write: Callable[[IO[bytes]], object]) -> Path:
-    """Let `write` fill a temporary file beside `path`, flush it to disk, then rename it to `path`.
+    """Let `write` fill a temporary file next to `path`, flush it to disk, then rename it to `path`.
 
     An interruption or a full disk leaves the earlier file, if any, untouched. What a killed process left of an earlier
     attempt is removed.
@@ -90,12 +90,12 @@ def _is_partial(entry: os.DirEntry[str], name: str) -> bool:
 
 
 def _locked_partial(path: Path) -> tuple[IO[bytes], str]:
-    """A new temporary file beside `path`, open and locked, and its name."""
+    """A new temporary file next to `path`, open and locked, and its name."""
     while True:
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=_PARTIAL)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)
-        except OSError:  # no locks here: then nobody removes it either
+        except OSError:  # no locks here: then nothing removes it either
             return os.fdopen(handle, "wb"), temporary
         if os.path.exists(temporary):
             return os.fdopen(handle, "wb"), temporary

@@ -12,7 +12,7 @@ from shoal.core.plan import Plan
 from shoal.core.variant import Variant
 
 USABLE = 2.0
-"""A step that takes more than so many times plain PyTorch's is called unusable."""
+"""A step that takes more than that many times plain PyTorch's is called unusable."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class FrontierData:
         means: what was allowed, of `shoal.core.means`.
         points: by increasing budget; the first is the minimum feasible budget, the last has room for everything.
         plain_seconds, plain_peak_bytes: of the step as plain PyTorch computes it, everything kept and nothing
-            rewritten; lossless rewrites alone may save bytes, so that the last point has fewer.
+            rewritten; lossless rewrites by themselves may save bytes, so that the last point has fewer.
         budget_bytes: where the user stands; None where no budget was given.
         left_out: forms of the step that were not considered, each with the reason.
         planning_seconds: how long it took.

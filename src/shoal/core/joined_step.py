@@ -2,8 +2,8 @@
 
 Parts run their forward passes one after another, and their backward passes likewise. Joined, they are one `StepGraph`:
 an op or storage of a part is called "part0.name", what one part hands to another is one storage, and every stretch of
-eager code is an op, with what was measured to be in use beside the parts' own storages. What crosses a stretch is kept:
-the stretch cannot be run again, and the part behind it may save what it was given.
+eager code is an op, with what was measured to be in use in addition to the parts' own storages. What crosses a stretch
+is kept: the stretch cannot be run again, and the part after it may save what it was given.
 """
 
 from __future__ import annotations
@@ -96,12 +96,13 @@ def joined_step(model: str, parts: Sequence[Part], passes: Sequence[Pass], stati
 def with_measured(graph: StepGraph, residences: Mapping[str, Residence], intervals: Sequence[Interval]) -> StepGraph:
     """The step with what eager code uses: `graph` takes what was measured, where it was run under `residences`.
 
-    What is in use beside the parts' own storages, such as what eager ops save, does not depend on the residences.
+    What is in use in addition to the parts' own storages, such as what eager ops save, does not depend on the
+    residences.
 
     Args:
         graph: of `joined_step`.
         residences: under which it was measured.
-        intervals: of the stretch before each pass, and of the pass, in order; one more of a stretch behind the last.
+        intervals: of the stretch before each pass, and of the pass, in order; one more of a stretch after the last.
     """
     n_stretches = sum(map(_is_stretch, graph.ops))
     if len(intervals) > 2 * n_stretches:
@@ -146,7 +147,7 @@ def grown(measured: StepGraph, largest: StepGraph) -> StepGraph:
 
 
 def with_arguments(graph: StepGraph, nbytes: int) -> StepGraph:
-    """The step with what the model is called with and no part is given: it is there all step."""
+    """The step with what the model is called with and no part is given: it is alive throughout the step."""
     if not nbytes:
         return graph
     own = Storage(len(graph.storages), ARGUMENTS, nbytes, "input", "", (nbytes,), "uint8", (ARGUMENTS,))
@@ -312,7 +313,7 @@ class _Joining:
         self._add_op(f"{label(number)}{phase}.{_RETURNS}", _RETURNS, phase, self._held(number, phase), ())
 
     def _held(self, number: int, phase: Phase) -> list[int]:
-        """What is there until the pass returns: its arguments, and its results."""
+        """What is alive until the pass returns: its arguments, and its results."""
         part = self._parts[number]
         storages = part.graph.storages
         if phase == "forward":

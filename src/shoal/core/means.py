@@ -35,7 +35,7 @@ def means_of(allow: str | Iterable[str], named: str = "allow") -> frozenset[str]
         named: where they were given, for errors.
 
     Raises:
-        InputError: a name is unknown, there is none, or 'keep' stands beside others.
+        InputError: a name is unknown, there is none, or 'keep' stands together with others.
     """
     names = _names(allow, named)
     found: set[str] = set()
@@ -46,7 +46,7 @@ def means_of(allow: str | Iterable[str], named: str = "allow") -> frozenset[str]
     if not names:
         raise InputError(f"{named} is empty; expected {_DESCRIBED}")
     if "keep" in names and found:
-        raise InputError(f"{named} has 'keep', which is none of the means, beside {brief(sorted(found))}; leave it out")
+        raise InputError(f"{named} has 'keep', which is none of the means, with {brief(sorted(found))}; leave it out")
     return frozenset(found)
 
 

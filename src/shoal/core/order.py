@@ -30,7 +30,7 @@ def reordered(graph: StepGraph, names: Sequence[str]) -> StepGraph:
         odd = next(iter({*names}.symmetric_difference(op_called)), None) or Counter(names).most_common(1)[0][0]
         raise PlanError(
             f"the order of ops has {len(names)} names for {len(graph.ops)} ops, and they differ at {brief(odd)}; "
-            "expected each op once; plan this step anew"
+            "expected each op once; plan this step again"
         )
     return replace(graph, ops=tuple(replace(op_called[name], id=place) for place, name in enumerate(names)))
 

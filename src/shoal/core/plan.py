@@ -160,7 +160,7 @@ class Plan:
 
     @property
     def least_added_seconds(self) -> float:
-        """`lower_bound_seconds` beside plain PyTorch's step: no plan of this form and order adds less to that."""
+        """`lower_bound_seconds` compared with plain PyTorch's step: no plan of this form and order adds less."""
         return self.lower_bound_seconds + self.plain_timeline.seconds - self.plain_seconds
 
     @cached_property
@@ -219,7 +219,7 @@ class Plan:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes in use on the host, in pages: all that is offloaded is there when the backward pass begins."""
+        """Bytes in use on the host, in pages: all that is offloaded is on it when the backward pass begins."""
         return sum(storage.host_bytes for storage in self.offloaded)
 
     @property
@@ -347,7 +347,7 @@ class Plan:
         except OSError as error:
             raise PlanError(f"cannot read the plan {path}: {error.strerror or error}; give another file") from error
         except (InputError, PlanError) as error:
-            raise PlanError(f"{path} is not a readable plan ({error}); save it anew") from error
+            raise PlanError(f"{path} is not a readable plan ({error}); save it again") from error
 
 
 def _plan_of(value: Any) -> Plan:
@@ -391,7 +391,7 @@ def _plan_of(value: Any) -> Plan:
     if plan.graph.fingerprint != value.get("fingerprint"):
         raise PlanError("it was changed after it was saved: its step does not match its fingerprint")
     if (exact is None) != (not any(isinstance(residence, Encode) for residence in plan.residences.values())):
-        raise PlanError("exact_step is there for plans that encode, and for no others")
+        raise PlanError("exact_step is for plans that encode, and for no others")
     in_pieces = sorted(op.name for op in plan.graph.ops if op.target.startswith(_OPS_IN_PIECES))
     direct = {_OF_PART.sub("", op.name) for op in plan.graph.ops if op.target.startswith(_DIRECT_OPS)}
     if (in_pieces, direct) != (

@@ -7,9 +7,9 @@ as those papers give them. Rates are those of plain float32 with TF32 off. In fl
 convolutions and products run on tensor cores, of whose dense peak 40 % is taken: large 3-D convolutions reach 30 to
 50 %. A machine whose row names no such rate computes halves at the float32 rate.
 
-No data sheet says how long the host takes to launch an op: that is a matter of the processor beside the card and of
-PyTorch. It is taken as 7 µs for all: eager PyTorch's step of ResNet-50, 823 launches, takes 6 ms of a server core (AMD
-EPYC) with PyTorch's CUDA build over a driver that computes nothing (`tests/cuda_standin`).
+No data sheet says how long the host takes to launch an op: that is a matter of the processor in addition to the card
+and of PyTorch. It is taken as 7 µs for all: eager PyTorch's step of ResNet-50, 823 launches, takes 6 ms of a server
+core (AMD EPYC) with PyTorch's CUDA build over a driver that computes nothing (`tests/cuda_standin`).
 
 The rates of the four cards that patches are planned for were compared with public pages that quote NVIDIA's:
 
@@ -60,8 +60,8 @@ def get(name: str) -> Hardware:
     """
     if name not in _PRESETS:
         close = get_close_matches(str(name).lower(), _PRESETS, n=1, cutoff=0.4)
-        hint = f"did you mean {close[0]!r}?" if close else f"give one of {', '.join(_PRESETS)}"
-        raise InputError(f"hardware={name!r} is not a preset; {hint}")
+        hint = f"did you mean {close[0]!r}?" if close else "choose one of those below"
+        raise InputError(f"hardware={name!r} is not a preset; {hint}", details={"presets": ", ".join(_PRESETS)})
     return _PRESETS[name]
 
 

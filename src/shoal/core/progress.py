@@ -42,7 +42,7 @@ class Preparation:
     stages: dict[str, float] = field(default_factory=dict)
     _stage: Stage | None = None
     _since: float = field(default_factory=perf_counter)
-    _line: _Line | None = None
+    _line: _ProgressLine | None = None
 
     @property
     def seconds(self) -> float:
@@ -64,7 +64,7 @@ class Preparation:
     def show(self, stage: Stage, what: str, done: float, total: float | None) -> bool:
         """What is done now; whether there is a line to show it."""
         if self._stage is None and (console := Console(stderr=True)).is_terminal:
-            self._line = _Line(console, self.model)
+            self._line = _ProgressLine(console, self.model)
         self.at(stage)
         if self._line is not None:
             self._line.write(stage, what, done, total)
@@ -122,7 +122,7 @@ def doing(stage: Stage, what: str = "", *, done: float = 0.0, total: float | Non
     return preparation is not None and preparation.show(stage, what, done, total)
 
 
-class _Line:
+class _ProgressLine:
     """A stage, what it does, a bar where it is known how far it is, and the seconds that are left of it."""
 
     def __init__(self, console: Console, model: str) -> None:

@@ -59,7 +59,7 @@ def _op_of(graph: StepGraph, execution: _Execution) -> Op:
 
 
 @dataclass
-class _Transfers:
+class _ScheduledTransfers:
     """Place in the sequence → the storages that begin or end a transfer there."""
 
     fetches: dict[int, list[int]] = field(default_factory=dict)
@@ -88,14 +88,14 @@ def _given_up(graph: StepGraph, residences: Mapping[str, Residence]) -> tuple[di
     for name, whole in residences.items():
         if isinstance(whole, Encode) and not {name, whole.payload} <= graph.storage_called.keys():
             raise PlanError(
-                f"the plan encodes {name!r} in {whole.payload!r}, but this step does not; plan this step anew"
+                f"the plan encodes {name!r} in {whole.payload!r}, but this step does not; plan this step again"
             )
         residence = exact_residence(whole)
         if not isinstance(residence, Recompute | Offload):
             continue
         storage = graph.storage_called.get(name)
         if storage is None:
-            raise PlanError(f"the plan names a storage {name!r} that this step does not have; plan this step anew")
+            raise PlanError(f"the plan names a storage {name!r} that this step does not have; plan it again")
         what = "recomputed" if isinstance(residence, Recompute) else "offloaded"
         producer = graph.producer.get(storage.id, -1)
         if producer < 0 or graph.ops[producer].phase != "forward" or storage.kind != "activation":
@@ -149,9 +149,11 @@ def _reject_missing_reads(
             gone.difference_update(writes)
 
 
-def _transfers(graph: StepGraph, sequence: Sequence[_Execution], offloaded: Mapping[int, Offload]) -> _Transfers:
+def _transfers(
+    graph: StepGraph, sequence: Sequence[_Execution], offloaded: Mapping[int, Offload]
+) -> _ScheduledTransfers:
     """Where each offloaded storage leaves, is released, comes back and is waited for."""
-    found = _Transfers()
+    found = _ScheduledTransfers()
     if not offloaded:
         return found
     first_reader: dict[int, int] = {}  # storage → place in the sequence of its first reader of the backward pass
@@ -179,7 +181,7 @@ def _transfers(graph: StepGraph, sequence: Sequence[_Execution], offloaded: Mapp
                 f"{name!r} is to be freed after {leaves.name!r}, but {graph.ops[last].name!r} reads it later"
             )
         if storage not in first_reader:
-            raise PlanError(f"{name!r} is offloaded although the backward pass does not read it; plan this step anew")
+            raise PlanError(f"{name!r} is offloaded although the backward pass does not read it; plan this step again")
         if first_reader[storage] < group[returns.id]:
             reader = _op_of(graph, sequence[first_reader[storage]]).name
             raise PlanError(f"{name!r} is to be fetched before {returns.name!r}, but {reader!r} reads it earlier")
@@ -195,7 +197,7 @@ def _transfers(graph: StepGraph, sequence: Sequence[_Execution], offloaded: Mapp
 
 
 def _with_frees(
-    graph: StepGraph, sequence: Sequence[_Execution], offloaded: Mapping[int, Offload], transfers: _Transfers
+    graph: StepGraph, sequence: Sequence[_Execution], offloaded: Mapping[int, Offload], transfers: _ScheduledTransfers
 ) -> tuple[Run, ...]:
     runs: list[Run] = []
     ops, n_forward, stays = graph.ops, graph.n_forward, graph.never_freed
@@ -223,7 +225,7 @@ def _with_frees(
                 frees.append(storage)
                 if storage == op.overwrites and op.writes[0] in writes:
                     # Until it comes back it is autograd's saved tensor, and must not be overwritten: the backward pass
-                    # may be asked for twice. What was offloaded or recomputed is a tensor of this pass alone.
+                    # may be asked for twice. What was offloaded or recomputed is a tensor only of this pass.
                     held = storage not in offloaded and graph.producer.get(storage, n_forward) < n_forward
                     if place < n_forward or not held or place >= returns.get(storage, len(sequence)):
                         takes_over = storage

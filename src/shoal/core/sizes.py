@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from numbers import Integral
 
@@ -75,3 +76,16 @@ def format_bytes(count: int | float) -> str:
             break
     digits = 3 if abs(count) < 10 else 2 if abs(count) < 100 else 1
     return f"{count:.{digits}f} {unit}"
+
+
+def budget_text(count: int) -> str:
+    """A budget of at least `count` bytes, as one would type it: rounded up to three digits.
+
+    >>> budget_text(218_412_345), budget_text(1_287_651_328), budget_text(700)
+    ('209MiB', '1.2GiB', '700B')
+    """
+    for unit in ("tib", "gib", "mib", "kib"):
+        if count >= _UNITS[unit]:
+            step = 10 ** max(0, 2 - int(math.log10(count / _UNITS[unit])))
+            return f"{math.ceil(count * step / _UNITS[unit]) / step:g}{unit[0].upper()}iB"
+    return f"{count}B"

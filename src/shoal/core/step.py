@@ -80,7 +80,7 @@ class Storage:
 
 @dataclass(frozen=True)
 class Again:
-    """The second run of an op for which that is a cheaper call, which writes the op's first storage alone.
+    """The second run of an op for which that is a cheaper call, which writes the op's first storage only.
 
     Attributes: as of `Op`.
     """
@@ -322,7 +322,7 @@ class StepGraph:
         return replace(self, ops=tuple(map(replayed, self.ops))) if self.has_launches else self
 
     def with_min_workspaces(self, first: Mapping[str, int], second: Mapping[str, int]) -> StepGraph:
-        """The same step with workspaces of at least so many bytes, by op name: of first runs and of second ones."""
+        """The same step with workspaces of at least that many bytes, by op name: of first runs and of second ones."""
 
         def raised(op: Op) -> Op:
             again = op.again and replace(
@@ -336,7 +336,7 @@ class StepGraph:
     def never_given_up(self) -> frozenset[int]:
         """Storages that cannot be given up, whatever their kind.
 
-        Those that the first run of an op alone writes, where the second makes the first of them by itself: it may read
+        Those that only the first run of an op writes, if the second makes the first of them by itself: it may read
         them, and nothing makes them again. And those that the loss reads: the forward pass has handed them to the
         caller, so that nothing may be written over them, or computed again, before.
         """

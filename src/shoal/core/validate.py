@@ -1,7 +1,7 @@
 """The independent check of a plan: replay the step's runs one by one.
 
 It shares no code with `schedule`, `simulate` or a planner, and is plain on purpose. It assumes nothing about
-how the sequence was made: it holds it against the step and the residences alone.
+how the sequence was made: it holds it against the step and the residences only.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def check_runs(
     _ops_come_in_order(graph, runs)
     _recomputations_are_those_asked_for(graph, residences, runs)
 
-    uses = _Uses(graph, runs)
-    transfers = _Transfers(graph, residences, runs, uses)
+    uses = _CheckedUses(graph, runs)
+    transfers = _CheckedTransfers(graph, residences, runs, uses)
     alive = {s.id for s in storages if s.kind in HELD_ALL_STEP}
     alive_bytes = highest = graph.static_bytes + _bytes_of(graph, alive)
     for position, run in enumerate(runs):
@@ -105,15 +105,17 @@ def check_runs(
             there = storage in alive and storage not in transfers.leaving
             mortal = there and storages[storage].kind not in NEVER_FREED
             if mortal and not uses.is_read_after(position, storage):
-                raise PlanError(f"{where} leaves {storages[storage].name!r} behind, which is not read again")
+                raise PlanError(f"{where} leaves {storages[storage].name!r} after, which is not read again")
     transfers.all_came_back()
     return highest
 
 
-class _Transfers:
+class _CheckedTransfers:
     """Where each offloaded storage is: on the device, leaving, on the host, or arriving."""
 
-    def __init__(self, graph: StepGraph, residences: Mapping[str, Residence], runs: Sequence[Run], uses: _Uses) -> None:
+    def __init__(
+        self, graph: StepGraph, residences: Mapping[str, Residence], runs: Sequence[Run], uses: _CheckedUses
+    ) -> None:
         self._graph = graph
         self._runs = runs
         self._uses = uses
@@ -131,7 +133,7 @@ class _Transfers:
         comes_first = position == 0 or not self._runs[position - 1].again
         for storage in run.fetches:
             if storage not in self._on_host:
-                raise PlanError(f"{where} fetches {self._name(storage)}, which is not on the host alone")
+                raise PlanError(f"{where} fetches {self._name(storage)}, which is not only on the host")
             served = next(later.op for later in self._runs[position:] if not later.again)
             if not comes_first or self._asked[storage].fetch_before != self._graph.ops[served].name:
                 raise PlanError(f"{where} fetches {self._name(storage)} at another place than its residence says")
@@ -214,7 +216,7 @@ def _recomputations_are_those_asked_for(
         )
 
 
-class _Uses:
+class _CheckedUses:
     """Where each storage is read, and where an instance of it begins."""
 
     def __init__(self, graph: StepGraph, runs: Sequence[Run]) -> None:
@@ -228,7 +230,7 @@ class _Uses:
                     self._reads.setdefault(storage, []).append(reads)
 
     def is_read_after(self, position: int, storage: int) -> bool:
-        """Whether a later run reads this instance, that is, before it is written or fetched anew."""
+        """Whether a later run reads this instance, that is, before it is written or fetched again."""
         place = bisect_right(self._positions.get(storage, []), position)
         return place < len(self._reads.get(storage, [])) and self._reads[storage][place]
 

@@ -23,11 +23,11 @@ def check_order(captured: StepGraph, ordered: StepGraph) -> None:
     before = {op.name: op for op in captured.ops}
     for place, op in enumerate(ordered.ops):
         if op.id != place or op.name not in before or replace(op, id=before[op.name].id) != before[op.name]:
-            raise PlanError(f"the order of ops names {op.name!r}, which is not as it was captured; plan this step anew")
+            raise PlanError(f"the order of ops names {op.name!r}, which is not as it was captured; plan it again")
     if len({op.name for op in ordered.ops}) != len(captured.ops) or len(ordered.ops) != len(captured.ops):
         raise PlanError(f"the order has {len(ordered.ops)} ops for {len(captured.ops)}; expected each of them once")
     if ordered.storages != captured.storages:
-        raise PlanError("the step in its new order has other storages than as it was captured; plan this step anew")
+        raise PlanError("the step in its new order has other storages than as it was captured; plan this step again")
     if [op.phase for op in ordered.ops] != [op.phase for op in captured.ops]:
         raise PlanError("the order mixes ops of the forward pass, the loss and the backward pass; expected one by one")
 

@@ -48,7 +48,7 @@ def check_plan(graph: StepGraph, residences: Mapping[str, Residence], budget_byt
         raise PlanError(f"the plan's residences are {brief(residences)}; expected a mapping from names to residences")
     for name, residence in residences.items():
         if not isinstance(name, str) or name not in graph.storage_called:
-            raise PlanError(f"the plan names a storage {brief(name)} that this step does not have; plan this step anew")
+            raise PlanError(f"the plan names a storage {brief(name)} that this step does not have; plan it again")
         _check_residence(name, residence)
         if isinstance(residence, Encode):
             _check_encoding(graph, name, residence)
@@ -68,11 +68,11 @@ def _check_residence(name: str, residence: Any) -> None:
 def _check_encoding(graph: StepGraph, name: str, how: Encode) -> None:
     payload = graph.storage_called.get(how.payload)
     if payload is None or payload.id not in graph.producer:
-        raise PlanError(f"the plan encodes {name!r} in {how.payload!r}, but this step does not; plan this step anew")
+        raise PlanError(f"the plan encodes {name!r} in {how.payload!r}, but this step does not; plan this step again")
     producer = graph.ops[graph.producer[payload.id]]
     encodes = producer.target.endswith(".encoded_activation.encode")
     if not encodes or graph.storage_called[name].id not in producer.reads:
-        raise PlanError(f"the plan encodes {name!r} in {how.payload!r}, which holds something else; plan it anew")
+        raise PlanError(f"the plan encodes {name!r} in {how.payload!r}, which holds something else; plan it again")
     if how.codec not in CODECS or how.block_elems < 0 or (how.seed is not None and how.seed < 0):
         raise PlanError(
             f"the plan encodes {name!r} by {brief(how.codec)} in blocks of {how.block_elems} with seed {how.seed}; "

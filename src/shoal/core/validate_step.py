@@ -47,7 +47,7 @@ def check_step(graph: StepGraph) -> None:
                     raise PlanError(f"op {op.name!r} reads {graph.storages[min(early)].name!r} before it is written")
         resident = {storage for storage in op.writes if graph.storages[storage].kind in RESIDENT}
         if twice := written.intersection(op.writes) | resident:
-            raise PlanError(f"op {op.name!r} writes {graph.storages[min(twice)].name!r}, which is there already")
+            raise PlanError(f"op {op.name!r} writes {graph.storages[min(twice)].name!r}, which already exists")
         written.update(op.writes)
 
 

@@ -46,7 +46,7 @@ class Variant:
         fuse: the level at which batch norms are done by their neighbours (`shoal.fuse_batchnorm`); "" for not at all.
         large_only: whether small maps are left to PyTorch's own layers there.
         up_to: share of the largest map that a batch norm normalises: maps larger than that are left to them too.
-        invert: whether instance and group norms save the result of the activation behind them alone.
+        invert: whether instance and group norms save only the result of the activation after them.
         depth: share of the convolutions that run patch by patch (`shoal.split`); 0 for none.
         grid: patches along each spatial dimension.
         exact: whether patches overlap, so that the function stays the same.
@@ -57,7 +57,7 @@ class Variant:
         pieces: convolutions that are computed in pieces there, or directly.
 
     >>> print(Variant(), Variant(fuse="icf"), Variant(depth=0.5, grid=(2, 2)), sep="; ")
-    as it is; batch norm fused (icf); 50 % of the convolutions in 2 x 2 overlapping patches
+    unmodified; batch norm fused (icf); 50 % of the convolutions in 2 x 2 overlapping patches
     """
 
     fuse: str = ""
@@ -86,7 +86,7 @@ class Variant:
             cut = ", ".join(f"{count} {kind}" for count, kind in counts if count)
             return cut if others == WHOLE else f"{others}, {cut}"
         if self.shrunk:
-            return f"{replace(self, shrunk=False)}, shrunk in the backward pass"
+            return f"{replace(self, shrunk=False)}, compact saved tensors"
         if self.fuse:
             maps = ", large maps" if self.large_only else ""
             if self.up_to < 1:
@@ -97,7 +97,7 @@ class Variant:
         if self.slabs:
             return f"large layers on {self.slabs} slabs{', measured first' if self.twice else ''}"
         if not self.depth:
-            return "as it is"
+            return "unmodified"
         if self.slices:
             return f"{self.depth:.0%} of the convolutions on {self.slices} slices of the batch".replace("%", " %")
         patches = f"{' x '.join(map(str, self.grid))} {'overlapping' if self.exact else 'independent'} patches"

@@ -1,7 +1,7 @@
 """How long a GPU computes an op, apart from how long the host takes to launch it.
 
 What lies between two events around a single call is mostly its launch: 6 to 14 µs for kernels that take 2. So calls are
-queued up behind a kernel that only waits, and run back to back when it ends. Before each of them the L2 cache is
+queued up after a kernel that only waits, and run back to back when it ends. Before each of them the L2 cache is
 overwritten: in a step its operands were written long ago.
 """
 
@@ -69,7 +69,7 @@ class DeviceClock:
         return held
 
     def _queued(self, run: Callable[[], Any], n_calls: int) -> list[DeviceTime]:
-        """Each of so many calls, all of which were launched before the device began the first."""
+        """Each of that many calls, all of which were launched before the device began the first."""
         cycles = self._cycles
         while True:
             begins, ends = (
@@ -87,7 +87,7 @@ class DeviceClock:
                 result = run()
                 launches.append(time.perf_counter() - called)
                 end.record()
-                del result  # its block is there for the next call
+                del result  # its block exists for the next call
             all_queued = not waited.query()
             ends[-1].synchronize()
             if all_queued:

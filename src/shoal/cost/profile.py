@@ -105,7 +105,8 @@ def profile(
         nodes: signature → a `call_function` node of that signature, operands with FakeTensors in `meta["val"]`. Any
             callable may be its target.
         device: "cpu" or "cuda"; the fake tensors may be of another.
-        progress: show a bar on stderr; None: only on a terminal, and not beside the line of `shoal.core.progress`.
+        progress: show a bar on stderr; None: only on a terminal, and not together with the line of
+            `shoal.core.progress`.
         cache: read and write the times cached for this machine (folder `subject` of `shoal.core.files.cache_dir()`).
         budget_seconds: after that time, each remaining op is timed once.
         subject: under which the times are cached.

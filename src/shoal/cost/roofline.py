@@ -77,8 +77,8 @@ def _multiplier_use(op: Op, graph: StepGraph) -> float:
 
 
 def _piece_bytes(op: Op, graph: StepGraph) -> int:
-    """What a gradient in pieces holds beside its operands: of PReLUs two of a piece; of a slice's norm with an ELU or a
-    leaky ReLU behind it what that was of.
+    """What a gradient in pieces holds in addition to its operands: of PReLUs two of a piece; of a slice's norm with an
+    ELU or a leaky ReLU after it what that was of.
     """
     if "sliced_norm_" in op.target and _NUMBERED.search(op.signature):
         return max(graph.storages[storage].nbytes for storage in op.reads)

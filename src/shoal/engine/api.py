@@ -181,7 +181,7 @@ class _Caller(ModelCall):
         forget_sizes(model)
 
     def forget(self) -> None:
-        """Plan anew from the next step on."""
+        """Plan again from the next step on."""
         self._planned.clear()
         if self._parts is not None:
             self._parts.forget()
@@ -346,9 +346,9 @@ class _Caller(ModelCall):
         return outputs
 
     def _why(self, kind: tuple[Any, ...]) -> str:
-        """Why the model is captured anew although nothing of what it is called with has changed; "" the first time."""
+        """Why the model is captured again although nothing of what it is called with has changed; "" the first time."""
         if not self._planned:
-            return "it is planned anew" if self.session.status.preparations else ""
+            return "it is planned again" if self.session.status.preparations else ""
         return "there are gradients before the step" if kind[0] else "hooks, gradients or their exchange have changed"
 
     def _backend(self) -> Callable[..., Any]:

@@ -40,7 +40,7 @@ from shoal.engine.placement import Placement
 from shoal.engine.reserved_budget import grow_segments
 from shoal.engine.session import Session
 from shoal.engine.status import Status
-from shoal.engine.step_planning import WHOLE_FORM, Form
+from shoal.engine.step_planning import WHOLE_FORM, CompiledVariant
 from shoal.engine.undefined_gradients import allocate_late, leave_undefined
 from shoal.errors import CaptureError
 from shoal.kernels.encoded_activation import measured_errors
@@ -111,7 +111,7 @@ def compile_step(session: Session, gm: fx.GraphModule, example_inputs: Sequence[
     def captured(graph: fx.GraphModule) -> Captured:
         return joint_step(graph, example_inputs, places, name=session.name, keeps_as_written=graph is gm)
 
-    def compiled(graph: fx.GraphModule, form: Form | Choose) -> Callable[..., Any]:
+    def compiled(graph: fx.GraphModule, form: CompiledVariant | Choose) -> Callable[..., Any]:
         return PlannedStep(session, places, form).compile(graph, example_inputs)
 
     def of_this_shape() -> Callable[..., Any]:
@@ -144,12 +144,12 @@ class PlannedStep:
         self,
         session: Session,
         places: InputPlaces,
-        form: Form | Choose,
+        form: CompiledVariant | Choose,
     ) -> None:
         self.session = session
         self.places = places
-        self.form = form if isinstance(form, Form) else WHOLE_FORM
-        self._choose = None if isinstance(form, Form) else form
+        self.form = form if isinstance(form, CompiledVariant) else WHOLE_FORM
+        self._choose = None if isinstance(form, CompiledVariant) else form
         self.plan: Plan | None = None
         self.basis: Basis | None = None
         self.device = torch.device("cpu")
@@ -354,7 +354,10 @@ class PlannedStep:
 def _reject_graph_break(gm: fx.GraphModule) -> None:
     if broken := break_after(gm):
         raise CaptureError(
-            f"the model is not one graph: it breaks at {broken}; use shoal.compile, which plans several graphs as one "
-            "step, or take that line out of the model; logging is left out by shoal.compile, and here by "
-            "torch._dynamo.config.ignore_logging_functions"
+            "the model is not one graph; use shoal.compile, which plans several graphs as one step",
+            details={
+                "graph break": broken,
+                "if that is a call of logging": "shoal.compile leaves it out; so does "
+                "torch._dynamo.config.ignore_logging_functions",
+            },
         )

@@ -18,12 +18,12 @@ from shoal.planners.infeasible import at_peak
 
 
 @dataclass(frozen=True)
-class Standing:
-    """Bytes of a model that are there whatever runs. What an earlier model has too is counted there.
+class PersistentMemory:
+    """Persistent memory of a model. Tensors shared between models are counted once, for the first.
 
     Attributes:
         model: its name.
-        parameter_bytes, gradient_bytes, state_bytes: of parameters and buffers, of the gradients that are there, and of
+        parameter_bytes, gradient_bytes, state_bytes: of parameters and buffers, of the gradients that exist, and of
             the state that optimizers have of its parameters.
     """
 
@@ -38,7 +38,7 @@ class Standing:
         return self.parameter_bytes + self.gradient_bytes + self.state_bytes
 
     @staticmethod
-    def of(models: Mapping[str, nn.Module], static: StaticMemory) -> list[Standing]:
+    def of(models: Mapping[str, nn.Module], static: StaticMemory) -> list[PersistentMemory]:
         """Of each model."""
         seen: set[int] = set()
 
@@ -49,7 +49,7 @@ class Standing:
             return found
 
         return [
-            Standing(
+            PersistentMemory(
                 name,
                 new_bytes([*model.parameters(), *model.buffers()]),
                 new_bytes(p.grad for p in model.parameters() if p.grad is not None),
@@ -59,8 +59,8 @@ class Standing:
         ]
 
 
-class Told(Protocol):
-    """What a table says of a budget."""
+class BudgetFigures(Protocol):
+    """The figures of a budget that a table shows."""
 
     @property
     def budget_bytes(self) -> int | None: ...
@@ -70,33 +70,35 @@ class Told(Protocol):
     def predicted_peak_bytes(self) -> int | None: ...
 
 
-def table(budget: Told, standing: Sequence[Standing], turns: Sequence[KnownTurn]) -> str:
-    """A line of the budget, one for each model, and one for each turn.
+def table(budget: BudgetFigures, persistent: Sequence[PersistentMemory], turns: Sequence[KnownTurn]) -> str:
+    """A line of the budget, one for each model, and one for each iteration.
 
     Args:
         budget: its figures.
-        standing: of each model.
+        persistent: of each model.
         turns: those that have run.
     """
     if budget.budget_bytes is None:
         return f"{budget!r}; no model is compiled with it yet"
     at = _at_the_peak(turns)
-    models: list[tuple[str, ...]] = [("model", "standing", "parameters", "gradients", "optimizer state", "at the peak")]
+    models: list[tuple[str, ...]] = [
+        ("model", "persistent", "parameters", "gradients", "optimizer state", "at the peak")
+    ]
     models += [
         (
             one.model,
             *map(format_bytes, (one.nbytes, one.parameter_bytes, one.gradient_bytes, one.state_bytes)),
             format_bytes(at.get(one.model, 0)),
         )
-        for one in standing
+        for one in persistent
     ]
-    ran: list[tuple[str, ...]] = [("turn", "graphs", "predicted peak", "measured peak", "added ms")]
+    ran: list[tuple[str, ...]] = [("iteration", "graphs", "predicted peak", "measured peak", "added ms")]
     ran += [_row(turn) for turn in turns]
     return "\n".join(
         [
             f"budget          {format_bytes(budget.budget_bytes)}",
-            f"predicted peak  {_size(budget.predicted_peak_bytes, 'no turn was planned yet')}",
-            f"measured peak   {_size(budget.peak_bytes, 'no turn was measured yet')}",
+            f"predicted peak  {_size(budget.predicted_peak_bytes, 'no iteration was planned yet')}",
+            f"measured peak   {_size(budget.peak_bytes, 'no iteration was measured yet')}",
             *aligned(models),
             *(aligned(ran) if turns else []),
         ]
@@ -108,14 +110,14 @@ def _row(turn: KnownTurn) -> tuple[str, ...]:
     return (
         turn.name,
         str(len(turn.nodes)),
-        format_bytes(turn.predicted_bytes) if plans else "as it ran",
+        format_bytes(turn.predicted_bytes) if plans else "not planned",
         _size(turn.peak_bytes or None, "-"),
         f"{1e3 * sum(plan.added_seconds for plan in plans):+.1f}",
     )
 
 
 def _at_the_peak(turns: Iterable[KnownTurn]) -> dict[str, int]:
-    """What each model has in use, beside what stands, where the highest predicted peak is."""
+    """What each model has in use, in addition to persistent memory, at the highest predicted peak."""
     planned = [(turn, turn.planned) for turn in turns if turn.planned is not None]
     if not planned:
         return {}

@@ -72,7 +72,7 @@ class Calls:
         self._found_at: dict[int, int] = {}  # where the witness was last among the backward pass's arguments
 
     def begins(self) -> None:
-        """The model is called. Where nobody says so, every forward pass is taken for a call."""
+        """The model is called. By default, every forward pass is taken for a call."""
         self.number += 1
         self._announced = True
 

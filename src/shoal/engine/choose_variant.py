@@ -31,7 +31,7 @@ from shoal.engine.search.priced import Encodable, Priced
 from shoal.engine.search.variants import Forms, OwnForm, Variants
 from shoal.engine.search.without_effect import without_effect
 from shoal.engine.session import Session
-from shoal.engine.step_planning import WHOLE_FORM, Form, Planned
+from shoal.engine.step_planning import WHOLE_FORM, CompiledVariant, Planned
 from shoal.errors import BudgetError, PlanError
 from shoal.lowlevel.torch_state import autocast_state, autocasting
 from shoal.memory.limit import no_memory_limit
@@ -42,8 +42,8 @@ _WORTH_SECONDS = 0.5  # a form that is found faster is searched for again
 log = logging.getLogger("shoal")
 _Made = tuple[Captured, Captured, Planned, LoopMemory]  # as it runs, and so that results are laid out as traced
 Compiled = Callable[..., Any]
-Choose = Callable[[Captured], tuple[Form, Captured]]
-CompileForm = Callable[[fx.GraphModule, Form | Choose], Compiled]
+Choose = Callable[[Captured], tuple[CompiledVariant, Captured]]
+CompileForm = Callable[[fx.GraphModule, CompiledVariant | Choose], Compiled]
 
 
 def compile_chosen(
@@ -80,19 +80,19 @@ def compile_chosen(
     known = session.status.variants.get(key)
     if known is not None:
         try:
-            return compile_form(variants.graph(known), Form(known))
+            return compile_form(variants.graph(known), CompiledVariant(known))
         except (BudgetError, PlanError, Refused):
             pass  # there may be another that fits
     if not variants.has_other_graphs:  # its form is chosen while AOTAutograd waits for it, and nothing is traced twice
 
-        def choose(whole: Captured) -> tuple[Form, Captured]:
+        def choose(whole: Captured) -> tuple[CompiledVariant, Captured]:
             return _best_form(session, variants, key, lambda own: whole)[1:]
 
         return compile_form(gm, choose)
     return _compile_best(session, variants, key, example_inputs, capture, compile_form)
 
 
-def own_form(session: Session, gm: fx.GraphModule) -> Form | Choose:
+def own_form(session: Session, gm: fx.GraphModule) -> CompiledVariant | Choose:
     """The step as its author wrote it, shrunk in the backward pass if it takes that; no other form is looked for."""
     if session.options.budget_bytes is None:
         return WHOLE_FORM
@@ -120,13 +120,13 @@ def _compile_best(
     capture: Callable[[fx.GraphModule], Captured],
     compile_form: CompileForm,
 ) -> Compiled:
-    """Trace all forms of the step for the one that trains fastest, or that alone where an earlier run chose it."""
+    """Trace all forms of the step for the one that trains fastest, or only that one if an earlier run chose it."""
     with unset_fake_temporarily():
         digest = form_cache.digest(session, variants.own, example_inputs)
     if (chosen := form_cache.recall(digest)) is not None:
         variant, candidates = chosen
         try:
-            compiled = compile_form(variants.graph(variant), Form(variant, candidates))
+            compiled = compile_form(variants.graph(variant), CompiledVariant(variant, candidates))
         except (BudgetError, PlanError, Refused) as reason:
             log.debug("%s: %s does not fit any more (%s)", session.name, variant, reason)
         else:
@@ -135,7 +135,7 @@ def _compile_best(
 
     autocast = autocast_state(example_inputs)
 
-    def choose(whole: Captured) -> tuple[Form, Captured]:
+    def choose(whole: Captured) -> tuple[CompiledVariant, Captured]:
         around = TracingContext.try_get()
         context = TracingContext(around.fake_mode) if around is not None else None  # AOTAutograd writes into its own
 
@@ -162,7 +162,7 @@ def _compile_best(
 class _Other(Exception):
     """Ends the compilation of a step in its own form: it trains faster in another one."""
 
-    def __init__(self, graph: fx.GraphModule, form: Form) -> None:
+    def __init__(self, graph: fx.GraphModule, form: CompiledVariant) -> None:
         self.graph, self.form = graph, form
 
 
@@ -172,7 +172,7 @@ def _best_form(
     key: str,
     capture: Callable[[fx.GraphModule], Captured],
     kernel_means: frozenset[str] = KERNEL_MEANS,
-) -> tuple[fx.GraphModule, Form, Captured]:
+) -> tuple[fx.GraphModule, CompiledVariant, Captured]:
     """The graph of the form that trains fastest, its plan, and the step in that form."""
     started = time.perf_counter()
     kernel_means &= session.options.form_means
@@ -238,7 +238,7 @@ def _best_form(
         session.status.variants[key] = best.variant
     in_it, laid_out, planned, loop = best.made
     candidates = best.plan.candidates if len(best.plan.candidates) > 1 else ()  # else there was no choice
-    form = Form(best.variant, candidates, time.perf_counter() - started, (laid_out, planned, loop))
+    form = CompiledVariant(best.variant, candidates, time.perf_counter() - started, (laid_out, planned, loop))
     return best.graph, form, in_it
 
 
@@ -246,8 +246,8 @@ def _compile_as_planned(plan: Plan, variants: Variants, compile_form: CompileFor
     try:
         graph = variants.graph(plan.variant)
     except Refused as reason:
-        raise PlanError(f"the plan is for a step with {plan.variant}; here {reason}; plan it anew") from None
-    return compile_form(graph, Form(plan.variant, plan.candidates))
+        raise PlanError(f"the plan is for a step with {plan.variant}; here {reason}; plan it again") from None
+    return compile_form(graph, CompiledVariant(plan.variant, plan.candidates))
 
 
 def _trains(example_inputs: Sequence[Any]) -> bool:

@@ -71,7 +71,7 @@ def _fastest(captured: Captured, device: torch.device) -> Captured:
 
 
 @dataclass(frozen=True)
-class _Unit:
+class _RegionUnit:
     """Regions that stay or go together: they share an op, as those of a batch norm do.
 
     Attributes:
@@ -107,11 +107,11 @@ def _losing(draft: Draft, alone: Costs, device: torch.device) -> set[str]:
     """
     _recall_operands(draft.regions.values(), device)
     each = alone.seconds
-    sorts: dict[tuple[str, ...], list[_Unit]] = {}
+    sorts: dict[tuple[str, ...], list[_RegionUnit]] = {}
     for names in _together(draft.members):
         members = frozenset(op for name in names for op in draft.members[name])
         seconds = sum(each.get(signature(draft.of.node_of[op]), 0.0) for op in members)
-        unit = _Unit(tuple(draft.nodes[name] for name in sorted(names)), members, seconds)
+        unit = _RegionUnit(tuple(draft.nodes[name] for name in sorted(names)), members, seconds)
         sorts.setdefault(unit.sort, []).append(unit)
     largest = {sort: max(units, key=lambda unit: unit.seconds) for sort, units in sorts.items()}
     joined = _costs(largest.values(), device).seconds
@@ -125,7 +125,7 @@ def _losing(draft: Draft, alone: Costs, device: torch.device) -> set[str]:
     return lost
 
 
-def _costs(units: Iterable[_Unit], device: torch.device) -> Costs:
+def _costs(units: Iterable[_RegionUnit], device: torch.device) -> Costs:
     """What the regions take, by signature; those that were never timed are compiled, and timed."""
     nodes = {signature(node): node for unit in units for node in unit.nodes}
     known = recalled(nodes, device=device).seconds

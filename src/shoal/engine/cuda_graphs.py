@@ -54,7 +54,7 @@ class ReplayedSteps:
 
     Args:
         status: `model.shoal`.
-        static: static memory beside the step, where copies of its inputs count.
+        static: static memory outside the step, where copies of its inputs count.
         calls: those of the model that are not over.
         name: the model's.
     """
@@ -279,7 +279,7 @@ def _copied(inputs: Sequence[fx.Node], names: Collection[str] | None, device: to
 
 
 def _storages_of(values: Sequence[Any], others: Sequence[Any]) -> list[WeakStorage]:
-    """The storages behind some tensors, but for those behind others."""
+    """The storages of some tensors, except those of others."""
     known = {value.untyped_storage()._cdata for value in others if isinstance(value, torch.Tensor)}
     held = (WeakStorage(value) for value in values if isinstance(value, torch.Tensor))
     return [one for one in held if one.key not in known]

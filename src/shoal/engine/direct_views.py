@@ -138,7 +138,7 @@ def _allocated(node: fx.Node) -> fx.Node:
 
 
 def _is_only_read(view: fx.Node) -> bool:
-    """Whether nobody writes to this view, nor gets it: ops of PyTorch say so, regions and casts only read."""
+    """Whether nothing writes to this view, nor gets it: ops of PyTorch say so, regions and casts only read."""
     for user in view.users:
         if user.target in _VIEWS or user.target in _PIECES or user.target is operator.getitem:
             if not _is_only_read(user):

@@ -18,7 +18,7 @@ class EarlyGradients:
     """How the gradients of a call are used while its backward pass runs.
 
     Attributes:
-        sent: whether a `DistributedDataParallel` wrapper sends them. into_views: and keeps them in its buckets alone.
+        sent: whether a `DistributedDataParallel` wrapper sends them. into_views: and keeps them only in its buckets.
         added: whether they are added to gradients that are there.
         unsent: ids of the parameters that the wrapper leaves out.
         alone: whether no other call waits for its backward pass; else autograd adds their gradients up first.

@@ -162,7 +162,7 @@ def nodes_in_parts(
 
 
 def _last_reads(nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """The nodes whose values nobody reads after a node has run."""
+    """The nodes whose values nothing reads after a node has run."""
     dying: dict[fx.Node, list[fx.Node]] = {node: [] for node in nodes}
     read: set[fx.Node] = set()
     for node in reversed(nodes):
@@ -201,8 +201,11 @@ class _Look:
         shape, strides = sizes[: traced.dim()], sizes[traced.dim() :]
         if value.shape != shape or (value.dtype != traced.dtype and not _is_pytorchs(node)):
             raise CaptureError(
-                f"{_source(node)} returns {value.dtype} {list(value.shape)} where its fake kernel says {traced.dtype} "
-                f"{list(shape)}, so the step cannot be planned; correct the fake kernel (torch.library.register_fake)"
+                f"{_source(node)} contradicts its fake kernel; correct that (torch.library.register_fake)",
+                details={
+                    "kernel": f"{value.dtype} {list(value.shape)}",
+                    "fake kernel": f"{traced.dtype} {list(shape)}",
+                },
             )
         if value.stride() == strides or is_put_right(node):
             return value

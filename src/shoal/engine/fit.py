@@ -107,7 +107,7 @@ def fit(
 
     It replaces doubling the batch until training runs out of memory: whether a step fits is found by planning, and none
     is run. Doubles the batch until it no longer fits, then narrows down by the smallest plans that are found in a
-    moment. The answer alone is planned for speed. Answers below 200 are exact: the next one does not fit. Above, one
+    moment. Only the answer is planned for speed. Answers below 200 are exact: the next one does not fit. Above, one
     that is 1 % larger does not.
 
     With `patch=` the batch stays and the patch grows, one side after the other, in steps that the network's strides
@@ -162,7 +162,7 @@ def fit(
 
     Known limits: the loss is taken to use twice the bytes of the outputs' gradients while it runs, as a mean of squares
     does; in a loop whose loss uses less, one more may fit. It assumes that where a batch does not fit, no larger one
-    does, and likewise for a patch with more voxels. A patch is captured anew for each that is tried: seconds to a
+    does, and likewise for a patch with more voxels. A patch is captured again for each that is tried: seconds to a
     minute each for a large network. Of a step of hundreds of ops, only the form that seems to need least is searched
     for a plan where none was found in a moment, and any search can miss a plan; then the answer is one that fits, not
     the largest.
@@ -170,7 +170,7 @@ def fit(
     if patch is None and (multiple_of is not None or max_patch is not None):
         raise InputError("multiple_of= and max_patch= are for the search of a patch; give patch= to begin with")
     if patch is not None and (first, max_batch) != (_FIRST, MAX_IMAGES):
-        raise InputError("first= and max_batch= are for the search of a batch; leave them out beside patch=")
+        raise InputError("first= and max_batch= are for the search of a batch; leave them out with patch=")
     first, max_batch = positive("first", first), positive("max_batch", max_batch)
     pricing = Pricing.of(
         model,

@@ -1,6 +1,6 @@
 """Forms cached between runs: which form of a step trained fastest inside a budget is not searched for again.
 
-To find it, every form is traced; a later run of the same step on the same machine traces the chosen one alone. One file
+To find it, every form is traced; a later run of the same step on the same machine traces the chosen one only. One file
 a step, in the folder `forms` of `shoal.core.files.cache_dir()`, filed under a digest of all that the search depends on,
 Shoal's own source included. The plan itself is found by `plan_cache`, and checked: where the form does not fit any
 more, the others are searched. A broken cache costs only time.
@@ -72,7 +72,7 @@ def recall(digest: str) -> tuple[Variant, tuple[Candidate, ...]] | None:
         candidates = tuple(read_record(Candidate, one, "candidates") for one in value["candidates"])
         os.utime(path)
     except (OSError, InputError) as error:
-        log.debug("ignored the cached form %s (%s); searching anew", digest, error)
+        log.debug("ignored the cached form %s (%s); searching again", digest, error)
         return None
     return variant, candidates
 

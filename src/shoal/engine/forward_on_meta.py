@@ -12,7 +12,7 @@ from shoal.capture.call_arguments import Example, arguments_of
 from shoal.engine.search.max_patch import Patch, multiples, nearest
 from shoal.errors import InputError
 
-_AXES = (1, 2, 3)  # of images, beside samples and channels
+_AXES = (1, 2, 3)  # of images, other than samples and channels
 
 
 def why_not(model: nn.Module, example: Example) -> str:

@@ -23,7 +23,7 @@ from shoal.engine.options import Options
 from shoal.engine.plans_by_batch import MakeExample, PlansByBatch, positive
 from shoal.engine.pricing import Pricing
 from shoal.engine.search.batch_points import batch_points
-from shoal.engine.search.frontier_points import Found, frontier_points
+from shoal.engine.search.frontier_points import FoundPoints, frontier_points
 from shoal.engine.search.max_batch import MAX_IMAGES
 from shoal.engine.search.variants import Variants
 from shoal.errors import InputError, brief
@@ -138,7 +138,8 @@ def frontier(
         budget: where you stand, in bytes as for `shoal.plan`: one more point, and a line in the charts; with a
             function, what every batch has to fit in. None for SHOAL_BUDGET of the environment, if that is set.
         hardware, allow, optimizer, offload_to, options: as for `shoal.plan`.
-        points: how many budgets, 2 to 100; with a function about how many batches, beside those around the best.
+        points: how many budgets, 2 to 100; with a function about how many batches, in addition to those around the
+            best.
         max_batch: with a function, the batch to stop at; 65,536 if None.
         name: the model's name in tables and charts; by default its class.
         trying: called with what is done next, in words.
@@ -209,7 +210,7 @@ def frontier(
             time.perf_counter() - started,
         )
 
-    def read(gm: fx.GraphModule, inputs: Sequence[Any]) -> Found:
+    def read(gm: fx.GraphModule, inputs: Sequence[Any]) -> FoundPoints:
         price, variants = pricing.prices(gm, inputs), Variants(gm, means)
         pricing.say_without_effect(variants)
         return frontier_points(variants, price, int(points), pricing.budget_bytes, trying)

@@ -31,7 +31,7 @@ def counting_states(planner: Planner, each_bytes: int) -> Planner:
             except BudgetError:
                 if counted == most:
                     raise
-                counted = most  # of so many the least budget that it names is enough
+                counted = most  # of that many the least budget that it names is enough
                 continue
             needed = states_of(made) if each_bytes else 0
             static_bytes = graph.static_bytes + needed * each_bytes
@@ -49,7 +49,7 @@ def states_of(plan: Plan) -> int:
 
 
 def repeated(graph: StepGraph, residences: Mapping[str, Residence]) -> int:
-    """How many random ops are repeated under residences: so many states wait between the passes."""
+    """How many random ops are repeated under residences: that many states wait between the passes."""
     again = (graph.storage_called[s] for s, one in residences.items() if isinstance(one, Recompute) and one.before)
     return _random(graph, again)
 
@@ -59,7 +59,7 @@ def _random(graph: StepGraph, storages: Iterable[Storage]) -> int:
 
 
 def with_static(plan: Plan, static_bytes: int) -> Plan:
-    """The plan with so many bytes in use all step beside its storages."""
+    """The plan with that many bytes in use all step in addition to its storages."""
     exact = plan.exact_graph and replace(plan.exact_graph, static_bytes=static_bytes)
     return replace(plan, graph=replace(plan.graph, static_bytes=static_bytes), exact_graph=exact)
 

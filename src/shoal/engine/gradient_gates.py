@@ -1,4 +1,4 @@
-"""Autograd nodes behind a planned backward pass, by which gradients reach their parameters where they are final.
+"""Autograd nodes after a planned backward pass, by which gradients reach their parameters where they are final.
 
 AOTAutograd's node returns all gradients at once. Here it returns none: it leaves the backward graph, as a generator, to
 a chain of nodes, each of which runs the graph up to the next gradients and returns these. Between two nodes autograd
@@ -21,7 +21,7 @@ Places = Sequence[Sequence[int]]
 _ATTRIBUTE = "shoal_call_through_gates"
 
 
-class _Call:
+class _GradientGatesCall:
     """One call's backward pass.
 
     Args:
@@ -68,14 +68,14 @@ class _Call:
 
 class _Gate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: _Call, places: Sequence[int], before: Any, *inputs: torch.Tensor) -> Any:
+    def forward(ctx: Any, call: _GradientGatesCall, places: Sequence[int], before: Any, *inputs: torch.Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.call, ctx.places, ctx.inputs = call, places, inputs
         return tuple(one.detach() for one in inputs)
 
     @staticmethod
     def backward(ctx: Any, *given: Any) -> tuple[Any, ...]:
-        call: _Call = ctx.call
+        call: _GradientGatesCall = ctx.call
         if any(one is not None for one in given):  # the backward pass has run without gates
             return None, None, None, *given
         taken = call.take(ctx.places)
@@ -107,7 +107,7 @@ def through_gates(
         nonlocal is_first
         inputs = list(arguments)
         arguments = ()
-        call = _Call(groups, note)
+        call = _GradientGatesCall(groups, note)
         if torch.is_grad_enabled():
             before = None
             for places in reversed(one_by_one if is_first else in_groups):

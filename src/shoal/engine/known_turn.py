@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from shoal.core.over_budget import over_budget
 from shoal.core.sizes import format_bytes
 from shoal.engine.compile_options import CompileOptions
 from shoal.engine.part_planning import least_bytes, moment_before
@@ -138,14 +139,22 @@ class KnownTurn:
         steps = [node.step for node in self.nodes if node.step is not None]
         beside_bytes = self.grown_bytes + self.learnt_bytes
         first_bytes = max(least_bytes(step.graph, step.device, step.in_use_bytes + beside_bytes) for step in steps)
-        if error.least_feasible_bytes is None or first_bytes <= error.least_feasible_bytes:
+        if error.minimum_bytes is None or first_bytes <= error.minimum_bytes:
             return error
-        hint = f"before it is known what follows, its graphs need {format_bytes(first_bytes)} ({first_bytes} bytes)"
-        return BudgetError(
-            f"{error}; {hint}: give that much",
-            budget_bytes=error.budget_bytes,
-            least_feasible_bytes=first_bytes,
+        later = format_bytes(error.minimum_bytes)
+        return over_budget(
+            self.name,
+            first_bytes,
+            error.budget_bytes,
+            details={
+                **error.details,
+                "minimum of later iterations": later,
+                "needed by": "the first iteration, before what follows is known",
+            },
+            persistent_bytes=error.persistent_bytes,
             op=error.op,
+            phase=error.phase,
             layer=error.layer,
+            workspace_bytes=error.workspace_bytes,
             largest=error.largest,
         )

@@ -32,8 +32,8 @@ class LoopMemory:
         held_gradient_bytes: gradients of the step before, where they are dropped between the two passes. None: not
             known yet, and taken for as many as the step's own.
         drops_late: whether gradients that the optimizer has used are dropped after the next forward pass, not kept.
-        released: places, among the forward graph's outputs, of those that nobody holds when the backward pass begins.
-        let_go: places of those that nobody holds when it ends: what is saved of them dies with its last reader.
+        released: places, among the forward graph's outputs, of those that nothing holds when the backward pass begins.
+        let_go: places of those that nothing holds when it ends: what is saved of them dies with its last reader.
         tangents_pass: whether the gradients of outputs die with their last reader, not with the step.
         gradients_given: whether results from which the model computes its loss have gradients of another loss, too (see
             `StepGraph.undefined_gradients`); if not, the step allocates zeros just before it reads them.
@@ -108,7 +108,7 @@ class Basis:
         return replace(self, graph=now(self.graph), exact_graph=self.exact_graph and now(self.exact_graph))
 
     def with_static(self, more_bytes: int) -> Basis:
-        """With so many bytes more in use all step."""
+        """With that many more bytes in use all step."""
 
         def more(graph: StepGraph) -> StepGraph:
             return replace(graph, static_bytes=graph.static_bytes + more_bytes)
@@ -210,7 +210,7 @@ def in_loop(graph: StepGraph, loop: LoopMemory, outputs: Mapping[int, str], *, i
 
     ops = list(map(run, graph.ops))
     if kept_bytes and any(op.phase == "loss" for op in ops):
-        # Like a parameter's gradient it is there until the step ends, whichever op a plan runs last.
+        # Like a parameter's gradient it is alive until the step ends, whichever op a plan runs last.
         kept = Storage(len(storages), KEPT_OF_LOSS, kept_bytes, "gradient", "", (kept_bytes,), "uint8", (KEPT_OF_LOSS,))
         ops = [replace(op, writes=(*op.writes, kept.id)) if op.phase == "loss" else op for op in ops]
         storages.append(kept)
@@ -268,7 +268,7 @@ def by_itself(graph: StepGraph) -> StepGraph:
 
 
 def dropped_bytes(graph: StepGraph) -> int:
-    """Bytes of what nobody has any more once the loss is known: outputs, and gradients of the step before."""
+    """Bytes that are free once the loss is known: outputs, and gradients of the step before."""
     loss = [op.id for op in graph.ops if op.phase == "loss"]
     return sum(
         s.nbytes

@@ -75,7 +75,7 @@ def compile_for_shapes(
                 continue
             except RestartAnalysis:
                 session.go_back_to(plans)
-                raise  # Dynamo traces anew, with a number that it took for a symbol, and asks again
+                raise  # Dynamo traces again, with a number that it took for a symbol, and asks again
             except Exception as error:
                 seen.fixed = f"{type(error).__name__}: {error}".splitlines()[0]
                 break

@@ -17,8 +17,8 @@ def optimizer_step_is_over(name: str, static: StaticMemory, budget_bytes: int | 
     in_use_bytes, own_bytes = static.optimizer_step_bytes()
     if own_bytes and in_use_bytes > budget_bytes:
         log.warning(
-            "%s: the optimizer's step takes %s, %s of it for itself beside parameters, gradients and state; that "
-            "is over the budget of %s, and no plan changes it: make the optimizer with fused=True, where it has "
+            "%s: the optimizer's step takes %s, %s of it for itself in addition to parameters, gradients and state; "
+            "that is over the budget of %s, and no plan changes it: make the optimizer with fused=True, where it has "
             "that, or foreach=False",
             name,
             format_bytes(in_use_bytes),

@@ -82,7 +82,7 @@ class Metering:
     """Runs the graphs of one model's steps.
 
     Args:
-        static: static memory beside the steps.
+        static: static memory outside the steps.
         learn: called with each window that was metered.
         ran_out: called with a window in which memory ran out, in a graph or in what lies between its passes (the loss);
             with the bytes that it would have taken to go on, and whether it was not in a graph.
@@ -276,7 +276,7 @@ class Metering:
         self._give_up()
 
     def learn_refusals(self) -> None:
-        """Learn whether memory ran out since the last metered window began; whoever has caught it tells nobody."""
+        """Learn whether memory ran out since the last metered window began: who caught it does not report it."""
         last, self._last = self._last, None
         if last is None:
             return

@@ -26,7 +26,7 @@ class ModelCall:
         return None if copied is None else MethodType(type(copied)._call_impl, copied)
 
     def __reduce__(self) -> Any:
-        """The plain call of the model as it is loaded: an attribute that it has before its state is there."""
+        """The plain call of the model as it is loaded: an attribute that it has before its state exists."""
         return getattr, (self.model, "_call_impl")
 
     def install(self, *compiled: nn.Module, status: object) -> None:
@@ -54,6 +54,6 @@ def reject_function_transforms() -> None:
     """Raise CaptureError where a transform of `torch.func` is active."""
     if in_transform():
         raise CaptureError(
-            "a model with a budget is called under torch.func (grad, vmap, jvp, ...) or forward-mode AD, whose steps "
-            "cannot be planned; call copy.deepcopy(model) there, which has no budget"
+            "a model with a budget cannot be called under torch.func or forward-mode AD; call copy.deepcopy(model) "
+            "there, which has no budget"
         )

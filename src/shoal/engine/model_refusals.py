@@ -7,11 +7,12 @@ import logging
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 
+from shoal.core.over_budget import over_budget
 from shoal.core.sizes import format_bytes
 from shoal.engine.model_call import ModelCall
 from shoal.engine.session import Session
 from shoal.engine.shared_budget import reject_member
-from shoal.errors import BudgetError, InputError
+from shoal.errors import InputError
 from shoal.memory.storage_bytes import distinct_bytes
 from shoal.transforms.stand_in import StandIn
 
@@ -27,7 +28,7 @@ def reject_compiled(network: nn.Module) -> None:
     for name, module in network.named_modules():
         if name and isinstance(module._compiled_call_impl, ModelCall):
             raise InputError(
-                f"the model's part {name!r} has a budget of its own already; compile the whole model or that part alone"
+                f"the model's part {name!r} has a budget of its own already; compile the whole model or that part only"
             )
     reject_member(network)
     if isinstance(network, StandIn):
@@ -37,7 +38,7 @@ def reject_compiled(network: nn.Module) -> None:
 
 
 def reject_hopeless(model: nn.Module, session: Session) -> None:
-    """Raise BudgetError where parameters, buffers and optimizer state alone are over the budget.
+    """Raise BudgetError where parameters, buffers and optimizer state by themselves are over the budget.
 
     Gradients are left to the plan: which parameters get one is known once the model is captured.
     """
@@ -46,10 +47,16 @@ def reject_hopeless(model: nn.Module, session: Session) -> None:
     state_bytes = session.static.state_bytes()
     floor_bytes = held_bytes + state_bytes
     if budget_bytes < floor_bytes:
-        raise BudgetError(
-            f"budget {format_bytes(budget_bytes)} is less than {session.name} needs before any activation: "
-            f"{format_bytes(floor_bytes)} (parameters and buffers {format_bytes(held_bytes)}, optimizer state "
-            f"{format_bytes(state_bytes)}), and more to train: shoal.plan tells how much; give more bytes or a smaller "
-            "model",
-            budget_bytes=budget_bytes,
+        raise over_budget(
+            session.name,
+            floor_bytes,
+            budget_bytes,
+            is_minimum=False,
+            instead="a smaller model",
+            details={
+                "parameters and buffers": format_bytes(held_bytes),
+                "optimizer state": format_bytes(state_bytes),
+                "gradients and activations": "not counted yet; shoal.plan reports the minimum with them",
+            },
+            persistent_bytes=floor_bytes,
         )

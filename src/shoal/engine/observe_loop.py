@@ -15,7 +15,8 @@ def observe_loop(
 ) -> LoopMemory:
     """What is known of the loop after one more metered step: the worst of all steps, attribute by attribute.
 
-    So what the loop holds in its first step alone counts for good, even where the next metered step says less. Loops do
+    So what the loop holds only in its first step counts permanently, even where the next metered step says less. Loops
+    do
     come back to it: a penalty or a log every n steps begins with the first one, and no later step is metered.
 
     Args:

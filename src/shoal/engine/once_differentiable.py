@@ -52,6 +52,6 @@ def backward_of(outputs: Iterable[Any]) -> Any:
 def _reject_second_order(gradients: tuple[torch.Tensor, ...]) -> None:
     if torch.is_grad_enabled():
         raise CaptureError(
-            "backward(create_graph=True) through a step with a plan: its gradients cannot be differentiated again; for "
-            "a gradient penalty call model.forward(...) in place of model(...), which runs without a plan"
+            "gradients of a planned step cannot be differentiated again (create_graph=True); call model.forward(...), "
+            "which runs without a plan"
         )

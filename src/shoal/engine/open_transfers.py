@@ -14,7 +14,7 @@ class OpenTransfers:
     """Opens the link when the first plan needs it.
 
     Args:
-        offloading: where saved storages may wait; None: on the device alone.
+        offloading: where saved storages may wait; None: only on the device.
     """
 
     def __init__(self, offloading: Offloading | None) -> None:
@@ -47,7 +47,7 @@ class OpenTransfers:
         return transfers
 
     def close(self) -> None:
-        """Give the host's bytes and the link's threads back; the next plan opens the link anew."""
+        """Give the host's bytes and the link's threads back; the next plan opens the link again."""
         for transfers in self._transfers:
             transfers.close()
         self._transfers.clear()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from shoal.core.over_budget import over_budget
 from shoal.core.plan import Plan
 from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
@@ -27,14 +28,15 @@ def plan_overlapping(
     Args:
         calls: how many; with one, this is `make(0)`.
         budget_bytes: device bytes of all calls together; 0 for no limit.
-        make: plans one call with so many bytes of the budget set aside, which are counted as static memory of its step.
+        make: plans one call with that many bytes of the budget set aside, which are counted as static memory of its
+            step.
         in_force: plans of other steps of the model: calls of those may wait, too.
 
     Returns:
         What `make` was given, and the plan; its step's static memory then has what the other calls hold.
 
     Raises:
-        BudgetError: no plan of which so many calls fit.
+        BudgetError: no plan fits that number of calls.
     """
     alone = make(0)
     if calls == 1:
@@ -71,8 +73,9 @@ def plan_overlapping(
 def waiting_bytes(plan: Plan) -> int:
     """Bytes that a call has in use between its two passes while another one runs, its inputs included.
 
-    Until the loss is sent back its outputs wait, and from then on their gradients: beside them where the loop still
-    holds them, in their place where nobody does.
+    Until the loss is sent back its outputs wait, and from then on their gradients: in addition to them where the loop
+        still
+    holds them, in their place where nothing does.
     """
     graph = plan.graph
     at_loss = next(moment for moment in plan.timeline.moments if moment.phase == "loss")
@@ -95,19 +98,19 @@ def _with_the_most_aside(
     try:
         return budget_bytes, make(budget_bytes)
     except BudgetError as error:
-        least_bytes = (error.least_feasible_bytes or 0) - budget_bytes
+        least_bytes = (error.minimum_bytes or 0) - budget_bytes
     aside_bytes = budget_bytes - least_bytes
     plan = make(aside_bytes)
     others_bytes = bytes_of_others(plan)
     if others_bytes <= aside_bytes:
         return aside_bytes, plan
     enough_bytes = least_bytes + others_bytes
-    raise BudgetError(
-        f"no plan of {alone.graph.model or 'this model'} fits in {format_bytes(budget_bytes)} when {calls} calls come "
-        f"before a backward pass; one call needs {format_bytes(least_bytes)}, {calls} need "
-        f"{format_bytes(enough_bytes)} ({enough_bytes} bytes); give more bytes, or call backward() after each call",
-        budget_bytes=budget_bytes,
-        least_feasible_bytes=enough_bytes,
+    raise over_budget(
+        alone.graph.model,
+        enough_bytes,
+        budget_bytes,
+        instead="call backward() after each call",
+        details={"calls before a backward pass": calls, "minimum of one call": format_bytes(least_bytes)},
     )
 
 

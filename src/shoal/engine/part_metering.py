@@ -125,7 +125,7 @@ class PartMetering(Metering):
 
     def _goes_back(self, step: Metered, arguments: Sequence[Any]) -> Call | None:
         call = super()._goes_back(step, arguments)
-        # A part that saves its inputs alone is known by its place among the passes.
+        # A part that saves its inputs by itself is known by its place among the passes.
         return Call(None, True, {}, (), self.calls.number) if call is None and self._is_of_record else call
 
     def _goes_on(self) -> bool:

@@ -24,10 +24,10 @@ from shoal.core.joined_step import (
     with_held,
     with_measured,
 )
+from shoal.core.over_budget import over_budget
 from shoal.core.plan import Plan
 from shoal.core.residence import Residence
 from shoal.core.simulate import simulate
-from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
 from shoal.core.timeline import WAITS, Moment
 from shoal.core.validate_plan import check_own_plan
@@ -53,7 +53,8 @@ _Shares = tuple[Mapping[str, Residence], ...]
 
 
 def fits_easily(graph: StepGraph, in_use_bytes: int, budget_bytes: int) -> bool:
-    """Whether everything of a part can be kept beside what is in use, with room for parts that are not known yet."""
+    """Whether everything of a part can be kept in addition to what is in use, with room for parts that are not known
+    yet."""
     alone = _with_loss(graph, 0)
     return in_use_bytes + simulate(alone, {}).peak_bytes - graph.resident_bytes <= _ROOMY * budget_bytes
 
@@ -78,7 +79,7 @@ def first_share(
         who: what the part is called in an error.
 
     Raises:
-        BudgetError: the part does not fit beside what is in use.
+        BudgetError: the part does not fit in addition to what is in use.
     """
     if not keeps_little and fits_easily(graph, in_use_bytes, budget_bytes):
         return {}
@@ -92,7 +93,7 @@ def first_share(
     room_bytes = budget_bytes - in_use_bytes + graph.resident_bytes
     planner = counting_states(partial(joint, limits=limits), state_bytes(device))
     found: Mapping[str, Residence] | None = None
-    most_bytes, least_bytes = room_bytes, 0  # beside what it saves, while later parts run
+    most_bytes, least_bytes = room_bytes, 0  # in addition to what it saves, while later parts run
     aside_bytes = 0
     for _ in range(_ROUNDS):
         try:
@@ -100,12 +101,13 @@ def first_share(
             least_bytes = aside_bytes
         except BudgetError as error:
             if found is None:
-                needed_bytes = (error.least_feasible_bytes or room_bytes) + budget_bytes - room_bytes
-                raise BudgetError(
-                    f"no plan of {graph.model or 'this model'} fits in {format_bytes(budget_bytes)}: {who} "
-                    f"needs {format_bytes(needed_bytes)} ({needed_bytes} bytes) with what is in use when it runs, and "
-                    "others may need more; give more bytes",
-                    budget_bytes=budget_bytes,
+                needed_bytes = (error.minimum_bytes or room_bytes) + budget_bytes - room_bytes
+                raise over_budget(
+                    graph.model,
+                    needed_bytes,
+                    budget_bytes,
+                    is_minimum=False,
+                    details={"needed by": f"{who}, with what is in use when it runs; others may need more"},
                 ) from None
             most_bytes = aside_bytes
         aside_bytes = (least_bytes + most_bytes) // 2
@@ -114,7 +116,7 @@ def first_share(
 
 
 def least_bytes(graph: StepGraph, device: torch.device, in_use_bytes: int) -> int:
-    """The smallest budget in which a part runs before its whole step is planned, beside what is in use then."""
+    """The smallest budget in which a part runs before its whole step is planned, in addition to what is in use then."""
     alone = _with_loss(graph, 0)
     least = smallest_plan(alone, measure(device), 1, replace(DEFAULT, order=False))
     return _peak_bytes(alone, least.residences, device, in_use_bytes)
@@ -134,8 +136,9 @@ def no_graph(session: Session, broken: str) -> CaptureError:
     """
     if "sparse Tensor" in broken:  # so Dynamo words it
         return CaptureError(
-            f"{session.name or 'the model'} reads a sparse tensor in a function that PyTorch cannot compile; read it "
-            f"in a method with @torch.compiler.disable, or give budget=None\nit breaks at {broken}"
+            f"{session.name or 'the model'} reads a sparse tensor in compiled code; read it in a method with "
+            "@torch.compiler.disable, or use budget=None",
+            details={"graph break": broken},
         )
     way_out = f"it breaks at {broken}; take that line out of the model"
     if session.static.is_sharded:
@@ -150,7 +153,7 @@ def no_graph(session: Session, broken: str) -> CaptureError:
 
 
 def _with_loss(graph: StepGraph, workspace_bytes: int) -> StepGraph:
-    """While later parts run, what this one saved waits: it is to leave them so many bytes.
+    """While later parts run, what this one saved waits: it is to leave them that many bytes.
 
     Autograd lets the gradients of its results go to its backward pass.
     """
@@ -253,7 +256,7 @@ class MeasuredParts:
         return replace(grown(measured, largest) if varies else measured, static_bytes=0)
 
     def with_more_before(self, place: int, more_bytes: int) -> MeasuredParts:
-        """The same with so many bytes more in use, at its peak, in the eager interval before a pass."""
+        """The same with that many more bytes in use, at its peak, in the eager interval before a pass."""
         return replace(self, intervals=with_more_before(self.intervals, place, more_bytes))
 
     def _parts_as_metered(self) -> list[Part]:
@@ -348,13 +351,7 @@ def plan_parts(
                 break
             aim_bytes -= over_bytes
         else:
-            raise BudgetError(
-                f"no plan of {model or 'this model'} fits in {format_bytes(budget_bytes)} with its graphs apart; the "
-                f"best found needs {format_bytes(budget_bytes + over_bytes)} ({budget_bytes + over_bytes} bytes); give "
-                "that much",
-                budget_bytes=budget_bytes,
-                least_feasible_bytes=budget_bytes + over_bytes,
-            )
+            raise over_budget(model, budget_bytes + over_bytes, budget_bytes)
         return replace(
             plan, residences=residences, budget_bytes=budget_bytes, lower_bound_seconds=first.lower_bound_seconds
         )
@@ -380,7 +377,7 @@ class KnownStep:
     fixed: bool
 
     def plan(self, session: Session, learnt_bytes: int, held_bytes: int) -> PartedStep:
-        """Its plan, with so many bytes set aside, and what the training loop holds of the step before.
+        """Its plan, with that many bytes set aside, and what the training loop holds of the step before.
 
         Raises:
             BudgetError: no plan fits.

@@ -77,7 +77,7 @@ class PartRun:
         same, fresh: as of `Part`.
         added: gradients of parameters that another run has made a gradient of before.
         gathered: as of `Part`.
-        tangents: those that its backward pass was given, beside their storages.
+        tangents: those that its backward pass was given, in addition to their storages.
         held_tangents, held_results: as of `Part`.
         results: what its forward pass has handed to its caller.
     """
@@ -140,7 +140,7 @@ class Record:
 
     @property
     def eager_argument_bytes(self) -> int:
-        """Of arguments that no part was given: eager code alone reads them, as a detector's transform its images."""
+        """Of arguments that no part was given: only eager code reads them, as a detector's transform its images."""
         return sum({held.key: held.nbytes for held in self.arguments if held.key not in self._given}.values())
 
     def of_last_call(self) -> list[int]:

@@ -33,7 +33,7 @@ from shoal.engine.once_differentiable import once_differentiable
 from shoal.engine.part_planning import fits_easily
 from shoal.engine.part_record import Ports
 from shoal.engine.session import Session
-from shoal.engine.step_planning import Form
+from shoal.engine.step_planning import CompiledVariant
 from shoal.errors import BudgetError
 from shoal.lowlevel.constant_numbers import as_constants, constant_numbers, is_number
 from shoal.memory.limit import no_memory_limit
@@ -91,7 +91,7 @@ class PartStep(PlannedStep):
     """One part at one place, as AOTAutograd compiles it.
 
     Attributes:
-        trains: whether it has a backward pass; the rest is there only then.
+        trains: whether it has a backward pass; the rest exists only then.
         graph: its own step, with costs.
         ports: what its graphs are given and return.
         share: the residences under which it runs.
@@ -111,10 +111,10 @@ class PartStep(PlannedStep):
         self.share: Mapping[str, Residence] = {}
         self.checkpoints = 0
 
-    def _in_its_form(self, captured: Captured) -> tuple[Form, Captured]:
+    def _in_its_form(self, captured: Captured) -> tuple[CompiledVariant, Captured]:
         """Shrunk wherever there is a budget: how little room there is for a part is known when all have run."""
         smaller = shrunk(captured) if self.session.status.budget_bytes else None
-        form = Form(Variant(shrunk=smaller is not None))
+        form = CompiledVariant(Variant(shrunk=smaller is not None))
         return form, in_form(self.session, smaller or captured, WHOLE)
 
     @property
@@ -195,7 +195,7 @@ class PartSequence(ABC):
         """Under which residences a part runs before the step is planned.
 
         Raises:
-            BudgetError: there is no room for the part beside what is in use.
+            BudgetError: there is no room for the part in addition to what is in use.
         """
 
     @abstractmethod
@@ -259,7 +259,7 @@ class PartSequence(ABC):
     def plan_less_far(self, refused: BudgetError) -> bool:
         """Plan for sizes that are nearer to those seen, or for each by itself; False where that is done already."""
         budget_bytes = self.session.status.budget_bytes or 1
-        needed_share = max(1.0, (refused.least_feasible_bytes or budget_bytes) / budget_bytes)
+        needed_share = max(1.0, (refused.minimum_bytes or budget_bytes) / budget_bytes)
         if all(seen.fixed for seen in self._sizes.values()):
             return False
         for seen in self._sizes.values():

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.capture.graph_breaks import capturing_parts
 from shoal.capture.varying_sizes import SizesSeen
+from shoal.core.over_budget import over_budget
 from shoal.core.progress import doing, preparing
 from shoal.core.residence import Residence
 from shoal.core.sizes import format_bytes
@@ -32,7 +33,7 @@ from shoal.engine.metering import Window
 from shoal.engine.part_metering import PartMetering
 from shoal.engine.part_planning import KnownStep, MeasuredParts, PartedStep, first_share, no_graph
 from shoal.engine.part_sequence import Node, PartSequence, PartStep, described
-from shoal.engine.refusal_hints import with_aside
+from shoal.engine.refusal_hints import with_reserve
 from shoal.engine.repair import aside_when_out
 from shoal.engine.search.without_effect import A_MODEL, in_several_graphs
 from shoal.engine.session import Session
@@ -84,7 +85,7 @@ class PartedSteps(PartSequence):
         Args:
             model: the network. It is not kept: Dynamo keeps this object for good.
             captured: the model's calls as Dynamo knows them, filled in here and kept by who keeps the model.
-            kind: what decides, beside shapes, over how the step is captured.
+            kind: what decides, other than shapes, over how the step is captured.
             args, kwargs: the call's.
 
         Raises:
@@ -152,7 +153,7 @@ class PartedSteps(PartSequence):
         if is_new_shape or not first or any(step is None or step.steps_to_meter for step in first):
             metering.begin_call(next((p.device for p in model.parameters()), torch.device("cpu")))
         try:
-            compiled, why = self.compiled, "its graphs are compiled anew" if status.preparations else ""
+            compiled, why = self.compiled, "its graphs are compiled again" if status.preparations else ""
             with preparing(self.session.name, why=why, record=status.prepared):
                 outputs = run(*args, **kwargs)
             if self.compiled > compiled:
@@ -191,7 +192,7 @@ class PartedSteps(PartSequence):
             self.sizes_vary = self._keeps_little = self._has_other_sizes = seen.wander = True
 
     def forget(self) -> None:
-        """Capture and plan anew from the next step on."""
+        """Capture and plan again from the next step on."""
         for seen in self._sizes.values() if self._has_other_sizes else ():
             seen.forget_captured()
         self._begin.clear()
@@ -230,11 +231,12 @@ class PartedSteps(PartSequence):
             return
         name, predicted = session.name or "model", [step.plan.predicted_peak_bytes for step in self._planned.values()]
         if between and not predicted and self._keeps_little and used_bytes > budget_bytes:
-            self._refused = BudgetError(
-                f"no plan of {name} fits in {format_bytes(budget_bytes)}: what runs between its graphs, as the loss, "
-                f"needs at least {format_bytes(used_bytes)} ({used_bytes} bytes) with as little kept as can be; give "
-                "more bytes",
-                budget_bytes=budget_bytes,
+            self._refused = over_budget(
+                name,
+                used_bytes,
+                budget_bytes,
+                is_minimum=False,
+                details={"needed by": "eager code between its graphs, such as the loss, with the minimum kept"},
             )
             return
         learnt = between and self._eager_takes_more(used_bytes, budget_bytes)
@@ -343,18 +345,13 @@ class PartedSteps(PartSequence):
     def _keep_as_it_ran(self, nodes: tuple[Node, ...], peak_bytes: int) -> None:
         """A step whose parts cannot be planned together: what it took is refused or stays."""
         budget_bytes = self.session.status.budget_bytes
-        reason = (
-            f"the graphs of {self.session.name or 'the model'} do not all run forward before they run backward, so "
-            f"they cannot be planned as one step; this one took {format_bytes(peak_bytes)} ({peak_bytes} bytes)"
-        )
+        name = self.session.name or "the model"
+        reason = f"the graphs of {name} do not all run forward before they run backward, so they are not one step"
         if budget_bytes is not None and peak_bytes > budget_bytes:
-            self._refused = BudgetError(
-                f"{reason} where the budget is {format_bytes(budget_bytes)}; give that much, or call backward() after "
-                "the forward pass",
-                budget_bytes=budget_bytes,
-            )
+            call = "call backward() after the forward pass"
+            self._refused = over_budget(name, peak_bytes, budget_bytes, instead=call, details={"not planned": reason})
             return
-        log.warning("%s; its graphs keep what they kept in it", reason)
+        log.warning("%s; it took %s, and its graphs keep what they kept in it", reason, format_bytes(peak_bytes))
         for node in nodes:
             node.share = node.step.share if node.step is not None else {}
 
@@ -376,15 +373,15 @@ class PartedSteps(PartSequence):
                     self._branches = self._keeps_little = True
                     self.forget()
                 elif any(known.parts.sizes) and self.plan_less_far(error):
-                    log.info("%s: %s; planning for sizes nearer to those seen", session.name, error)
+                    log.info("%s: %s; planning for sizes nearer to those seen", session.name, error.message)
                     self.forget()
                 else:
-                    self._refused = with_aside(error, self._learnt_bytes)
+                    self._refused = with_reserve(error, self._learnt_bytes)
                 break
             for node, share in zip(nodes, planned.shares, strict=True):
                 node.share = share
                 if node.step is not None and node.step.share != share:
-                    node.run = None  # it is compiled anew when it runs next
+                    node.run = None  # it is compiled again when it runs next
                 elif node.step is not None:
                     node.step.steps_to_meter = STEPS_TO_METER
         session.status.plans = tuple(planned.plan for planned in self._planned.values())

@@ -27,7 +27,7 @@ from shoal.engine.status import Status
 from shoal.lowlevel import cuda_allocator, torch_state
 from shoal.lowlevel.torch_versions import CAN_RECORD_ALLOCATIONS
 from shoal.memory.layout.caching_allocator import LARGEST_SMALL_BYTES, CachingAllocator
-from shoal.memory.layout.fillers import Filled, Step
+from shoal.memory.layout.fillers import Filled, RecordedStep
 from shoal.memory.layout.steering import Event, Program, carried_out
 from shoal.memory.trimmed_segments import trimmed_segments
 
@@ -40,7 +40,7 @@ _MORE = 0.015  # of a peak: what may be filled above it, or reserved beyond what
 _RESERVED = 1.1  # of a budget, before blocks are placed: fillers take bytes too, and are for a step that reserves more
 _WORTH = 0.97  # of what is reserved anyway
 _SPARE = 0.01  # of a budget: what plans leave to fill holes with at their peaks
-_FILLS = "fills a hole"  # stands beside a filler in the record
+_FILLS = "fills a hole"  # marks a filler in the record
 
 Run = Callable[[list[Any]], Any]
 
@@ -114,7 +114,7 @@ class Placement:
     def before(self, part: str) -> Callable[[fx.Node], None]:
         """What is to be called before each node of a graph that runs node by node: for the record, and to fill holes.
 
-        What happens while gradients are with their hooks is beside the graph.
+        What happens while gradients are with their hooks is outside the graph.
         """
         is_backward = part.startswith("backward")
 
@@ -150,7 +150,7 @@ class Placement:
                 self._is_open = False
                 self._filled = None
                 held_bytes = torch_state.reserved_bytes(self._device)
-                self._place(Step(recorded, trimmed_segments(self._device)))
+                self._place(RecordedStep(recorded, trimmed_segments(self._device)))
                 self._status.predicted_reserved_bytes = max(self._expected_bytes, held_bytes)  # as this step begins
                 return
             else:
@@ -211,7 +211,7 @@ class Placement:
             self._fill_between_gradients(budget_bytes)
 
     def _fill_between_gradients(self, budget_bytes: int) -> None:
-        """Fill holes until the optimizer has stepped, so that its state lies behind the gradients, not between them.
+        """Fill holes until the optimizer has stepped, so that its state lies after the gradients, not between them.
 
         Gradients are freed again, and then one large hole is where they were. Holes of segments from before stay free.
         """
@@ -228,7 +228,7 @@ class Placement:
         self._filled, budget_bytes = None, self._status.budget_bytes
         if budget_bytes is None or self._status.budget_of == "reserved":  # the allocator has that for its limit
             return
-        step = Step(self._first_run, trimmed_segments(self._device))
+        step = RecordedStep(self._first_run, trimmed_segments(self._device))
         natural = step.as_it_is()
         if natural.reserved_bytes <= _RESERVED * budget_bytes:
             return
@@ -247,7 +247,7 @@ class Placement:
         )
         return natural.allocated_bytes + more_bytes
 
-    def _place(self, step: Step) -> None:
+    def _place(self, step: RecordedStep) -> None:
         natural = step.as_it_is()
         if natural.reserved_bytes <= (self._status.budget_bytes or 0):  # fillers take the host 2 to 30 us an op
             self._expects(natural.reserved_bytes)

@@ -43,8 +43,8 @@ def plan(
     """Plan one training step without taking it.
 
     Nothing of the model is run: it and `example` may live on the "meta" device, where a network of any size takes no
-    memory. The step alone is counted; under `shoal.compile`, what the training loop holds besides counts too: at least
-    512 bytes for the loss and other small tensors, and the outputs of the step before where they are still held.
+    memory. The step by itself is counted; under `shoal.compile`, what the training loop holds besides counts too: at
+    least 512 bytes for the loss and other small tensors, and the outputs of the step before where they are still held.
 
     Args:
         model: the network; it is planned as if in training mode and left as it is.
@@ -54,7 +54,7 @@ def plan(
             `shoal.compile`, of the memory of `hardware` where that is given. None: SHOAL_BUDGET of the environment;
             where that is not set, everything is kept.
         hardware: a preset's name ("p100-nvlink", see `shoal hardware`) or a `Hardware`: times come from its rates
-            (roofline), and kernels that are for the CPU alone are left out. None: the ops are profiled on this machine.
+            (roofline), and kernels that are only for the CPU are left out. None: the ops are profiled on this machine.
         optimizer: the optimizer whose state counts, or its name, as for `shoal.compile`.
         allow: as for `shoal.compile`.
         offload_to: as for `shoal.compile`; "auto" allows host memory if `hardware` is given or the model is on CUDA.
@@ -143,4 +143,5 @@ def _captured(pricing: Pricing, example: Example, read: Callable[[fx.GraphModule
         return in_dynamo(pricing.model, example, read, name=pricing.name)
     except InputRefused as refused:
         would_do = sizes_that_would_do(pricing.model, example)
-        raise CaptureError(f"{refused}; {would_do}" if would_do else str(refused)) from None
+        hint = f"; {would_do}" if would_do else ""
+        raise CaptureError(refused.message + hint, details=refused.details) from None

@@ -113,7 +113,7 @@ def _recall(digest: str, planner: str, graph: StepGraph, hardware: Hardware, bud
         check_plan(run, residences, budget_bytes)
         os.utime(path)
     except (OSError, InputError, PlanError) as error:
-        log.debug("ignored the cached plan %s (%s); planning anew", digest, error)
+        log.debug("ignored the cached plan %s (%s); planning again", digest, error)
         return None
     seconds = time.perf_counter() - started
     log.debug("%s: found its plan in the cache, checked in %.2f s", graph.model or "model", seconds)

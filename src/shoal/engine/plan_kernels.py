@@ -33,9 +33,9 @@ def check_kernels(plan: Plan, device_type: str) -> None:
             what, remedy = "this installation lacks", "install Shoal with them"
         used = " and ".join(map(repr, plan.kernel_means))
         raise PlanError(
-            f"the plan was made with {used} by {kind} kernels, which {what} on {device_type}; {remedy}, or plan it anew"
+            f"the plan was made with {used} by {kind} kernels, which {what} on {device_type}; {remedy} or plan again"
         )
     if plan.n_regions and (reason := missing_compiler(device_type)):
         raise PlanError(
-            f"the plan was made with {plan.n_regions} compiled regions (kernels='compiled'), and {reason}; plan it anew"
+            f"the plan was made with {plan.n_regions} compiled regions (kernels='compiled'), and {reason}; plan again"
         )

@@ -170,7 +170,7 @@ class PlansByBatch:
         try:
             known = {n: self._forms_at(n) for n in (below, above, beyond)}
             return _ScaledForms(batch, known, _CapturedForms(self._pricing, self._example(batch)))
-        except Exception as error:  # of the model or of `make_example`, at a batch that nobody asked for
+        except Exception as error:  # of the model or of `make_example`, at a batch that the user did not ask for
             raise NotLinear from error
 
     def _forms_at(self, batch: int) -> _CapturedForms:

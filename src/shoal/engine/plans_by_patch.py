@@ -99,7 +99,7 @@ def patch_of(what: str, sizes: object, dims: int = 0) -> Patch:
         dims: how many there have to be; 0 for any number.
 
     Raises:
-        InputError: they are not so many positive ints.
+        InputError: they are not that number of positive ints.
     """
     right = isinstance(sizes, Sequence) and not isinstance(sizes, str) and all(map(_is_positive, sizes))
     if not right or not sizes or (dims and len(sizes) != dims):  # type: ignore[arg-type]

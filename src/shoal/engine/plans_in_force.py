@@ -41,7 +41,7 @@ class PlansInForce:
         return any(step.steps_to_meter for step in self._steps)
 
     def count(self, more_bytes: int) -> None:
-        """Count so many bytes more in use all step, from `adapt` on."""
+        """Count that many more bytes in use all step, from `adapt` on."""
         for step in self._steps:
             step.basis = step.basis and step.basis.with_static(more_bytes)
 

@@ -176,7 +176,7 @@ class Pricing:
 
     @property
     def is_of_counts(self) -> bool:
-        """Whether what a step costs, and its plan, follow from its counts alone, so that no op of it is needed."""
+        """Whether what a step costs, and its plan, follow only from its counts, so that no op of it is needed."""
         return self.target is not None and self.options.lossy is None and self.options.kernels != "compiled"
 
     @property

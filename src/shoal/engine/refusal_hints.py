@@ -1,4 +1,4 @@
-"""What a refused budget's error says besides: what of the training loop could change, so that a plan fits."""
+"""Details of a BudgetError that only the training loop knows: what of it could change to make a plan fit."""
 
 from __future__ import annotations
 
@@ -12,49 +12,49 @@ def with_hint(error: BudgetError, static: StaticMemory, state_bytes: int) -> Bud
 
     Args:
         error: what the planner raised.
-        static: what is in use beside the step.
+        static: memory in use outside the step.
         state_bytes: the optimizer's state, as counted.
     """
     if gradient_bytes := static.gradient_bytes():
-        return error.with_hint(
-            f"gradients of an earlier step take {format_bytes(gradient_bytes)}: call optimizer.zero_grad() "
-            "before the forward pass unless you accumulate them"
+        return error.with_detail(
+            "gradients of an earlier step",
+            f"{format_bytes(gradient_bytes)}; call optimizer.zero_grad() before the forward pass unless you accumulate",
         )
     if state_bytes:
-        return error.with_hint(f"the optimizer's state takes {format_bytes(state_bytes)}")
+        return error.with_detail("optimizer state", format_bytes(state_bytes))
     if not static.has_optimizer:
-        return error.with_hint("the optimizer's state is not counted yet: declare it with optimizer=")
+        return error.with_detail("optimizer state", "not counted yet; declare it with optimizer=")
     return error
 
 
-def with_hope(refused: BudgetError, in_hope: BudgetError) -> BudgetError:
-    """The error with what is enough in a loop that holds least, where that is less.
+def with_optimistic(refused: BudgetError, optimistic: BudgetError) -> BudgetError:
+    """The error with what is enough for a loop that holds the minimum, if that is less.
 
     Args:
         refused: of the loop as far as it is known.
-        in_hope: of the loop that holds least.
+        optimistic: of the loop that holds the minimum.
 
-    >>> refused, in_hope = BudgetError("no", least_feasible_bytes=2048), BudgetError("no", least_feasible_bytes=1024)
-    >>> str(with_hope(refused, in_hope))[:22], str(with_hope(in_hope, refused))
-    ('no; 1.000 KiB are enou', 'no')
+    >>> refused, optimistic = BudgetError("no", minimum_bytes=2048), BudgetError("no", minimum_bytes=1024)
+    >>> with_optimistic(refused, optimistic).details, with_optimistic(optimistic, refused).details
+    ({'minimum if the loss frees the outputs': '1.000 KiB, as in criterion(model(x), y).backward()'}, {})
     """
-    least_bytes = in_hope.least_feasible_bytes or 0
-    if not 0 < least_bytes < (refused.least_feasible_bytes or 0):
+    minimum_bytes = optimistic.minimum_bytes or 0
+    if not 0 < minimum_bytes < (refused.minimum_bytes or 0):
         return refused
-    return refused.with_hint(
-        f"{format_bytes(least_bytes)} are enough where nothing holds the model's outputs once the loss is known, as in "
-        "criterion(model(x), y).backward()"
+    return refused.with_detail(
+        "minimum if the loss frees the outputs",
+        f"{format_bytes(minimum_bytes)}, as in criterion(model(x), y).backward()",
     )
 
 
-def with_aside(error: BudgetError, aside_bytes: int) -> BudgetError:
-    """The error with what is set aside of the budget, which counts in what a plan needs.
+def with_reserve(error: BudgetError, reserve_bytes: int) -> BudgetError:
+    """The error with the part of the budget that is reserved, which counts in what a plan needs.
 
-    >>> str(with_aside(BudgetError("no"), 2048))[:19], str(with_aside(BudgetError("no"), 0))
-    ('no; 2.000 KiB of it', 'no')
+    >>> with_reserve(BudgetError("no"), 2048).details
+    {'reserve': '2.000 KiB; a step took more than was planned, or ran out of memory'}
     """
-    if not aside_bytes:
+    if not reserve_bytes:
         return error
-    return error.with_hint(
-        f"{format_bytes(aside_bytes)} of it are set aside: a step took more than was planned, or ran out of memory"
+    return error.with_detail(
+        "reserve", f"{format_bytes(reserve_bytes)}; a step took more than was planned, or ran out of memory"
     )

@@ -35,7 +35,7 @@ def within_reserved(
 
     Args:
         made: a plan that has no more in use than that.
-        again: makes one with so many bytes set aside.
+        again: makes one with that many bytes set aside.
         look: what the allocator reserves for a plan.
         budget_bytes: that may be reserved.
 
@@ -51,13 +51,13 @@ def within_reserved(
         try:
             made = without_aside(again(aside_bytes), aside_bytes)
         except BudgetError as error:
-            raise error.with_hint(
-                f"{format_bytes(aside_bytes)} of it are left to the allocator, which reserves more than is in use"
-            ) from None
+            left = f"{format_bytes(aside_bytes)} of the budget; the allocator reserves more than is in use"
+            raise error.with_detail("left to the allocator", left) from None
         found = look(made.plan)
     raise BudgetError(
-        f"no plan was found for which the allocator reserves no more than {format_bytes(budget_bytes)}; the last has "
-        f"{format_bytes(made.plan.predicted_peak_bytes)} in use at its peak: give more, or budget_of='allocated'",
+        f"for every plan tried the allocator reserves more than the budget of {format_bytes(budget_bytes)}; use a "
+        "larger budget, or budget_of='allocated'",
+        details={"in use at the peak of the last": format_bytes(made.plan.predicted_peak_bytes)},
         budget_bytes=budget_bytes,
     )
 
@@ -142,7 +142,7 @@ def grow_segments(device: torch.device, options: CompileOptions) -> bool | None:
 
 
 def _blocks(sizes: Sequence[int], nbytes: int) -> list[int]:
-    """Blocks of so many bytes in all, as of copies of all parameters, the last ones of what is left."""
+    """Blocks of that many bytes in all, as of copies of all parameters, the last ones of what is left."""
     blocks: list[int] = []
     while nbytes > 0 and sizes:
         for size in sizes:

@@ -34,12 +34,12 @@ from shoal.engine.optimizer_steps import watch
 from shoal.engine.placement import Placement, spare_bytes
 from shoal.engine.plan_kernels import kernels_of
 from shoal.engine.plans_in_force import PlansInForce
-from shoal.engine.refusal_hints import with_aside, with_hint, with_hope
+from shoal.engine.refusal_hints import with_hint, with_optimistic, with_reserve
 from shoal.engine.repair import SetAside, exceeded, highest_predicted
 from shoal.engine.reserved_budget import limit_for, look_beside, within_reserved
 from shoal.engine.search.encoding import IF_FASTER, Encoding
 from shoal.engine.status import Status
-from shoal.engine.step_planning import WHOLE_FORM, Form, Planned, StepPlanning
+from shoal.engine.step_planning import WHOLE_FORM, CompiledVariant, Planned, StepPlanning
 from shoal.engine.traced_layouts import TracedLayouts
 from shoal.errors import BudgetError
 from shoal.memory.limit import limit_reserved
@@ -50,7 +50,7 @@ from shoal.offload.transfers import Transfers
 
 log = logging.getLogger("shoal")
 
-_ROOM = 0.05  # of the budget: what a plan leaves free, once the loop is known, for it to be made anew
+_ROOM = 0.05  # of the budget: what a plan leaves free, once the loop is known, for it to be made again
 _SLOWER = 0.01  # of the plain step: what it must add for that
 
 
@@ -70,11 +70,11 @@ class Session:
     Attributes:
         status: `model.shoal`.
         options: what the model was compiled with.
-        static: static memory beside the steps: the model and its optimizers, as far as they are known.
+        static: static memory outside the steps: the model and its optimizers, as far as they are known.
         name: the model's name for tables and errors.
         ready_plan: a plan to use as it is instead of planning.
-        offloading: where saved storages may wait; None: on the device alone.
-        on_repair: called when the plans in force exceed the budget; must make the next step be planned anew. None: the
+        offloading: where saved storages may wait; None: only on the device.
+        on_repair: called when the plans in force exceed the budget; must make the next step be planned again. None: the
             plans cannot be changed.
         loop: the memory that the training loop holds, as far as it is known.
         sizes: those of the inputs that the model was called with.
@@ -128,7 +128,7 @@ class Session:
         return self.name or "model"
 
     def before_call(self) -> bool:
-        """Before a training step: count what the loop holds by now, and plan anew where that exceeds the budget.
+        """Before a training step: count what the loop holds by now, and plan again where that exceeds the budget.
 
         Returns:
             Whether the step accumulates onto gradients that are there.
@@ -198,7 +198,7 @@ class Session:
             self._count(more_bytes)
 
     def _count(self, more_bytes: int) -> None:
-        """Count so many bytes more in use all step; plan anew where the budget is exceeded with them."""
+        """Count that many more bytes in use all step; plan again where the budget is exceeded with them."""
         self._in_force.count(more_bytes)
         self._adapt(self.loop)
 
@@ -207,10 +207,10 @@ class Session:
         memory_warnings.optimizer_step_is_over(self._said_name, self.static, self.status.budget_bytes)
 
     def _adapt(self, loop: LoopMemory) -> None:
-        """Count this in the plans in force; plan anew where one exceeds the budget."""
+        """Count this in the plans in force; plan again where one exceeds the budget."""
         self.loop = loop
         if self._in_force.adapt(loop):
-            log.info("%s: the loop holds more than was planned with; planning anew", self._said_name)
+            log.info("%s: the loop holds more than was planned with; planning again", self._said_name)
             self._plan_anew()
 
     def has_new_plans(self) -> bool:
@@ -239,7 +239,7 @@ class Session:
         self._plan_anew()
 
     def _plan_anew(self) -> None:
-        """Let every step be planned anew from the next call on."""
+        """Let every step be planned again from the next call on."""
         if self.on_repair is None:
             return
         self._in_force.end()
@@ -260,7 +260,7 @@ class Session:
         return best_case(self.loop, planning.outputs) if self._may_hope else self.loop
 
     def planning(self, captured: Captured, device: torch.device, aside_bytes: int = 0) -> StepPlanning:
-        """The step, profiled here and ready to be planned, with so many bytes more set aside."""
+        """The step, profiled here and ready to be planned, with that many more bytes set aside."""
         self.state_bytes = self.static.state_bytes()
         return StepPlanning(
             captured,
@@ -302,9 +302,11 @@ class Session:
             else:
                 log.info("%s: fits if the loop holds less than it may; the first step is metered", self.name)
                 return made, hoped
-        raise with_hope(error, least) from None
+        raise with_optimistic(error, least) from None
 
-    def make_plan(self, captured: Captured, device: torch.device, step: Metered, form: Form = WHOLE_FORM) -> Captured:
+    def make_plan(
+        self, captured: Captured, device: torch.device, step: Metered, form: CompiledVariant = WHOLE_FORM
+    ) -> Captured:
         """Profile the step's ops here, then plan it inside the budget; `step` gets the plan and what it was made for.
 
         Args:
@@ -384,7 +386,7 @@ class Session:
 
     def _hinted(self, refused: BudgetError, planning: StepPlanning) -> BudgetError:
         error = with_hint(refused, self.static, self.state_bytes)
-        return with_aside(error, self._aside.of(planning.fingerprint))
+        return with_reserve(error, self._aside.of(planning.fingerprint))
 
     def _bytes_beside(self, graph: StepGraph) -> int:
         return self.static.bytes_beside(graph) + self._aside.of(graph.fingerprint)
@@ -399,7 +401,7 @@ class Session:
         return as_launched(captured, self.options, self.ready_plan)
 
     def in_traced_layouts(self, captured: Captured) -> Captured:
-        """The step with copies behind the ops whose results were not laid out as traced; see `learn_layouts`."""
+        """The step with copies after the ops whose results were not laid out as traced; see `learn_layouts`."""
         return self._layouts.restored(captured)
 
     def learn_layouts(self, fingerprint: str, departures: Mapping[str, Departure]) -> None:
@@ -516,7 +518,7 @@ class Session:
         elif before_bytes - after_bytes > _ROOM * budget_bytes and self._would_gain():
             self._improved = True
             freed = format_bytes(before_bytes - after_bytes)
-            log.info("%s: the loop leaves %s that were planned for; planning anew to use them", self.name, freed)
+            log.info("%s: the loop leaves %s that were planned for; planning again to use them", self.name, freed)
             self._plan_anew()
 
     def _would_gain(self) -> bool:

@@ -1,4 +1,4 @@
-"""How a model is set up, beside the values of its tensors: a first call may change that, and no later one."""
+"""How a model is set up, other than the values of its tensors: a first call may change that, and no later one."""
 
 from __future__ import annotations
 

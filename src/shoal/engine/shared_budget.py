@@ -24,8 +24,9 @@ from shoal.capture.dynamo import (
     plain_call,
     settings,
 )
+from shoal.core.over_budget import over_budget
 from shoal.core.sizes import format_bytes
-from shoal.engine.budget_table import Standing, table
+from shoal.engine.budget_table import PersistentMemory, table
 from shoal.engine.compile_options import CompileOptions
 from shoal.engine.model_call import ModelCall, raise_as_plain, reject_function_transforms
 from shoal.engine.options import Options
@@ -33,7 +34,7 @@ from shoal.engine.search.without_effect import A_TURN, in_several_graphs
 from shoal.engine.session import Session
 from shoal.engine.status import Status
 from shoal.engine.turns import TurnSteps
-from shoal.errors import BudgetError, InputError, brief
+from shoal.errors import InputError, brief
 from shoal.lowlevel.torch_state import active_ddp_module, in_trace, is_exporting
 from shoal.memory.budget import budget_bytes
 from shoal.memory.optimizer_state import Declared, reject_copy
@@ -47,15 +48,14 @@ _ALONE = "has a budget of its own: give shoal.compile(model, budget=) bytes for 
 
 
 class Budget:
-    """Device bytes that several models train in together: a GAN's two, a teacher and a student, encoders of one loss.
+    """Device bytes in which several models train together: a GAN's two, a teacher and a student, two encoders.
 
-    It replaces dividing a device's memory between models by trial. Give it to `shoal.compile` of each model, and train
-    as always. What runs from one moment at which nothing is outstanding to the next is one turn, whichever models are
-    called in it. The first time, each graph keeps as little as it can and is metered; when such a turn begins again,
-    all its graphs are planned as one step, with what the other models, the loop and the optimizers hold by then.
+    Give it to `shoal.compile` of each model, and train as usual. In the first iteration every graph keeps the minimum
+    and is measured; from the second on, all graphs of an iteration are planned as one step inside the budget.
 
-    A copy of a model that is not trained, such as a moving average of weights or a teacher, counts where it is compiled
-    with the budget too; called in eval mode or under `torch.no_grad()` it runs as it would without Shoal.
+    An iteration is all forward and backward calls between two points with no pending backward, of any of the models.
+    Models that are not trained, such as a teacher or a moving average of weights, count if they are compiled with the
+    budget too; in eval mode or under `torch.no_grad()` they run as without Shoal.
 
     Args:
         budget: as for `shoal.compile`: an int of bytes, a text such as "8GiB", "auto", or "80%" of the device's memory.
@@ -95,31 +95,31 @@ class Budget:
 
     @property
     def models(self) -> Mapping[str, nn.Module]:
-        """The models that are there, by name."""
+        """The models, by name."""
         return dict(self._models)
 
     @property
     def status(self) -> Status | None:
-        """What `model.shoal` is of each of them: the plans of all turns; None before the first model."""
+        """`model.shoal` of each of them: the plans of all iterations; None before the first model."""
         return None if self._steps is None else self._steps.session.status
 
     @property
     def peak_bytes(self) -> int | None:
-        """The highest measured use over all models, of the plans in force; None before a backward pass."""
+        """The highest measured use over all models, of the active plans; None before a backward pass."""
         return None if self.status is None else self.status.measured_peak_bytes
 
     @property
     def predicted_peak_bytes(self) -> int | None:
-        """The highest predicted peak of all turns; None before a turn is planned, as it begins the second time."""
+        """The highest predicted peak of all iterations; None before the second iteration."""
         turns = [] if self._steps is None else self._steps.known.values()
         return max((turn.predicted_bytes for turn in turns if turn.planned is not None), default=None)
 
     def metrics(self) -> dict[str, int | float]:
-        """`model.shoal.metrics()` over all models, and "shoal/NAME/standing_bytes" of each."""
+        """`model.shoal.metrics()` over all models, and "shoal/NAME/persistent_bytes" of each."""
         found = {} if self.status is None else self.status.metrics()
         if (predicted_bytes := self.predicted_peak_bytes) is not None:
             found["shoal/predicted_peak_bytes"] = predicted_bytes
-        return found | {f"shoal/{one.model}/standing_bytes": one.nbytes for one in self._standing()}
+        return found | {f"shoal/{one.model}/persistent_bytes": one.nbytes for one in self._persistent()}
 
     def add(
         self,
@@ -191,23 +191,29 @@ class Budget:
         state_bytes = static.state_bytes() + (self._steps.session.static.state_bytes() if self._steps else 0)
         floor_bytes = distinct_bytes(lasting) + state_bytes  # which parameters get a gradient is not known yet
         if floor_bytes > budget_bytes:
-            raise BudgetError(
-                f"budget {format_bytes(budget_bytes)} is less than {' and '.join(models)} need before any activation: "
-                f"{format_bytes(floor_bytes)} ({floor_bytes} bytes: parameters and buffers "
-                f"{format_bytes(distinct_bytes(lasting))}, optimizer state {format_bytes(state_bytes)}), and more to "
-                "train; give more bytes or smaller models",
-                budget_bytes=budget_bytes,
+            raise over_budget(
+                " and ".join(models),
+                floor_bytes,
+                budget_bytes,
+                is_minimum=False,
+                instead="smaller models",
+                details={
+                    "parameters and buffers": format_bytes(distinct_bytes(lasting)),
+                    "optimizer state": format_bytes(state_bytes),
+                    "gradients and activations": "not counted yet",
+                },
+                persistent_bytes=floor_bytes,
             )
 
     def _reject_another_process(self) -> None:
         if os.getpid() != self._process:
             raise InputError("a shoal.Budget counts the memory of the process that made it; make one in each process")
 
-    def _standing(self) -> list[Standing]:
-        return [] if self._steps is None else Standing.of(self._models, self._steps.session.static)
+    def _persistent(self) -> list[PersistentMemory]:
+        return [] if self._steps is None else PersistentMemory.of(self._models, self._steps.session.static)
 
     def __str__(self) -> str:
-        return table(self, self._standing(), [] if self._steps is None else list(self._steps.known.values()))
+        return table(self, self._persistent(), [] if self._steps is None else list(self._steps.known.values()))
 
     def __repr__(self) -> str:
         return f"shoal.Budget({self._asked!r})"

@@ -1,4 +1,4 @@
-"""What a forward pass changes beside what it returns, to begin it anew."""
+"""What a forward pass changes in addition to what it returns, to begin it again."""
 
 from __future__ import annotations
 

@@ -48,14 +48,14 @@ class Status:
         graph_bytes: what the CUDA graphs of a step keep of the device, once `cuda_graphs=True` has recorded them.
         expandable_segments: whether CUDA's allocator cuts its blocks to size; None on the CPU, and without a budget.
         planning_seconds: capture, profiling and planning of all plans, repairs included.
-        captures: how often the model was captured: for a shape, for all shapes up to one, or anew.
-        repairs: how often plans were made anew because a measured peak was over the budget.
+        captures: how often the model was captured: for a shape, for all shapes up to one, or again.
+        repairs: how often plans were made again because a measured peak was over the budget.
         encoded: by step, the storages that its plan encodes. They depend on times measured here; what an earlier run
             encoded, put here before the first step, is encoded again, so that the run continues with the same numbers.
         variants: by the shapes of the inputs, the form in which the step is computed; likewise.
         preparations: how each step was prepared, and why again, in order.
         has_new_plans: a weak reference to what tells whether the next step may be metered.
-        learn_refusals: one to what plans again where memory ran out, of which nobody else tells.
+        learn_refusals: one to what plans again where memory ran out, which nothing else reports.
     """
 
     budget_bytes: int | None
@@ -82,7 +82,7 @@ class Status:
         """None: a copy of the model trains without a plan, and so it has no status."""
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """None, as a copy: plans are made anew where a saved model is compiled."""
+        """None, as a copy: plans are made again where a saved model is compiled."""
         return type(None), ()
 
     def __repr__(self) -> str:
@@ -262,7 +262,7 @@ class Status:
     @property
     def plan(self) -> Plan | None:
         """The plan of the largest step so far; None before the first training step, and between two where plans are
-        made anew: `measured_peak_bytes` is None then, too."""
+        made again: `measured_peak_bytes` is None then, too."""
         return max(self.plans, key=lambda plan: plan.plain_peak_bytes, default=None)
 
     @property

@@ -55,7 +55,7 @@ class Planned:
 
 
 @dataclass(frozen=True)
-class Form:
+class CompiledVariant:
     """In which form a step is compiled.
 
     Attributes:
@@ -84,7 +84,7 @@ class Form:
         return replace(planned, captured=captured), loop
 
 
-WHOLE_FORM = Form()
+WHOLE_FORM = CompiledVariant()
 
 
 class StepPlanning:
@@ -95,8 +95,8 @@ class StepPlanning:
         device: where it runs.
         options: what its plan is to be.
         ready_plan: residences to take as they are; None to plan.
-        encoded: by step, what its plan encodes; filled in, and taken again where it is there.
-        offloading: where saved storages may wait; None: on the device alone.
+        encoded: by step, what its plan encodes; filled in, and taken again where it exists.
+        offloading: where saved storages may wait; None: only on the device.
         bytes_beside: bytes in use all step that are no storage of the profiled step.
         spare_bytes: of the budget, which a plan leaves free where there is one that can.
 
@@ -200,7 +200,7 @@ class StepPlanning:
         before = placed(self._costs_of(self._captured))
         if options.lossy is None or isinstance(encoding, EncodeNothing):
             return self._captured, planner(before, hardware, budget_bytes)
-        step = f"{before.fingerprint}, {before.static_bytes} bytes beside"
+        step = f"{before.fingerprint}, {before.static_bytes} bytes in addition"
         captured, made = choose_encoded(
             self._encoded_steps,
             budget_bytes,
@@ -286,8 +286,11 @@ def _adopt(
         theirs = [s.shape for s in plan.graph.storages if s.kind == "input"]
         ours = [s.shape for s in graph.storages if s.kind == "input"]
         raise PlanError(
-            f"the plan is for {plan.graph.model or 'another model'} with inputs {theirs} and {len(plan.graph.ops)} ops"
-            f"; this step is {graph.model or 'a model'} with inputs {ours} and {len(graph.ops)} ops; plan it anew"
+            f"the plan is for another step than that of {graph.model or 'this model'}; call shoal.plan again",
+            details={
+                "plan": f"{plan.graph.model or 'a model'}, inputs {theirs}, {len(plan.graph.ops)} ops",
+                "step": f"{graph.model or 'a model'}, inputs {ours}, {len(graph.ops)} ops",
+            },
         )
     ordered = in_order_of(graph, plan.graph) if plan.captured_order else graph
     check_order(graph, ordered)
@@ -300,7 +303,7 @@ def _adopt(
     )
     if budget_bytes is None and 0 < plan.budget_bytes < adopted.predicted_peak_bytes:
         log.warning(
-            "%s: the plan was made for %s, but takes %s here; give budget= to have it refused, or plan it anew",
+            "%s: the plan was made for %s, but takes %s here; give budget= to have it refused, or plan it again",
             graph.model or "model",
             format_bytes(plan.budget_bytes),
             format_bytes(adopted.predicted_peak_bytes),

@@ -1,6 +1,6 @@
 """Inputs whose class only adds to `torch.Tensor`, such as MONAI's MetaTensor: planned as plain tensors.
 
-Such a class lives in `__torch_function__`, above the dispatcher. Planned graphs know tensors alone. So a planned call
+Such a class lives in `__torch_function__`, above the dispatcher. Planned graphs know tensors only. So a planned call
 is one function to the class: its arguments are taken as plain tensors, and its results are handed to the class as those
 of any function of PyTorch are.
 """

@@ -1,4 +1,4 @@
-"""Ops whose results were not laid out as traced: which ones are known, and planned with a copy behind them."""
+"""Ops whose results were not laid out as traced: which ones are known, and planned with a copy after them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class TracedLayouts:
         self._departures: dict[str, dict[str, Departure]] = {}
 
     def restored(self, captured: Captured) -> Captured:
-        """The step with copies behind the ops whose results were not laid out as traced."""
+        """The step with copies after the ops whose results were not laid out as traced."""
         return with_copies(captured, self._departures.get(captured.graph.fingerprint, {}))
 
     def learn(
@@ -55,8 +55,8 @@ class TracedLayouts:
         known = self._departures.setdefault(fingerprint, {})
         if departures.keys() <= known.keys() or not can_plan_again:
             raise CaptureError(
-                f"{first}{others}, and the copy that puts it right cannot be planned here; use shoal.compile(model, "
-                "budget=...), or correct the fake kernel (torch.library.register_fake)"
+                f"{first}{others}; use shoal.compile(model, budget=...), which plans a copy, or correct the fake "
+                "kernel (torch.library.register_fake)"
             )
         known.update(departures)
         log.warning(

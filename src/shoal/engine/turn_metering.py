@@ -35,7 +35,7 @@ class Turn:
         late_bytes: of arguments of later calls, and of what code between the passes reads, such as targets, that were
             there before the meter ran.
         old_gradients: those that were there when it began, by the model's name.
-        record: which parts ran and what they handed to each other; None where nobody asks.
+        record: which parts ran and what they handed to each other; None if not needed.
         intervals: of the stretch before each pass, and of the pass.
         peak_bytes: most that was in use from the first pass to the last.
         results: of its calls.
@@ -225,7 +225,7 @@ class TurnMetering(Metering):
         self._give_up()
 
     def learn_refusals(self, *, between: bool = True) -> None:
-        """Learn whether memory ran out since a metered turn began; whoever has caught it tells nobody.
+        """Learn whether memory ran out since a metered turn began; whoever has caught it does not report it.
 
         Args:
             between: whether no graph of the turn runs.

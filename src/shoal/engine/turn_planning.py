@@ -219,8 +219,8 @@ def plan_turn(
         turn: as it was metered.
         options: what the plans are to be.
         models: whose part each is.
-        more_bytes: in use all turn, beside what was when it was metered.
-        held_bytes: of what is there when it begins, what is let go before its first backward pass.
+        more_bytes: in use all turn, in addition to what was when it was metered.
+        held_bytes: of what is in use when it begins, what is let go before its first backward pass.
         fixed: whether the parts keep the shares under which they were measured.
 
     Returns:

@@ -18,6 +18,7 @@ from torch import nn
 from shoal.capture.dynamo import plain_call
 from shoal.capture.graph_breaks import capturing_parts
 from shoal.capture.varying_sizes import SizesSeen
+from shoal.core.over_budget import over_budget
 from shoal.core.progress import doing, preparing
 from shoal.core.residence import Residence
 from shoal.core.sizes import format_bytes
@@ -81,7 +82,7 @@ class TurnSteps(PartSequence):
         Args:
             name: the model's.
             captured: its calls as Dynamo knows them, filled in here and kept by who keeps the model.
-            kind: what decides, beside shapes, over how it is captured.
+            kind: what decides, other than shapes, over how it is captured.
             args, kwargs: the call's.
 
         Raises:
@@ -117,7 +118,7 @@ class TurnSteps(PartSequence):
         return name not in self._used and any(p.grad is not None for p in self.models[name].parameters())
 
     def forget(self) -> None:
-        """Capture and plan anew from the next call on."""
+        """Capture and plan again from the next call on."""
         self._begin = self.node = Node()
         self._times_forgotten += 1
         self.known.clear()
@@ -126,7 +127,7 @@ class TurnSteps(PartSequence):
         self.session.status.plans = ()
 
     def meter_again(self) -> None:
-        """Meter every turn when it runs next: something else is there."""
+        """Meter every turn when it runs next: something else is in memory."""
         for known in self.known.values():
             known.to_meter = max(1, known.to_meter)
 
@@ -247,7 +248,7 @@ class TurnSteps(PartSequence):
         return known
 
     def _held_bytes(self, known: KnownTurn, turn: Turn) -> int:
-        """Of what is there now, what such a turn lets go before its first backward pass: old results and gradients."""
+        """Of what is in use now, what such a turn lets go before its first backward pass: old results and gradients."""
         held = [result for result in known.results if result.is_alive]
         for name in self._used.intersection(known.models) - known.stayed:
             held += [gradient for gradient in turn.old_gradients.get(name, ()) if gradient.is_alive]
@@ -268,7 +269,7 @@ class TurnSteps(PartSequence):
         for node, share in decided.items():
             node.share = share
             if node.step is not None and node.step.share != share:
-                node.run = None  # it is compiled anew when it runs next
+                node.run = None  # it is compiled again when it runs next
         status = session.status
         plans = [plan for known in self.known.values() if known.planned is not None for plan in known.planned.plans]
         new = [plan for plan in plans if all(plan is not before for before in status.plans)]
@@ -299,17 +300,14 @@ class TurnSteps(PartSequence):
     def _keep_as_it_ran(self, known: KnownTurn) -> list[Mapping[str, Residence]]:
         """The shares of a turn that cannot be planned as one: everything is kept where all of it fits in any case."""
         budget_bytes = self._budget_bytes
-        reason = (
-            f"a turn of {known.name} sends something back twice, or has backward passes between forward passes so that "
-            f"it is no step with steps inside; it cannot be planned as one, and took "
-            f"{format_bytes(known.predicted_bytes)} ({known.predicted_bytes} bytes) with as little kept as can be"
-        )
+        reason = "backward passes run twice, or between forward passes: the iteration is not planned as one step"
         if known.predicted_bytes > budget_bytes:
-            raise BudgetError(
-                f"{reason}, where the budget is {format_bytes(budget_bytes)}; give that much, or call backward() once "
-                "for each forward pass",
-                budget_bytes=budget_bytes,
-                least_feasible_bytes=known.predicted_bytes,
+            raise over_budget(
+                known.name,
+                known.predicted_bytes,
+                budget_bytes,
+                instead="call backward() once for each forward pass",
+                details={"not planned": reason},
             )
         known.as_it_ran = True
         shares: list[Mapping[str, Residence]] = []

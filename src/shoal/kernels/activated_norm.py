@@ -1,7 +1,7 @@
-"""A norm and the activation behind it, computed again in one sweep, with the bits that the two had by themselves.
+"""A norm and the activation after it, computed again in one sweep, with the bits that the two had by themselves.
 
-What a norm made is seldom saved: the activation behind it writes over it. Where the activation's result is recomputed,
-the norm's would be made for it alone, which reads and writes a large tensor once more. Here each piece of the input is
+What a norm made is seldom saved: the activation after it writes over it. Where the activation's result is recomputed,
+the norm's would be made only for it, which reads and writes a large tensor once more. Here each piece of the input is
 normalised and activated while it lies in L2, on CUDA in a register by one Triton kernel. On channels_last tensors, and
 where that kernel is missing or has other bits, the activation writes over the whole normalised tensor.
 """
@@ -16,7 +16,7 @@ import torch
 
 from shoal.errors import InputError
 from shoal.kernels import batch_norm, group_norm
-from shoal.lowlevel.dispatch import Implementation, Op, choose, register
+from shoal.lowlevel.dispatch import DispatchedOp, Implementation, choose, register
 from shoal.lowlevel.torch_internals import isolated
 from shoal.lowlevel.torch_state import on_device
 from shoal.lowlevel.triton_launch import TritonKernels
@@ -80,7 +80,7 @@ def _rows_of_lines(x: torch.Tensor, norm: Norm) -> tuple[torch.Tensor, torch.Ten
     return scale.expand(of_each).reshape(-1, 1), shift.expand(of_each).reshape(-1, 1)
 
 
-class _Triton:
+class _ActivatedNormTriton:
     """`activated_norm_triton_kernels`."""
 
     def applies(self, x: torch.Tensor) -> bool:
@@ -143,7 +143,7 @@ def _try_on(device: torch.device) -> None:
 TRITON_KERNELS = TritonKernels(
     "shoal.kernels.activated_norm_triton_kernels", "two sweeps by PyTorch's own kernels", InputError, _try_on
 )
-TRITON = _Triton()
-_OP: Op[Callable[..., torch.Tensor]] = register(
+TRITON = _ActivatedNormTriton()
+_OP: DispatchedOp[Callable[..., torch.Tensor]] = register(
     "activated_norm", _by_pytorch, Implementation("triton", TRITON, TRITON.applies)
 )

@@ -24,7 +24,7 @@ _LAST = -1
 Shape = tuple[int, ...]
 
 
-class Layout(NamedTuple):
+class AttentionLayout(NamedTuple):
     """How the batch of products is made up, and in which precisions it is computed.
 
     Attributes:
@@ -53,12 +53,12 @@ def forward(
     """softmax(q k + biases) v.
 
     Args:
-        q, k, v: (batch, queries, n), (batch, n, keys) and (batch, keys, m): the batch as `Layout` says.
+        q, k, v: (batch, queries, n), (batch, n, keys) and (batch, keys, m): the batch as `AttentionLayout` says.
         biases: added to the scores one after another.
-        layout: a `Layout`.
+        layout: a `AttentionLayout`.
         pieces: in how many parts the windows of all images are computed, at least one for each image.
     """
-    made = Layout(*layout)
+    made = AttentionLayout(*layout)
     out = v.new_empty(q.shape[0], q.shape[1], v.shape[2])
     for some, image, windows in _pieces(made, pieces):
         weights = _weights(q[some], k[some], biases, made, image, windows)
@@ -82,9 +82,9 @@ def backward(
     Args:
         grad: of the result.
         q, k, v, biases, layout, pieces: as `forward` took them.
-        wanted: as the shapes in `Layout.biases`.
+        wanted: as the shapes in `AttentionLayout.biases`.
     """
-    made = Layout(*layout)
+    made = AttentionLayout(*layout)
     of_q, of_k, of_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     dtype = _score_dtype(q.dtype, biases, made)
     sums = [torch.zeros(shape, dtype=_wide(dtype), device=q.device) for shape in wanted]
@@ -109,12 +109,17 @@ def backward(
 
 
 def choose(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, biases: Sequence[torch.Tensor], layout: Layout, sums: bool
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    biases: Sequence[torch.Tensor],
+    layout: AttentionLayout,
+    sums: bool,
 ) -> Cut | None:
     """How attention is cut into pieces on the device that it is on; None: not at all.
 
     Args:
-        q, k, v, biases, layout: as for `forward`. Tensors may be fake: their shapes, strides and dtypes are read alone.
+        q, k, v, biases, layout: as for `forward`. Tensors may be fake: their shapes, strides and dtypes are read only.
         sums: whether gradients of biases are wanted, which are reordered.
     """
     cut = cut_elsewhere(q, k, v, biases, layout, sums)
@@ -126,7 +131,12 @@ def choose(
 
 
 def cut_elsewhere(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, biases: Sequence[torch.Tensor], layout: Layout, sums: bool
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    biases: Sequence[torch.Tensor],
+    layout: AttentionLayout,
+    sums: bool,
 ) -> Cut | None:
     """`choose` for a device that is not here, on which it cannot be tried whether pieces repeat the bits."""
     if not are_sizes_known(q, k, v, *biases):
@@ -139,14 +149,16 @@ def cut_elsewhere(
     return Cut(_WINDOWS, count, 2 * nbytes - scratch_bytes(q, k, biases, layout, count), reordered=sums)
 
 
-def scores_bytes(q: torch.Tensor, k: torch.Tensor, biases: Sequence[torch.Tensor], layout: Layout) -> int:
+def scores_bytes(q: torch.Tensor, k: torch.Tensor, biases: Sequence[torch.Tensor], layout: AttentionLayout) -> int:
     """Of the scores of all windows, as the softmax reads them."""
     elems = int(q.shape[0]) * int(q.shape[1]) * int(k.shape[2])
     return elems * _score_dtype(q.dtype, biases, layout).itemsize
 
 
-def scratch_bytes(q: torch.Tensor, k: torch.Tensor, biases: Sequence[torch.Tensor], layout: Layout, pieces: int) -> int:
-    """The most that the two passes hold beside operands and results: weights, and their gradient."""
+def scratch_bytes(
+    q: torch.Tensor, k: torch.Tensor, biases: Sequence[torch.Tensor], layout: AttentionLayout, pieces: int
+) -> int:
+    """The most that the two passes hold in addition to operands and results: weights, and their gradient."""
     most = max(windows.stop - windows.start for _, _, windows in _pieces(layout, pieces))
     share = most / (layout.images * layout.windows)
     converted = 0 if q.dtype == _score_dtype(q.dtype, biases, layout) else 1
@@ -154,7 +166,12 @@ def scratch_bytes(q: torch.Tensor, k: torch.Tensor, biases: Sequence[torch.Tenso
 
 
 def _weights(
-    q: torch.Tensor, k: torch.Tensor, biases: Sequence[torch.Tensor], layout: Layout, image: int, windows: slice
+    q: torch.Tensor,
+    k: torch.Tensor,
+    biases: Sequence[torch.Tensor],
+    layout: AttentionLayout,
+    image: int,
+    windows: slice,
 ) -> torch.Tensor:
     scores = torch.bmm(q, k)
     shape = scores.shape
@@ -175,7 +192,7 @@ def _part(tensor: torch.Tensor, shape: Shape, image: int, windows: slice) -> tor
     return of_image if shape[1] == 1 else of_image[:, windows]
 
 
-def _pieces(layout: Layout, pieces: int) -> Iterator[tuple[slice, int, slice]]:
+def _pieces(layout: AttentionLayout, pieces: int) -> Iterator[tuple[slice, int, slice]]:
     """Which products, of which image, which of its windows."""
     for image in range(layout.images):
         first = image * layout.windows
@@ -184,7 +201,7 @@ def _pieces(layout: Layout, pieces: int) -> Iterator[tuple[slice, int, slice]]:
             yield of_all, image, some
 
 
-def _score_dtype(dtype: torch.dtype, biases: Sequence[torch.Tensor], layout: Layout) -> torch.dtype:
+def _score_dtype(dtype: torch.dtype, biases: Sequence[torch.Tensor], layout: AttentionLayout) -> torch.dtype:
     for bias, cast in zip(biases, layout.casts, strict=False):
         dtype = torch.promote_types(cast or dtype, bias.dtype)
     return layout.casts[-1] or dtype
@@ -204,7 +221,7 @@ def _at_once(
     k: torch.Tensor,
     v: torch.Tensor,
     biases: Sequence[torch.Tensor],
-    layout: Layout,
+    layout: AttentionLayout,
 ) -> tuple[torch.Tensor, ...]:
     """Result and gradients of q, k and v as the library computes them."""
     scores = torch.bmm(q, k)
@@ -221,7 +238,7 @@ def _at_once(
 
 
 @lru_cache(maxsize=256)
-def _repeats_bits(described: Any, device: torch.device, layout: Layout, pieces: int, n_threads: int) -> bool:
+def _repeats_bits(described: Any, device: torch.device, layout: AttentionLayout, pieces: int, n_threads: int) -> bool:
     """Whether pieces give the bits of one piece on this device; False where it has no room to find out."""
     del n_threads  # kernels differ by it, so it is part of the key
 

@@ -4,7 +4,7 @@ On CUDA the second half of PyTorch's own kernel normalises again, also in place.
 
 PyTorch's CPU kernel normalises as `x * scale + shift` with `scale = invstd * weight` and `shift = bias - mean * scale`,
 each a fused multiply-add: `torch.addcmul` does the same arithmetic in one pass, in place where the input has no later
-reader. Its backward kernel allocates the gradient twice. It is called for the two sums alone, which allocates nothing,
+reader. Its backward kernel allocates the gradient twice. It is called for the two sums only, which allocates nothing,
 and in channels_last the rest is elementwise over the incoming gradient: one native sweep for float32, and for bfloat16
 under autocast (`csrc/gradient_sweeps.cpp`), else, where all is of one dtype, in pieces. In the contiguous layout the
 kernel rounds its sums later than it returns them; channels are independent there, so it runs on a few of them at a
@@ -22,7 +22,7 @@ import torch
 from shoal.codecs.launch import threads_for
 from shoal.kernels.memory_format import channels_last_format
 from shoal.lowlevel import native
-from shoal.lowlevel.dispatch import Implementation, Op, allowed, choose, level_number, register
+from shoal.lowlevel.dispatch import DispatchedOp, Implementation, allowed, choose, level_number, register
 from shoal.lowlevel.torch_internals import isolated
 
 _PIECE_ELEMS = 1 << 18  # 1 MiB of float32: a piece stays in L2 through its passes
@@ -322,6 +322,6 @@ def line(
     return scale.view(per_channel), shift.view(per_channel)
 
 
-_GRADIENT: Op[Gradient] = register(
+_GRADIENT: DispatchedOp[Gradient] = register(
     "batch_norm_gradient", _in_pieces, Implementation("native", _native, _native_applies)
 )

@@ -67,7 +67,7 @@ class CompiledRegion:
         self._as_bytes = inputs[0].device.type in _MASKS_AS_BYTES_ON
         self._has_masks = self._as_bytes and any(x.dtype is torch.bool for x in inputs)
         self._launches: Launches | None = None
-        self._masks: tuple[bool, ...] = ()  # which results behind the first are masks that are made as bytes
+        self._masks: tuple[bool, ...] = ()  # which results after the first are masks that are made as bytes
 
     @property
     def is_compiled(self) -> bool:

@@ -1,6 +1,6 @@
 """A convolution's gradients in fewer bytes and the same bits: of its input without it, of its weight in pieces.
 
-PyTorch's `convolution_backward` takes the input even for the input's gradient alone, for which only its shape and
+PyTorch's `convolution_backward` takes the input even for the input's gradient only, for which only its shape and
 strides matter. On the CPU an anonymous mapping that is never touched, so that it takes no memory, stands in for it, and
 the input can be freed before its gradient is allocated. On CUDA one element does that is expanded to the shape, as in
 `torch.nn.grad`; where its layout would choose another one for the kernel, the input stays.
@@ -119,7 +119,7 @@ def can_do_without_input(
 
     >>> x = torch.ones(2, 3, 8, 8).contiguous(memory_format=torch.channels_last)
     >>> grad, weight = torch.ones(2, 4, 8, 8), torch.ones(4, 3, 1, 1)
-    >>> can_do_without_input(grad, x, weight, 1, on_cpu=False)  # x alone says that it is channels_last
+    >>> can_do_without_input(grad, x, weight, 1, on_cpu=False)  # x only says that it is channels_last
     False
     >>> can_do_without_input(grad.contiguous(memory_format=torch.channels_last), x, weight, 1, on_cpu=False)
     True
@@ -134,7 +134,7 @@ def can_do_without_input(
 def weight_gradient(
     grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias_sizes: Sequence[int] | None, *rest: Any
 ) -> tuple[None, torch.Tensor, torch.Tensor | None]:
-    """`aten.convolution_backward` of the same arguments, the channels along `dim` of the weight in so many pieces.
+    """`aten.convolution_backward` of the same arguments, the channels along `dim` of the weight in that many pieces.
 
     Args:
         rest: options of the convolution, which is not grouped; which gradients are wanted, not that of the input; how

@@ -2,7 +2,7 @@
 
 PyTorch's convolutions on the CPU may take a scratch of many times their tensors: 27 times the input of a small 3-D one
 on a batch of one, which is unfolded for a matrix product, and two to three times in oneDNN, which converts tensors into
-blocked layouts. A part of the result needs scratch for that part alone. Samples are independent, and so are slabs along
+blocked layouts. A part of the result needs scratch only for that part. Samples are independent, and so are slabs along
 the first spatial dimension with what the kernel reaches beyond them, and the channels of a weight's gradient.
 
 A piece may be computed by another kernel than the whole, so `choose` tests on this machine, with the same shapes,
@@ -68,7 +68,7 @@ def forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *r
 def input_gradient(
     grad: torch.Tensor, weight: torch.Tensor, input_shape: Sequence[int], input_stride: Sequence[int], *rest: Any
 ) -> torch.Tensor:
-    """`convolution.input_gradient` of the same arguments in so many pieces along `dim`: 0, samples; 2, slabs.
+    """`convolution.input_gradient` of the same arguments in that many pieces along `dim`: 0, samples; 2, slabs.
 
     The input is contiguous or channels_last.
     """
@@ -170,7 +170,7 @@ def _scattered(
 
 
 def _joined(length: int, dim: int, parts: Iterator[_Part], fill: torch.Tensor | None = None) -> torch.Tensor:
-    """The result of so many elements along `dim`, in order; between its parts, `fill` by channels, or zeros."""
+    """The result of that many elements along `dim`, in order; between its parts, `fill` by channels, or zeros."""
     out: torch.Tensor | None = None
     done = 0
 
@@ -237,7 +237,7 @@ IN_PIECES: dict[Any, Callable[..., Any]] = {
 """What computes each in pieces."""
 
 
-class _Tensor(NamedTuple):
+class _PieceTensor(NamedTuple):
     """What is read of a tensor."""
 
     shape: tuple[int, ...]
@@ -254,7 +254,7 @@ def _best_cut(whole: Callable[..., Any], frozen: tuple[Any, ...], n_threads: int
     best: Cut | None = None
     with isolated(torch.device("cpu")):
         arguments = [
-            draw(place, (value.shape, value.stride), value.dtype) if isinstance(value, _Tensor) else value
+            draw(place, (value.shape, value.stride), value.dtype) if isinstance(value, _PieceTensor) else value
             for place, value in enumerate(frozen)
         ]
         expected, changes = allocations.record(lambda: _results(whole(*arguments)))
@@ -296,7 +296,7 @@ def _results(made: Any) -> list[torch.Tensor]:
 
 def _frozen(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return _Tensor(tuple(value.shape), value.stride(), value.dtype)
+        return _PieceTensor(tuple(value.shape), value.stride(), value.dtype)
     return tuple(value) if isinstance(value, Sequence) else value
 
 
@@ -305,7 +305,7 @@ def _size(some: slice) -> int:
 
 
 def _empty(piece: torch.Tensor, dim: int, length: int) -> torch.Tensor:
-    """Room for a result of so many elements along `dim`, laid out as its piece is."""
+    """Room for a result of that many elements along `dim`, laid out as its piece is."""
     shape = list(piece.shape)
     shape[dim] = length
     return piece.new_empty_strided(

@@ -29,7 +29,7 @@ from shoal.kernels.convolution import Options
 from shoal.kernels.convolution import input_gradient as library_input_gradient
 from shoal.kernels.memory_format import in_traced_layout
 from shoal.kernels.norm.norm_rows import run_in_workspace
-from shoal.lowlevel.dispatch import Implementation, Op, choose, level_number, register
+from shoal.lowlevel.dispatch import DispatchedOp, Implementation, choose, level_number, register
 from shoal.lowlevel.native import has
 
 _aten = torch.ops.aten
@@ -145,10 +145,12 @@ def applies(*operands: torch.Tensor | None) -> bool:
     )
 
 
-_OP: Op[bool] = register("direct_convolution", False, Implementation("native", True, applies))  # whether they do it
+_OP: DispatchedOp[bool] = register(
+    "direct_convolution", False, Implementation("native", True, applies)
+)  # whether they do it
 
 
-class _Call(ctypes.Structure):
+class _DirectConvolutionCall(ctypes.Structure):
     """ShoalDirectConv of csrc/shoal_native.h."""
 
     _fields_ = (
@@ -303,9 +305,9 @@ def _call(
     weight: torch.Tensor,
     stride: Sequence[int],
     axes: Sequence[_Axis],
-) -> _Call:
+) -> _DirectConvolutionCall:
     """What all have in common; it points into `x`."""
-    call = _Call(
+    call = _DirectConvolutionCall(
         images=x.shape[0],
         in_channels=weight.shape[out_and_in[1]],
         out_channels=weight.shape[out_and_in[0]],

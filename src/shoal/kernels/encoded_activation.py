@@ -37,7 +37,7 @@ def encode(x: torch.Tensor, codec: str, block_elems: int, seed: int | None, clos
         codec: a table codec's name.
         block_elems: values that share a scale; 0 for all of them.
         seed: None rounds to nearest. Else stochastic rounding, by this seed and what `x` holds: each step and
-            each layer draws anew, and a second run on the same values gives the same bits.
+            each layer draws again, and a second run on the same values gives the same bits.
         closed_above: None: signs are signs. Else `x` is a ReLU's output clipped there (infinity: not clipped), and a
             sign bit says that the value is 0 or clipped.
     """
@@ -97,7 +97,7 @@ def relu_backward_(
 
 
 def payload_bytes(n_elems: Any, block_elems: int) -> Any:
-    """Bytes of the payload of so many values: scales and codes. The number may be symbolic."""
+    """Bytes of the payload of that many values: scales and codes. The number may be symbolic."""
     return SCALE_BYTES * _scales(n_elems, block_elems) + n_elems
 
 

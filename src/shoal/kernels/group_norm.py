@@ -3,7 +3,7 @@
 PyTorch's CPU kernel normalises as `x * scale + shift`, a fused multiply-add with a scale and a shift for each sample
 and channel: `torch.addcmul` does the same arithmetic in one pass, in place where the input has no later reader. Its
 backward kernel allocates the gradient of the input. Groups are independent there, so it is called for the gradients
-of weight and bias alone, which allocates next to nothing, and then for the input's some groups at a time, over the
+of weight and bias only, which allocates next to nothing, and then for the input's some groups at a time, over the
 incoming gradient. In channels_last PyTorch 2.13 crashes where not all three gradients are asked for, so its kernel
 stays there. `repeats_bits` and `backward_repeats_bits` test on this machine that the bits are the same.
 """

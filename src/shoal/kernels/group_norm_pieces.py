@@ -1,7 +1,7 @@
 """Group norm's backward on CUDA in pieces, written over the incoming gradient: two tensors instead of three.
 
 PyTorch's kernel returns a gradient of its own. Groups are independent: it is called for the gradients of weight and
-bias alone, then for the input's some groups of one sample at a time, which are copied over the incoming gradient. That
+bias only, then for the input's some groups of one sample at a time, which are copied over the incoming gradient. That
 takes more launches and sweeps, so only the gradients that set a step's peak are cut, and on CUDA only where `choose`
 finds that pieces repeat the bits of the whole.
 """

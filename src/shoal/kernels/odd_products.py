@@ -2,7 +2,7 @@
 
 A GPU's tensor cores are fed, and emptied, 16 bytes at a time; a product with rows of 50,257 columns in bfloat16 runs a
 kernel that takes them one by one: on an H100 the logits of GPT-2 took 6.6 ms, and take 0.9 with rows of 50,304. Here
-rows are copied, into longer ones or out of them, so many at a time.
+rows are copied, into longer ones or out of them, that many at a time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ _ALIGNED_BYTES = 16
 
 
 def odd_product(a: torch.Tensor, b: torch.Tensor, columns: int, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """The first columns of `a @ b + bias`, in rows of their own: computed with all, so many rows at a time, and copied.
+    """The first columns of `a @ b + bias`, in rows of their own: computed with all, that many rows at a time, and
+    copied.
 
     Args:
         a: (M, K).
@@ -46,7 +47,7 @@ def odd_product(a: torch.Tensor, b: torch.Tensor, columns: int, bias: torch.Tens
 
 
 def odd_sum_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """`a @ b`, of more rows of `b` than `a` has columns: so many rows of `a` at a time with zeros behind them.
+    """`a @ b`, of more rows of `b` than `a` has columns: that many rows of `a` at a time with zeros after them.
 
     Args:
         a: (M, K).
@@ -72,10 +73,10 @@ def odd_sum_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def odd_rows_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """`a @ b`, of a transposed `a`: a copy of so many of its rows at a time, which lie one behind the other in none.
+    """`a @ b`, of a transposed `a`: a copy of that many of its rows at a time, which lie one after the other in none.
 
     Args:
-        a: (M, K), the elements of each column one behind the other.
+        a: (M, K), the elements of each column one after the other.
         b: (K, N).
 
     Returns:
@@ -101,7 +102,7 @@ def odd_rows_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _aligned(length: int, tensor: torch.Tensor) -> int:
-    """So many elements, or a few more: a multiple of 16 bytes."""
+    """That many elements, or a few more: a multiple of 16 bytes."""
     return length + -length % (_ALIGNED_BYTES // tensor.element_size())
 
 

@@ -19,7 +19,7 @@ from shoal.codecs import pool_index
 from shoal.kernels.memory_format import channels_last_format, suggested_memory_format
 from shoal.kernels.pooling_sweeps import NATIVE, TRITON, Options
 from shoal.kernels.relu import zeroed
-from shoal.lowlevel.dispatch import Implementation, Op, choose, register
+from shoal.lowlevel.dispatch import DispatchedOp, Implementation, choose, register
 
 _aten = torch.ops.aten
 _PIECE_ELEMS = 1 << 16  # outputs in a piece: each int64 scratch is 512 KiB
@@ -56,7 +56,7 @@ def backward(
     return result
 
 
-class _ByPyTorch:
+class _PoolingByPyTorch:
     """PyTorch's kernels, whose int64 indices exist for a piece at a time."""
 
     @staticmethod
@@ -124,9 +124,9 @@ def _pieces(outputs: Sequence[int], device: torch.device) -> list[slice]:
     return [slice(start, start + images) for start in range(0, max(1, outputs[0]), images)]
 
 
-_OP: Op[Any] = register(
+_OP: DispatchedOp[Any] = register(
     "max_pool",
-    _ByPyTorch,
+    _PoolingByPyTorch,
     Implementation("triton", TRITON, TRITON.applies),
     Implementation("native", NATIVE, NATIVE.applies),
 )

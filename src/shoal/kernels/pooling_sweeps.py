@@ -77,7 +77,7 @@ def _geometry_of(x: torch.Tensor, codes: torch.Tensor, layout: torch.memory_form
     return _geometry(x.shape, codes.shape, layout is not torch.contiguous_format, *windows)
 
 
-class _Call(ctypes.Structure):
+class _PoolingSweepsCall(ctypes.Structure):
     """ShoalMaxPool of csrc/shoal_native.h."""
 
     _fields_ = (
@@ -89,14 +89,14 @@ class _Call(ctypes.Structure):
 
 
 @lru_cache(maxsize=256)
-def _call(geometry: _Geometry) -> _Call:
+def _call(geometry: _Geometry) -> _PoolingSweepsCall:
     """A call of these sizes, to be copied: filling in arrays takes longer than a small pooling."""
-    return _Call(*geometry)
+    return _PoolingSweepsCall(*geometry)
 
 
-def _call_of(x: torch.Tensor, codes: torch.Tensor, geometry: _Geometry, after_relu: bool) -> _Call:
+def _call_of(x: torch.Tensor, codes: torch.Tensor, geometry: _Geometry, after_relu: bool) -> _PoolingSweepsCall:
     """What both have in common; `x` is what is pooled, or its gradient."""
-    call = _Call.from_buffer_copy(_call(geometry))
+    call = _PoolingSweepsCall.from_buffer_copy(_call(geometry))
     call.bfloat16, call.after_relu = x.dtype == torch.bfloat16, after_relu
     call.threads, call.level = threads_for(x.numel(), _MIN_ELEMS), level_number()
     call.places = codes.data_ptr()
@@ -119,7 +119,7 @@ def _images(layout: torch.memory_format, *tensors: torch.Tensor) -> list[slice]:
     return [slice(start, start + at_once) for start in range(0, images, at_once)]
 
 
-class _Native:
+class _PoolingSweepsNative:
     """`csrc/max_pool.cpp`."""
 
     @staticmethod
@@ -154,7 +154,7 @@ class _Native:
             run_native("shoal_max_pool_backward", call)
 
 
-class _Triton:
+class _PoolingSweepsTriton:
     """`pooling_triton_kernels`."""
 
     @staticmethod
@@ -230,4 +230,4 @@ def _try_on(device: torch.device) -> None:
 TRITON_KERNELS = TritonKernels(
     "shoal.kernels.pooling_triton_kernels", "PyTorch's own kernels in pieces", InputError, _try_on
 )
-NATIVE, TRITON = _Native(), _Triton()
+NATIVE, TRITON = _PoolingSweepsNative(), _PoolingSweepsTriton()

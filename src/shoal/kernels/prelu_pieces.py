@@ -70,7 +70,7 @@ def _pieces(
 
 
 def is_part(grad: torch.Tensor, x: torch.Tensor) -> bool:
-    """Whether an incoming gradient is some channels of a contiguous tensor, as behind a concatenation, and `x` is as
+    """Whether an incoming gradient is some channels of a contiguous tensor, as after a concatenation, and `x` is as
     contiguous.
     """
     return x.is_contiguous() and grad.stride() != x.stride() and grad.stride()[1:] == x.stride()[1:]
@@ -107,7 +107,8 @@ def choose(whole: Callable[..., Any], arguments: Sequence[Any]) -> Cut | None:
     count = min(_PIECES, x.shape[1]) if by_channels else _PIECES
     if count < 2:
         return None
-    # On the CPU the first lies over the incoming gradient already; beside a part of a larger one it has its own memory.
+    # On the CPU the first lies over the incoming gradient already; in addition to a part of a larger one it has its own
+    # memory.
     held = 2 if whole is not prelu.backward and grad.stride() == x.stride() else 1
     saved_bytes = held * x.nbytes - 2 * -(-x.nbytes // count)
     return Cut(_CHANNELS if by_channels else _ELEMENTS, count, saved_bytes, reordered=True)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from shoal.errors import InputError
-from shoal.lowlevel.dispatch import Implementation, Op, choose, register
+from shoal.lowlevel.dispatch import DispatchedOp, Implementation, choose, register
 from shoal.lowlevel.torch_state import on_device
 from shoal.lowlevel.triton_launch import Launch, Launches, TritonKernels
 
@@ -37,7 +37,7 @@ def copy_rows(into: torch.Tensor, rows: torch.Tensor) -> None:
         choose(_OP, into, rows)(into, rows)
 
 
-class _Triton:
+class _RowCopiesTriton:
     """`row_copies_triton_kernels`."""
 
     def __init__(self) -> None:
@@ -74,5 +74,7 @@ def _try_on(device: torch.device) -> None:
 
 
 TRITON_KERNELS = TritonKernels("shoal.kernels.row_copies_triton_kernels", "PyTorch's own kernel", InputError, _try_on)
-TRITON = _Triton()
-_OP: Op[Any] = register("copy_rows", torch.Tensor.copy_, Implementation("triton", TRITON.copy, TRITON.applies))
+TRITON = _RowCopiesTriton()
+_OP: DispatchedOp[Any] = register(
+    "copy_rows", torch.Tensor.copy_, Implementation("triton", TRITON.copy, TRITON.applies)
+)

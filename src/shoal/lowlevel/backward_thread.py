@@ -21,10 +21,10 @@ def on_backward_thread(device: torch.device, call: Callable[[], None]) -> None:
     """
     # AOTAutograd keeps backward passes on its own thread while it traces.
     with torch.enable_grad(), torch.autograd.set_multithreading_enabled(True):
-        _Call.apply(torch.zeros(1, device=device, requires_grad=True), call).backward()
+        _BackwardThreadCall.apply(torch.zeros(1, device=device, requires_grad=True), call).backward()
 
 
-class _Call(torch.autograd.Function):
+class _BackwardThreadCall(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, call: Callable[[], None]) -> torch.Tensor:
         ctx.call = call

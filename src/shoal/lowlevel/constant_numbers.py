@@ -1,4 +1,4 @@
-"""Numbers of a graph that PyTorch takes as constants alone, such as an epsilon: known to Dynamo by their names.
+"""Numbers of a graph that PyTorch takes as constants only, such as an epsilon: known to Dynamo by their names.
 
 A float that changes from one call to the next becomes an input of Dynamo's graph. Where an op takes it as a constant,
 AOTAutograd finds out, notes its name and lets Dynamo start over; Dynamo forgets the names with its next capture. A

@@ -1,4 +1,4 @@
-"""What only CUDA has, or PyTorch tells of CUDA alone: names, sizes and generators of devices, the allocator's limit,
+"""What only CUDA has, or PyTorch tells only of CUDA: names, sizes and generators of devices, the allocator's limit,
 kernels that keep the device busy, pinned pages, cuDNN's batch norm.
 
 With `cuda_allocator` and `cuda_graphs` the only file that calls `torch.cuda`; all else goes through
@@ -68,7 +68,7 @@ def set_generator_states(states: list[torch.Tensor]) -> None:
 
 
 def spin(device: torch.device, cycles: int) -> None:
-    """Keep the current stream busy for so many of the device's clock cycles; what is launched meanwhile queues up."""
+    """Keep the current stream busy for that many of the device's clock cycles; what is launched meanwhile queues up."""
     with torch.cuda.device(device):
         torch.cuda._sleep(cycles)
 
@@ -110,7 +110,7 @@ def is_left_to_cudnn(
 
 
 def cudnn_reserve_bytes(x: torch.Tensor) -> int:
-    """What cuDNN's batch norm in training mode saves of `x` beside its statistics."""
+    """What cuDNN's batch norm in training mode saves of `x` in addition to its statistics."""
     return int(_private._get_cudnn_batch_norm_reserve_space_size(x, True))
 
 

@@ -45,7 +45,7 @@ class GraphPool:
         return graph, results
 
     def release(self, graphs: Iterable[Graph]) -> None:
-        """Give these graphs back, and to the device what nobody uses of the pool any more."""
+        """Give these graphs back, and to the device what nothing uses of the pool any more."""
         torch.cuda.synchronize(self._device)
         for graph in graphs:
             graph.reset()
@@ -58,7 +58,7 @@ class GraphPool:
 
 
 @dataclass(frozen=True)
-class _Tensor:
+class _GraphTensor:
     """A tensor in a block of a pool."""
 
     block: int
@@ -101,7 +101,7 @@ class Results:
                     known[storage._cdata] = len(self._blocks)
                     self._blocks.append((storage.data_ptr(), storage.nbytes()))
                 self._values.append(
-                    _Tensor(
+                    _GraphTensor(
                         known[storage._cdata], int(value.storage_offset()), value.shape, value.stride(), value.dtype
                     )
                 )
@@ -113,7 +113,7 @@ class Results:
 
     def largest(self, places: Iterable[int]) -> list[int]:
         """The place, of these, of what lies in the largest block; none where they lie in no block of the pool."""
-        own = [place for place in places if isinstance(self._values[place], _Tensor)]
+        own = [place for place in places if isinstance(self._values[place], _GraphTensor)]
         return sorted(own, key=lambda place: self._blocks[self._values[place].block][1])[-1:]
 
     def again(self, arguments: Sequence[Any], fresh: Collection[int]) -> list[Any]:
@@ -127,13 +127,13 @@ class Results:
         storages: dict[int, Any] = {}
         for place in fresh:
             value = self._values[place]
-            if isinstance(value, _Tensor) and value.block not in storages:
+            if isinstance(value, _GraphTensor) and value.block not in storages:
                 storages[value.block] = self._storage(value.block)
         results: list[Any] = []
         for place, value in enumerate(self._values):
             if isinstance(value, _Argument):
                 results.append(arguments[value.place])
-            elif not isinstance(value, _Tensor):
+            elif not isinstance(value, _GraphTensor):
                 results.append(value.detach() if isinstance(value, torch.Tensor) else value)
             elif value.block in storages:
                 results.append(self._tensor(value, storages[value.block]))
@@ -147,7 +147,7 @@ class Results:
         address, nbytes = self._blocks[block]
         return _private._construct_storage_from_data_pointer(address, self._device, nbytes)
 
-    def _tensor(self, value: _Tensor, storage: Any) -> torch.Tensor:
+    def _tensor(self, value: _GraphTensor, storage: Any) -> torch.Tensor:
         made = torch.empty(0, dtype=value.dtype, device=self._device)
         return made.set_(storage, value.offset, value.shape, value.strides)
 

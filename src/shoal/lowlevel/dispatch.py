@@ -6,8 +6,8 @@ An op has a reference, PyTorch's own ops, which runs anywhere, and implementatio
 | word | |
 |---|---|
 | `reference` | only the references; cannot be combined |
-| `native`, `triton` | beside the references, only the kernels of the C++ library, only those in Triton, or both |
-| `portable`, `avx2`, `avx512` | the instruction set of native kernels; unset: the best that this machine runs |
+| `native`, `triton` | in addition to the references, only the kernels of the C++ library, only those in Triton, or both
+| | `portable`, `avx2`, `avx512` | the instruction set of native kernels; unset: the best that this machine runs |
 | `no-winograd` | native 3 x 3 convolutions as direct convolutions, not by Winograd's F(2x2, 3x3) |
 
 Unset or empty, it restricts nothing. It is read at every choice, so that a process may change it.
@@ -55,7 +55,7 @@ class Implementation(Generic[Functions]):
 
 
 @dataclass(frozen=True)
-class Op(Generic[Functions]):
+class DispatchedOp(Generic[Functions]):
     """An entry of `TABLE`: the op's reference and its implementations, in the order they are asked."""
 
     name: str
@@ -69,10 +69,10 @@ class Op(Generic[Functions]):
         return next(each.functions for each in self.implementations if each.kind == kind)
 
 
-TABLE: dict[str, Op[Any]] = {}
+TABLE: dict[str, DispatchedOp[Any]] = {}
 
 
-def register(name: str, reference: Functions, *implementations: Implementation[Functions]) -> Op[Functions]:
+def register(name: str, reference: Functions, *implementations: Implementation[Functions]) -> DispatchedOp[Functions]:
     """Enter an op into `TABLE`.
 
     Args:
@@ -81,11 +81,11 @@ def register(name: str, reference: Functions, *implementations: Implementation[F
         implementations: in the order they are asked.
     """
     assert name not in TABLE, name
-    TABLE[name] = Op(name, reference, implementations)
+    TABLE[name] = DispatchedOp(name, reference, implementations)
     return TABLE[name]
 
 
-def choose(op: Op[Functions], *case: Any) -> Functions:
+def choose(op: DispatchedOp[Functions], *case: Any) -> Functions:
     """The functions of the first implementation that SHOAL_KERNELS lets run, that applies and that pays.
 
     Args:
@@ -95,7 +95,7 @@ def choose(op: Op[Functions], *case: Any) -> Functions:
     Raises:
         InputError: SHOAL_KERNELS is none of its values, or a variable that it replaces is set.
 
-    >>> op = Op("add", "reference", (Implementation("native", "native", lambda elems: elems > 8),))
+    >>> op = DispatchedOp("add", "reference", (Implementation("native", "native", lambda elems: elems > 8),))
     >>> choose(op, 4), choose(op, 16)
     ('reference', 'native')
     """
@@ -111,7 +111,7 @@ class Allowed:
     """What a value of SHOAL_KERNELS lets run.
 
     Attributes:
-        kinds: of implementations that may run beside the references.
+        kinds: of implementations that may run in addition to the references.
         level: the instruction set of native kernels; None: the best.
         winograd: whether 3 x 3 convolutions may use Winograd's algorithm.
     """
@@ -171,7 +171,7 @@ def parse(text: str) -> Allowed:
     if unknown := [word for word in words if word not in _WORDS]:
         problem = f"{brief(unknown[0])} is none of them"
     elif REFERENCE in words and len(set(words)) > 1:
-        problem = "reference stands alone"
+        problem = "reference excludes other words"
     elif len(asked) > 1:
         problem = f"{asked[0]} and {asked[1]} exclude each other"
     elif kinds == ("triton",) and len(words) > 1:

@@ -1,6 +1,6 @@
 """The native kernels of `csrc/`, loaded with ctypes; without them callers use their torch references.
 
-No magic: all it does is look for `libshoal_native` beside the installed package, compare its version of the C ABI and
+No magic: all it does is look for `libshoal_native` next to the installed package, compare its version of the C ABI and
 hand out a `ctypes.CDLL`.
 """
 
@@ -41,7 +41,7 @@ def library() -> ctypes.CDLL | None:
     >>> lib is None or lib.shoal_abi_version() == ABI_VERSION
     True
     """
-    # Beside this file in an installed package; in site-packages when this file is run from a source tree.
+    # Next to this file in an installed package; in site-packages when this file is run from a source tree.
     folders = (Path(__file__).parents[1], Path(sysconfig.get_paths()["platlib"]) / "shoal")
     for folder in folders:
         for path in (folder / f"libshoal_native{_SUFFIX}", folder / "libshoal_native.so"):

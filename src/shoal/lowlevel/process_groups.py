@@ -50,7 +50,7 @@ def sharded_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def parameter_groups(module: Any) -> list[Any]:
-    """The records of what one sharded module gathers and reduces together: one, or one for each mesh; none beside."""
+    """The records of what one sharded module gathers and reduces together: one, or one for each mesh; or none."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     return [group for group in ([state._fsdp_param_group] if groups is None else groups) if group is not None]
@@ -89,7 +89,7 @@ def unsharded_elems(record: Any) -> int:
 
 
 def replace_local_shard(record: Any, local: torch.Tensor) -> None:
-    """Give a sharded parameter another local tensor on the same memory, and let FSDP2 look at it anew."""
+    """Give a sharded parameter another local tensor on the same memory, and let FSDP2 look at it again."""
     record.sharded_param._local_tensor = local
     if hasattr(record, "_unsharded_param"):
         del record._unsharded_param

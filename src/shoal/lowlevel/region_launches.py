@@ -3,7 +3,7 @@
 Inductor's code changes the device and back, looks at each operand's address, and has each kernel look whether it has
 been tuned, is profiled or recorded. That is right for code that anybody may call; of a small region it is the larger
 part of what the host does. A region whose kernels have been launched once is rewritten from Inductor's own code: the
-launchers by themselves, behind one look at the device and at all addresses.
+launchers by themselves, after one look at the device and at all addresses.
 """
 
 from __future__ import annotations

@@ -245,7 +245,7 @@ def _owners_of_one_tensor() -> int:
 
 
 def allocated_bytes(nbytes: int, device: torch.device) -> int:
-    """What a device's allocator counts for so many bytes: CUDA hands out blocks of 512 bytes."""
+    """What a device's allocator counts for that many bytes: CUDA hands out blocks of 512 bytes."""
     return -(-nbytes // 512) * 512 if device.type == "cuda" else nbytes
 
 

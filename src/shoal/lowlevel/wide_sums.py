@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 _aten = torch.ops.aten
-_LANES = 16  # sums of neighbours in memory are so many chains
+_LANES = 16  # sums of neighbours in memory are that many chains
 _SHORT_CHAIN = 64  # additions one after another, as few as in a row of a layer norm or of a softmax
 
 

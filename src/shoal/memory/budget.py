@@ -16,7 +16,7 @@ from shoal.memory.cpu_allocator import release_unused
 log = logging.getLogger("shoal")
 
 MARGIN = 0.05
-"""Share of what is left that "auto" leaves alone: for the allocator's fragments, and other processes' growth."""
+"""Share of what is left that "auto" leaves free: for the allocator's fragments, and other processes' growth."""
 _PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*")
 
 

@@ -33,7 +33,7 @@ _serving: ctypes.CDLL | None = None
 
 
 class CpuMemory(NamedTuple):
-    """Bytes of the caching allocator; of tensors of 64 KiB and more, allocated since it is there.
+    """Bytes of the caching allocator; of tensors of 64 KiB and more, allocated since it exists.
 
     Attributes:
         in_use: of tensors now. most_in_use: at once, since `release_unused`.

@@ -291,7 +291,7 @@ class _CudaMemory:
         self._limit_bytes = _NO_LIMIT
 
     def set_limit(self, limit_bytes: int) -> None:
-        if limit_bytes == self._limit_bytes:  # to count alone leaves the allocator as it is
+        if limit_bytes == self._limit_bytes:  # counting leaves the allocator as it is
             return
         self._limit_bytes = limit_bytes
         torch.accelerator.empty_cache()  # what is cached counts against the fraction

@@ -1,4 +1,4 @@
-"""The state of optimizers: of one that is there, also before its first step, and of one that has only a name yet."""
+"""The state of optimizers: of one that exists, also before its first step, and of one that has only a name yet."""
 
 from __future__ import annotations
 
@@ -110,9 +110,9 @@ def reject_copy(optimizer: Declared | None, parameters: Iterable[torch.Tensor]) 
         return
     name = _name_of(optimizer)
     raise InputError(
-        f"optimizer= is {type(optimizer).__name__} over other parameters of the same shapes "
-        f"({format_bytes(sum(p.nbytes for p in held))}): the model, or the options, were copied (copy.deepcopy); make "
-        f"it over model.parameters(){f', or give its name: optimizer={name!r}' if name else ''}"
+        f"optimizer= is {type(optimizer).__name__} over a copy of the parameters; make it over model.parameters()"
+        f"{f', or give its name: optimizer={name!r}' if name else ''}",
+        details={"its parameters": format_bytes(sum(p.nbytes for p in held))},
     )
 
 
@@ -198,7 +198,7 @@ def _lbfgs_bytes(optimizer: optim.LBFGS) -> int:
 
 
 def step_scratch_bytes(optimizer: optim.Optimizer, device_type: str) -> int:
-    """Device bytes that each step of the optimizer allocates and frees again, beside its state.
+    """Device bytes that each step of the optimizer allocates and frees again, in addition to its state.
 
     An optimizer that is asked for neither `foreach` nor `fused` is of the first kind on CUDA, which computes with
     copies of all parameters at once, and goes from parameter to parameter on the CPU. 0 where it cannot be told.

@@ -284,7 +284,7 @@ class StaticMemory:
         return sum(p.numel() * p.element_size() for p in exchanged) + self.hook_bytes
 
     def _counted_bytes(self, tensors: Sequence[torch.Tensor]) -> int:
-        """Bytes behind these tensors, as the allocator of the parameters' device counts them."""
+        """Bytes of these tensors, as the allocator of the parameters' device counts them."""
         devices = {parameter.device for parameter in self._trained() if parameter.device.type == "cuda"}
         return bytes_on(devices.pop(), tensors) if len(devices) == 1 else distinct_bytes(tensors)
 

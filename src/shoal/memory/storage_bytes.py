@@ -1,4 +1,4 @@
-"""Bytes of the storages behind tensors, as sizes and as a device's allocator counts them."""
+"""Bytes of the storages of tensors, as sizes and as a device's allocator counts them."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from shoal.lowlevel.torch_state import allocated_bytes, dense_parts
 
 
 def distinct_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the distinct storages behind `tensors`, on whatever device (also "meta")."""
+    """Bytes of the distinct storages of `tensors`, on whatever device (also "meta")."""
     return sum(storage_sizes(tensors).values())
 
 
 def storage_sizes(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Bytes of each distinct storage behind `tensors`, by a number that no other live storage has."""
+    """Bytes of each distinct storage of `tensors`, by a number that no other live storage has."""
     storages = (part.untyped_storage() for tensor in tensors for part in dense_parts(tensor))
     return {storage._cdata: storage.nbytes() for storage in storages}
 
 
 def dense_tensors(values: object) -> list[torch.Tensor]:
-    """The strided tensors behind all that are found among arguments or results; see `dense_parts`."""
+    """The strided tensors of all that are found among arguments or results; see `dense_parts`."""
     return [part for one in tree_leaves(values) if isinstance(one, torch.Tensor) for part in dense_parts(one)]
 
 
@@ -46,7 +46,7 @@ def reject_without_shape(model: nn.Module) -> None:
 
 
 def bytes_on(device: torch.device, tensors: Iterable[torch.Tensor]) -> int:
-    """What the device's allocator counts for the distinct storages behind `tensors`, of those on it or on "meta".
+    """What the device's allocator counts for the distinct storages of `tensors`, of those on it or on "meta".
 
     A block of CUDA's is larger than what was asked for: by up to 1 MiB where it was allocated before segments could
     grow, as a model that is moved to the device before `shoal.compile`.

@@ -119,11 +119,11 @@ class offload_activations:
         for key in [key for key in _links if key[1:3] == (self._where, self._host_budget)]:
             _links.pop(key).close()
 
-    def _pack(self, tensor: torch.Tensor) -> _Kept | SavedTensor:
+    def _pack(self, tensor: torch.Tensor) -> _KeptTensor | SavedTensor:
         self._start_offloads()
         if not self._may_leave(tensor) or self._link(tensor.device) is None:
             self.kept_bytes += tensor.nbytes if tensor.layout is torch.strided else 0
-            return _Kept(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
+            return _KeptTensor(tensor if tensor.is_leaf else tensor.detach(), tensor._version)
         key = tensor.untyped_storage()._cdata
         storage = self._of_storage.get(key)
         if storage is None or not storage.holds(tensor):
@@ -133,8 +133,8 @@ class offload_activations:
             self._staying.append(weakref.ref(storage))
         return storage.of(tensor)
 
-    def _unpack(self, packed: _Kept | SavedTensor) -> torch.Tensor:
-        if isinstance(packed, _Kept):
+    def _unpack(self, packed: _KeptTensor | SavedTensor) -> torch.Tensor:
+        if isinstance(packed, _KeptTensor):
             check_version(packed.tensor._version, packed.version)
             return packed.tensor.detach()
         with self._fetching:
@@ -207,7 +207,7 @@ class offload_activations:
 
 
 @dataclass(slots=True)
-class _Kept:
+class _KeptTensor:
     """A tensor that stays. A leaf itself, as in autograd, so that a new `.data` of it is read; others detached: a saved
     output would otherwise keep its own grad_fn alive, a reference cycle."""
 

@@ -61,7 +61,7 @@ class Transfers:
         self._slot_bytes = tuple(slot_bytes)
         *self._offsets, total = accumulate(map(in_pages, self._slot_bytes), initial=0)
         self.host_bytes = max(total, HOST_PAGE_BYTES)
-        self._steps: weakref.WeakValueDictionary[int, _Step] = weakref.WeakValueDictionary()
+        self._steps: weakref.WeakValueDictionary[int, _TransferStep] = weakref.WeakValueDictionary()
         link.pool.reserve(self.host_bytes)
         self._closer = weakref.finalize(self, link.pool.unreserve, self.host_bytes)
         self._closer.atexit = False  # the link frees everything itself
@@ -79,10 +79,10 @@ class Transfers:
         """
         if not self._closer.alive:
             raise TransferError("these transfers were closed")
-        step = _Step(self._link.pool.lease(self.host_bytes))
+        step = _TransferStep(self._link.pool.lease(self.host_bytes))
         self._link.begin_step()
         self._steps[step.ticket] = step
-        receipt = _Receipt(step.ticket.to_bytes(8, sys.byteorder))
+        receipt = _TransferReceipt(step.ticket.to_bytes(8, sys.byteorder))
         receipt.step = step
         return torch.frombuffer(receipt, dtype=torch.int64)
 
@@ -152,7 +152,7 @@ class Transfers:
         self._steps.clear()
         self._closer()
 
-    def _step(self, receipt: torch.Tensor) -> _Step:
+    def _step(self, receipt: torch.Tensor) -> _TransferStep:
         step = self._steps.get(int(receipt))
         if step is None:
             raise TransferError(
@@ -174,7 +174,7 @@ class Transfers:
             raise InputError(f"slot {slot}: a storage on {device} cannot use the link of {self._link.device}")
 
 
-class _Step:
+class _TransferStep:
     """The state of a step; it lives as long as the receipt."""
 
     def __init__(self, lease: Lease) -> None:
@@ -194,10 +194,10 @@ class _View(NamedTuple):
     dtype: torch.dtype
 
 
-class _Receipt(bytearray):
+class _TransferReceipt(bytearray):
     """The memory of a receipt: freed with the last tensor that uses it."""
 
-    step: _Step
+    step: _TransferStep
 
 
 def _started(copies: dict[int, Copy], slot: int, what: str) -> Copy:

@@ -18,7 +18,7 @@ It meets Revolve's counts on equal layers, and on chains of convolutions, up to 
 to keep and what to compute once more is better; the tests compare with every one.
 
 Not yet good: a storage held from the forward pass on is held until its last reader, even where giving it up and
-computing it once more would pay; blocks have few options, ordered by seconds per byte alone; small storages are always
+computing it once more would pay; blocks have few options, ordered by seconds per byte only; small storages are always
 kept; long skips (U-Net) make wide cuts whose storages the model holds longer than need be. It has no lower bound.
 """
 
@@ -32,8 +32,8 @@ from shoal.core.plan import Plan
 from shoal.core.residence import Keep, Recompute, Residence
 from shoal.core.step import StepGraph
 from shoal.planners.chain_blocks import Blocks, members
-from shoal.planners.chain_table import Held, Table
-from shoal.planners.cuts import Candidate, candidate, choose_cuts, evenly_cut, keep_everything
+from shoal.planners.chain_table import ChainTable, Held
+from shoal.planners.cuts import CutPlan, candidate, choose_cuts, evenly_cut, keep_everything
 from shoal.planners.infeasible import infeasible
 
 MAX_BLOCKS = 60
@@ -67,20 +67,20 @@ def smallest_peak(graph: StepGraph, hardware: Hardware) -> Plan:
 
 
 @lru_cache(maxsize=4)  # planning again for another budget, as a repair does, costs nothing
-def frontier(graph: StepGraph) -> tuple[Candidate, ...]:
+def frontier(graph: StepGraph) -> tuple[CutPlan, ...]:
     """The plans found that no other beats in both bytes and seconds, the least peak first."""
     everything = keep_everything(graph)
     found = [everything, *evenly_cut(graph)]
     if graph.n_forward:
         blocks = Blocks(graph, choose_cuts(graph, MAX_BLOCKS))
-        table = Table(blocks, everything.peak_bytes, SLOTS)
+        table = ChainTable(blocks, everything.peak_bytes, SLOTS)
         plans = {plan.key: plan for slots in range(SLOTS + 1) if (plan := table.held(slots)) is not None}
         found += [candidate(graph, _residences_of(blocks, plan)) for plan in plans.values()]
     return _undominated(found)
 
 
-def _undominated(found: list[Candidate]) -> tuple[Candidate, ...]:
-    best: list[Candidate] = []
+def _undominated(found: list[CutPlan]) -> tuple[CutPlan, ...]:
+    best: list[CutPlan] = []
     for plan in sorted(found, key=lambda plan: plan[:2]):
         if not best or plan.seconds < best[-1].seconds:
             best.append(plan)

@@ -92,7 +92,7 @@ class Blocks:
             phase.reverse()
 
     def _base_bytes(self) -> None:
-        """`base[i]`: bytes in use while op i runs (its workspace counted) beside those a plan can give up."""
+        """`base[i]`: bytes in use while op i runs (its workspace counted) in addition to those a plan can give up."""
         graph = self.graph
         in_use = graph.resident_bytes
         self.base: list[int] = []
@@ -192,7 +192,7 @@ class Blocks:
 
         Args:
             afresh: drop after each backward op what was recomputed for it.
-            stays: what is held throughout; by default all that is there and belongs to other blocks.
+            stays: what is held throughout; by default all that exists and belongs to other blocks.
         """
         if stays is None:
             stays = there & ~self.made_in(block, end)

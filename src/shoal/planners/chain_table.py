@@ -1,15 +1,15 @@
 """The dynamic program over a chain of blocks, for every amount of memory at once.
 
 `seconds[w, s, t, m]` is the least recomputation that carries out the phases t, t-1, ..., s of the backward pass inside
-m slots of memory, when phase t is about to begin and what the phases need of the blocks before s is there (and not
-counted in m). With w = 0 what block t handed to block t+1 is there, too (and counted); with w = 1 it is not.
+m slots of memory, when phase t is about to begin and what the phases need of the blocks before s is in memory (and not
+counted in m). With w = 0 what block t handed to block t+1 is in memory, too (and counted); with w = 1 it is not.
 There are four ways on:
 
 - hold r: run the blocks s..r-1, hold only what the blocks from r on start from, carry out r..t, then s..r-1, either
   with what block r-1 handed on (held meanwhile) or without;
 - keep o: run some blocks s..r-1 and keep what option o says, carry out r..t, then s..r-1 with the kept storages,
   recomputing the others as late as they are read;
-- reach t: run all blocks s..t-1, hold nothing, carry out phase t alone, then s..t-1 from the start again;
+- reach t: run all blocks s..t-1, hold nothing, carry out phase t only, then s..t-1 from the start again;
 - leaf: s = t, carry out the phase, recomputing what it reads as late as it reads it.
 
 For t = n-1 the blocks run in the forward pass itself, which costs nothing extra and meets smaller base bytes.
@@ -28,7 +28,7 @@ from shoal.planners.chain_blocks import Blocks, Option
 WITH, WITHOUT = 0, 1  # what the last block handed on
 
 
-class Row(NamedTuple):
+class ChainRow(NamedTuple):
     """One way on from (w, s, t).
 
     Attributes:
@@ -76,7 +76,7 @@ class Held:
         return self.kept, tuple(self.held), tuple(self.allowed), frozenset(self.afresh), frozenset(self.reached)
 
 
-class Table:
+class ChainTable:
     """The filled table; `held(slots)` reads a plan off it.
 
     Args:
@@ -95,7 +95,7 @@ class Table:
         self.reached = [[self._reached(w, s) for s in range(n)] for w in (WITH, WITHOUT)]
         self.seconds: NDArray[np.float64] = np.full((2, n, n, slots + 1), np.inf)
         self.choice: NDArray[np.int16] = np.full((2, n, n, slots + 1), -1, np.int16)
-        self._rows_read: dict[tuple[int, int, int], list[Row]] = {}
+        self._rows_read: dict[tuple[int, int, int], list[ChainRow]] = {}
         for length in range(n):
             for s in range(n - length):
                 for w in (WITH, WITHOUT):
@@ -122,7 +122,7 @@ class Table:
         self.choice[w, s, t] = best
 
     def _leaves(self, w: int, s: int) -> list[tuple[float, int]]:
-        """(seconds, bytes beside what is needed of earlier blocks) of a phase that finds nothing kept."""
+        """(seconds, bytes in addition to what is needed of earlier blocks) of a phase that finds nothing kept."""
         needed = self.blocks.needed(w, s, s)
         there = needed | (self.blocks.handed_on[s] if w == WITH else 0)
         costs = [self.blocks.phase_costs(s, s + 1, there, afresh) for afresh in (False, True)]
@@ -135,7 +135,7 @@ class Table:
         return seconds, peak
 
     def _pass_bytes(self, w: int, s: int, t: int, blocks_run: tuple[int, int], peak_bytes: int) -> int:
-        """What running some blocks on the way from s to t takes, beside what is needed of the blocks before s."""
+        """What running some blocks on the way from s to t takes, above what is needed of the blocks before s."""
         blocks = self.blocks
         k, end = blocks_run
         across = blocks.crossing[k]
@@ -146,7 +146,7 @@ class Table:
         waiting = blocks.handed_on[t] if w == WITH else 0
         return blocks.onset_bytes[t] + peak_bytes + blocks.bytes_of(waiting) - blocks.bytes_of(not_counted)
 
-    def _rows(self, w: int, s: int, t: int) -> list[Row]:
+    def _rows(self, w: int, s: int, t: int) -> list[ChainRow]:
         """The ways on: first two leaves where s = t, then those that hold, then those that keep."""
         blocks = self.blocks
         needed, bytes_of = blocks.needed, blocks.bytes_of
@@ -156,7 +156,8 @@ class Table:
         if s == t:
             pass_bytes = 0 if again else self._pass_bytes(w, t, t, (t, t + 1), self.passes[t][0])
             rows = [
-                Row(seconds, max(peak, pass_bytes), t + 1, 0, -1, -1, 0, there) for seconds, peak in self.leaves[w][t]
+                ChainRow(seconds, max(peak, pass_bytes), t + 1, 0, -1, -1, 0, there)
+                for seconds, peak in self.leaves[w][t]
             ]
         sweep_bytes, sweep_seconds = 0, 0.0
         for r in range(s + 1, t + 1):
@@ -169,7 +170,7 @@ class Table:
                     continue
                 nothing_to_run = again and not holds & ~there
                 rows.append(
-                    Row(
+                    ChainRow(
                         0.0 if nothing_to_run else sweep_seconds,
                         0 if nothing_to_run else sweep_bytes,
                         r,
@@ -183,7 +184,7 @@ class Table:
         if again and s < t:
             seconds, peak = self.reached[w][t]
             until = needed(WITHOUT, s, t - 1)
-            rows.append(Row(sweep_seconds + seconds, max(sweep_bytes, peak), t + 1, 0, WITHOUT, t - 1, 0, until))
+            rows.append(ChainRow(sweep_seconds + seconds, max(sweep_bytes, peak), t + 1, 0, WITHOUT, t - 1, 0, until))
         for option in self.options[s]:
             end = option.end
             if end > t + 1 or (end == t + 1 and again):
@@ -191,7 +192,7 @@ class Table:
             pass_bytes = self._pass_bytes(w, s, t, (s, end), option.pass_peak_bytes)
             holds = option.keeps | (needed(w, end, t) if end <= t else 0)
             rows.append(
-                Row(
+                ChainRow(
                     option.phase_seconds + (option.pass_seconds if again else 0.0),
                     max(pass_bytes, option.phase_peak_bytes - bytes_of(option.needs)),
                     end,

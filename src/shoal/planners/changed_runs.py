@@ -40,7 +40,7 @@ class _Instance(NamedTuple):
     is_overwritten: bool
 
 
-class _Reader(NamedTuple):
+class _ChangedRunsReader(NamedTuple):
     """A run that reads a storage: its place, its op, and what it writes."""
 
     place: int
@@ -116,7 +116,7 @@ class PlannedRuns:
         self._seconds, self._launches = np.array(seconds), np.array(launches)
 
     def is_back(self, storage: int, op: int) -> bool:
-        """Whether a recomputed storage is there, to be read, when the recomputations for a backward op begin."""
+        """Whether a recomputed storage exists, to be read, when the recomputations for a backward op begin."""
         first = min(self._again[op].values()) if op in self._again else self._place[op]
         n_forward = self._graph.n_forward
         return any(n_forward <= one.first < first <= one.last for one in self._instances_of(storage))
@@ -211,9 +211,9 @@ class PlannedRuns:
             found = self._instances[storage] = self._divided(storage, self._writes.get(storage, ()), readers)
         return found
 
-    def _reader(self, place: int) -> _Reader:
+    def _reader(self, place: int) -> _ChangedRunsReader:
         run = self._runs[place]
-        return _Reader(place, run.of(self._graph), run.writes)
+        return _ChangedRunsReader(place, run.of(self._graph), run.writes)
 
     def _changed_instances(self, storage: int, moves: _Moves, changes: Mapping[str, Recompute]) -> Iterable[_Instance]:
         writers, readers = [], []
@@ -226,13 +226,13 @@ class PlannedRuns:
         for place in self._reads.get(storage, ()):
             if place not in moves.removed:
                 old = self._reader(place)
-                readers.append(_Reader(moves.moved(place), old.op, moves.rewritten.get(place, old.writes)))
+                readers.append(_ChangedRunsReader(moves.moved(place), old.op, moves.rewritten.get(place, old.writes)))
         for number, one in enumerate(moves.put):
             op = self._graph.ops[one.producer].second
             if storage in one.writes:
                 writers.append(moves.place_of(number))
             if storage in op.reads:
-                readers.append(_Reader(moves.place_of(number), op, one.writes))
+                readers.append(_ChangedRunsReader(moves.place_of(number), op, one.writes))
         writers.sort()
         readers.sort(key=lambda reader: reader.place)
         name = self._graph.storages[storage].name
@@ -241,7 +241,7 @@ class PlannedRuns:
             self._reject_missing_reads(name, writers, readers)
         return self._divided(storage, writers, readers)
 
-    def _reject_missing_reads(self, name: str, writers: Sequence[int], readers: Sequence[_Reader]) -> None:
+    def _reject_missing_reads(self, name: str, writers: Sequence[int], readers: Sequence[_ChangedRunsReader]) -> None:
         n_forward = self._graph.n_forward
         comes_back = next((place for place in writers if place >= n_forward), None)
         for reader in readers:
@@ -250,7 +250,7 @@ class PlannedRuns:
                     raise PlanError(f"{reader.op.name!r} reads {name!r}, which is not recomputed before it")
                 return
 
-    def _divided(self, storage: int, writers: Sequence[int], readers: Sequence[_Reader]) -> list[_Instance]:
+    def _divided(self, storage: int, writers: Sequence[int], readers: Sequence[_ChangedRunsReader]) -> list[_Instance]:
         n_forward = self._graph.n_forward
         comes_back = next((place for place in writers if place >= n_forward), None)
         is_saved = self._graph.producer.get(storage, n_forward) < n_forward

@@ -1,7 +1,7 @@
 """Where the forward pass can be cut: what crosses a position, good borders of blocks, and evenly cut plans.
 
 Position p lies before the forward op p. A storage crosses it when an earlier op writes it and a later forward op reads
-it: it must be there to go on from p. In a plain chain one storage crosses, beside a skip connection two or more.
+it: it must be there to go on from p. In a plain chain one storage crosses, with a skip connection two or more.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _last_forward_reader(graph: StepGraph, storage: int) -> int:
     return max((reader for reader in graph.readers[storage] if reader < graph.n_forward), default=-1)
 
 
-class Candidate(NamedTuple):
+class CutPlan(NamedTuple):
     """A plan that was found, with its exact cost."""
 
     peak_bytes: int
@@ -74,17 +74,17 @@ class Candidate(NamedTuple):
     residences: dict[str, Residence]
 
 
-def candidate(graph: StepGraph, residences: dict[str, Residence]) -> Candidate:
+def candidate(graph: StepGraph, residences: dict[str, Residence]) -> CutPlan:
     """Play `residences` through."""
-    return Candidate(*peak_and_seconds(graph, schedule(graph, residences)), residences)
+    return CutPlan(*peak_and_seconds(graph, schedule(graph, residences)), residences)
 
 
-def keep_everything(graph: StepGraph) -> Candidate:
+def keep_everything(graph: StepGraph) -> CutPlan:
     """What plain PyTorch does."""
     return candidate(graph, just_in_time(graph, range(len(graph.storages))))
 
 
-def evenly_cut(graph: StepGraph) -> list[Candidate]:
+def evenly_cut(graph: StepGraph) -> list[CutPlan]:
     """For numbers of segments up to about 2 sqrt(n): keep what crosses the cuts, recompute all the rest, or all but
     the last segment, of which everything is read right after the forward pass."""
     crossing = crossing_sets(graph)

@@ -1,6 +1,6 @@
 """Use up the slack that a plan leaves inside the budget: keep what it recomputes, or keep it between two uses.
 
-Where the step has a link, what is recomputed may go to the host instead, and what is there may be kept.
+Where the step has a link, what is recomputed may go to the host instead, and what is in use may be kept.
 
 Greedy, the most time per byte first, each change played exactly. No optimum is claimed.
 """

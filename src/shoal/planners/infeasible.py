@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shoal.core.over_budget import over_budget
 from shoal.core.plan import Plan
 from shoal.core.schedule import schedule
 from shoal.core.simulate import dropped_bytes
@@ -27,42 +28,40 @@ def infeasible(least: Plan, budget_bytes: int, *, searched: bool = True) -> Budg
     Args:
         least: the plan with the smallest peak that is known.
         budget_bytes: what was asked for.
-        searched: whether it was searched for; where not, there may be smaller ones, and what is said is shorter.
+        searched: whether it was searched for; if not, there may be smaller ones, and the error has fewer details.
 
     Returns:
-        A BudgetError whose message is one line, facts first and hints after them, and whose attributes hold the same.
+        The error, with every figure of its text as an attribute.
     """
     graph = least.graph
     peak_bytes, at, alive = at_peak(least)
-    op = graph.ops[at]
-    name = graph.model or "this model"
+    op, always_bytes = graph.ops[at], floor_bytes(graph)
     largest = tuple(
         (graph.storages[s].name, graph.storages[s].layer, graph.storages[s].nbytes)
         for s in sorted(alive, key=lambda s: (-graph.storages[s].nbytes, s))[:LARGEST]
     )
-    lines = [f"no plan of {name} fits in {format_bytes(budget_bytes)} ({budget_bytes} bytes)"]
-    always_bytes = floor_bytes(graph)
-    if searched:
-        lines.append(f"the least found needs {format_bytes(peak_bytes)} ({peak_bytes} bytes)")
+    persistent = f"{format_bytes(always_bytes)} of parameters, gradients, optimizer state and inputs"
+    details = {"persistent": persistent}
     if always_bytes > budget_bytes:
-        lines.append(
-            f"parameters, gradients, optimizer state and the input batch alone need {format_bytes(always_bytes)} "
-            f"({always_bytes} bytes), so that no choice of activations can help"
-        )
+        details["persistent"] += ", which no plan changes"
     if searched:
-        fills = [f"{storage} (layer {layer or '-'}) {format_bytes(nbytes)}" for storage, layer, nbytes in largest]
+        details["peak at"] = f"{op.name} ({op.phase}, layer {op.layer or '-'})"
+        details["largest there"] = ", ".join(f"{name} ({layer or '-'}) {format_bytes(n)}" for name, layer, n in largest)
         if op.workspace_bytes:
-            fills.append(f"workspace of {op.target} {format_bytes(op.workspace_bytes)}")
-        lines.append(f"its peak is at {op.name} ({op.phase}, layer {op.layer or '-'}), filled by {', '.join(fills)}")
+            details["workspace there"] = format_bytes(op.workspace_bytes)
     else:
-        lines.append("the least that fits was not searched for: with that budget it is, and by shoal.plan")
-    lines.append(f"what would help: a budget of {peak_bytes} bytes or more, {_advice(peak_bytes, always_bytes)}")
-    return BudgetError(
-        "; ".join(lines),
-        budget_bytes=budget_bytes,
-        least_feasible_bytes=peak_bytes,
+        details["searched"] = "no; a budget of the minimum is searched in full, and so is shoal.plan"
+    return over_budget(
+        graph.model,
+        peak_bytes,
+        budget_bytes,
+        instead=_advice(peak_bytes, always_bytes),
+        details=details,
+        persistent_bytes=always_bytes,
         op=op.name,
+        phase=op.phase,
         layer=op.layer,
+        workspace_bytes=op.workspace_bytes,
         largest=largest,
     )
 
@@ -83,7 +82,7 @@ def fewest_bytes(graph: StepGraph) -> int:
 def _advice(peak_bytes: int, always_bytes: int) -> str:
     if 2 * always_bytes > peak_bytes:
         return "a smaller model, or an optimizer with less state"
-    return "a smaller batch or smaller inputs, or splitting the largest layers"
+    return "a smaller batch or smaller inputs"
 
 
 def floor_bytes(graph: StepGraph) -> int:

@@ -34,7 +34,7 @@ from shoal.planners.linear_program import LinearProgram
 from shoal.planners.link_rows import add_link_rows
 from shoal.planners.recompute_choice import RecomputeChoice, recompute_choice
 
-_WINDOW = 48  # a storage may be back at most so many demands early
+_WINDOW = 48  # a storage may be back at most that many demands early
 _ROUNDING = 1e-4  # of the solver: a program with just the room that it needs must not be infeasible
 
 

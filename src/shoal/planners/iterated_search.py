@@ -26,7 +26,7 @@ from shoal.planners.transfer_places import placed_residences
 
 _NO_LIMIT = 1 << 62
 _TICKS = 1e7  # in the time of the plain step: what differs by less takes as long
-_PLACING = 8  # making a schedule costs so many times what placing the copies of one does
+_PLACING = 8  # making a schedule costs that many times what placing the copies of one does
 
 Where = Literal["device", "host", "nowhere"]
 
@@ -54,7 +54,7 @@ class IteratedSearch:
         self, choice: RecomputeChoice, budget_bytes: int, enough_seconds: float, limits: Limits, effort: Effort
     ) -> None:
         graph = choice.graph
-        assert graph.link is not None  # asked for steps with a link alone
+        assert graph.link is not None  # asked for steps with a link only
         self._choice = choice
         self._link = graph.link
         self._limits = limits

@@ -32,7 +32,7 @@ plan are ordered once more for what it keeps, and `fill_slack` uses the room.
 Without a link the plan equals the optimum among plans in its order of ops that recompute each storage at most once, and
 as late as possible, up to the solver's gap and the window of `integer_program`; otherwise it is good, not proven.
 
-A plan is a function of the arguments. Counts end each search (see `limits`), never a clock; where the guard behind them
+A plan is a function of the arguments. Counts end each search (see `limits`), never a clock; where the guard after them
 strikes, the plan says so.
 """
 
@@ -90,7 +90,7 @@ def joint(graph: StepGraph, hardware: Hardware, budget_bytes: int, *, limits: Li
         least = smallest_plan(graph, hardware, budget_bytes, limits)
         if least.predicted_peak_bytes > budget_bytes:
             raise infeasible(least, budget_bytes)
-        search = _Search(hardware, budget_bytes, graph.plain_seconds, limits, guard)
+        search = _JointSearch(hardware, budget_bytes, graph.plain_seconds, limits, guard)
         best = search.held_longer(simulated(least.graph, least.residences))
         bound_seconds = search.tight_bound_seconds(least.graph)
         guard.note(*least.stopped_early)
@@ -119,7 +119,7 @@ def _fastest(
     ordered = in_lower_order(kept, limits, guard)
     if ordered is not None and ordered.peak_bytes <= budget_bytes:
         return ordered, ordered.seconds - kept.seconds if graph.has_launches else 0.0
-    search = _Search(hardware, budget_bytes, kept.seconds, limits, guard)
+    search = _JointSearch(hardware, budget_bytes, kept.seconds, limits, guard)
     best, bound_seconds = None, math.inf
     bound, bound_in_order = search.bound(graph), math.inf
     if ordered is not None:
@@ -136,7 +136,7 @@ def _fastest(
     return search.or_on_demand(graph, best, bound_seconds)
 
 
-class _Search:
+class _JointSearch:
     """The search for the fastest plan inside one budget.
 
     Args:
@@ -194,7 +194,7 @@ class _Search:
     def or_on_demand(
         self, graph: StepGraph, best: Simulated | None, bound_seconds: float
     ) -> tuple[Simulated | None, float]:
-        """The plan, or one that recomputes on demand and holds what fits beside, where that is faster."""
+        """The plan, or one that recomputes on demand and holds what fits in addition, where that is faster."""
         if not self._limits.on_demand or not self._is_off(best, bound_seconds, self._limits.far_off):
             return best, bound_seconds
         if self._recomputes_little(best):

@@ -1,8 +1,8 @@
 """Which storages stay in a plan that recomputes everything else on demand: those with which the peak is low.
 
 No rule is best for every step. What is much smaller than its way should stay; but much of it at once is a lot, and
-where batch norms join slices of a batch, one joined tensor is small beside all slices together, not beside each of
-them. So sets by several rules are tried, and a schedule says what each takes.
+where batch norms join slices of a batch, one joined tensor is small compared with all slices together, not in addition
+to each of them. So sets by several rules are tried, and a schedule says what each takes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def narrow(choice: RecomputeChoice, share: float) -> frozenset[int]:
 
 
 def beside_their_way(choice: RecomputeChoice, share: float) -> frozenset[int]:
-    """What must stay, and in the order of the step each storage that is small beside what its recomputation has in use.
+    """What must stay, and in the order of the step each storage that is small compared with what its recomputation has
+    in use.
 
     Args:
         choice: of the step.

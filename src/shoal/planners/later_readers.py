@@ -2,8 +2,8 @@
 
 A copy back takes as long as it takes, and begins where there is room for its bytes. Where the backward pass reads the
 storage sooner, the device waits, although an op further on may need nothing of it: a convolution's weight gradient
-reads what the forward pass saved; its input gradient does not, and takes as long. So ops are taken from behind the
-reader that waits to before it, the nearest first, until they last as long as the wait. The copies are placed anew in
+reads what the forward pass saved; its input gradient does not, and takes as long. So ops are taken from after the
+reader that waits to before it, the nearest first, until they last as long as the wait. The copies are placed again in
 that order. The longest waits are tried first. Greedy, no optimum is claimed.
 
 In an order for the fewest bytes (`order`) nothing tells how long a copy takes; this is the part of the order that does.
@@ -91,7 +91,7 @@ def _waits(found: Simulated, effort: Effort) -> dict[int, float]:
 
 
 def _later(graph: StepGraph, reader: int, wait_seconds: float) -> Iterator[list[int]]:
-    """Orders of the ops' ids with some of those behind `reader` before it: one, two, four, and so on, and the last."""
+    """Orders of the ops' ids with some of those after `reader` before it: one, two, four, and so on, and the last."""
     runs = schedule(graph, {})
     begin = next(op.id for op in graph.ops if op.phase == "backward")
     after = pass_tasks(graph, runs, begin, len(runs)).after
@@ -119,7 +119,7 @@ def _moved(graph: StepGraph, reader: int, earlier: list[int]) -> list[int]:
 
 
 def _placed(graph: StepGraph, residences: Mapping[str, Residence], budget_bytes: int) -> Simulated:
-    """The same storages kept, offloaded and recomputed in another order, their copies placed anew."""
+    """The same storages kept, offloaded and recomputed in another order, their copies placed again."""
     of_storage = {s.id: residences.get(s.name) for s in graph.storages}
     stays = [s for s, residence in of_storage.items() if not isinstance(residence, Recompute)]
     offloaded = [s for s, residence in of_storage.items() if isinstance(residence, Offload)]

@@ -18,7 +18,7 @@ _NO_CUT = 2**30
 _MOST = 2**29  # what all blocks together count as, at most: bytes are rounded up to units of that
 
 
-class _Network:
+class _FlowNetwork:
     """A flow network under construction."""
 
     def __init__(self, n_tasks: int) -> None:
@@ -80,7 +80,7 @@ def least_prefix(
     """
     number = {other: place for place, other in enumerate(order[begin:end])}
     done = set(order[:begin])
-    network = _Network(len(number))
+    network = _FlowNetwork(len(number))
     seen: set[int] = set()
     for other, node in number.items():
         for earlier in tasks.after[other]:
@@ -107,7 +107,9 @@ def least_prefix(
     return {other for other, node in number.items() if node in before}
 
 
-def _count_overwriting(network: _Network, tasks: PassTasks, number: dict[int, int], done: set[int], task: int) -> None:
+def _count_overwriting(
+    network: _FlowNetwork, tasks: PassTasks, number: dict[int, int], done: set[int], task: int
+) -> None:
     """The task's first result takes bytes of its own, unless all other readers of what it overwrites have run."""
     target = tasks.overwrites[task]
     if target < 0 or tasks.blocks[target].stays:

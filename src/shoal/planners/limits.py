@@ -1,4 +1,4 @@
-"""How far a planner searches: counts that are the same on every machine, and a guard of seconds behind them.
+"""How far a planner searches: counts that are the same on every machine, and a guard of seconds after them.
 
 A search counts its work in *simulated ops*: one op of one schedule played through. So the same step, hardware and
 budget give the same plan on a fast machine, a slow one and a loaded one.
@@ -27,13 +27,13 @@ class Limits:
         local_search: give up once more, or recompute earlier, what fills the peak.
         fill_slack: keep more where a plan leaves room.
         order: run ops in an order that needs fewer bytes.
-        on_demand: recompute right before each op that reads, and hold what fits beside that peak.
+        on_demand: recompute right before each op that reads, and hold what fits in addition to that peak.
 
         max_nodes: nodes of the branch-and-bound tree of each mixed-integer program of a step without a link.
         max_nodes_with_link: the same with a link, where the relaxation is weak and more nodes hardly raise the bound.
         max_simplex_iterations: of each linear program.
         max_peak_entries: of the program for the smallest peak, nodes times non-zero entries: a large program gets fewer
-            nodes, and none of the solver's sub-programs, which are limited by time alone.
+            nodes, and none of the solver's sub-programs, which are limited only by time.
         large_ops: a step of more ops gets no tight lower bound where its plan is further off than `far_off`, and no
             local search where the plan adds no more than `recomputes_little`: both take long there and change little.
         many_ops: a step of more ops is searched in one order, that with the lower bound; and where recomputing each
@@ -56,7 +56,7 @@ class Limits:
         way_shares: a storage this much smaller than all that is in use on the way to it may be kept for the smallest
             peak; each is tried.
         kept_sets_ops, min_kept_sets: of these ways to choose what is kept, those with the lowest peaks are ordered: as
-            many as have so many ops together, but no fewer than that.
+            many as have that many ops together, but no fewer than that.
         lower_peak_share: the peak that the search for the smallest peak asks for next, as a share of the last.
 
         iterated_search_ops, local_search_ops, fill_slack_ops, smallest_peak_ops, order_ops, hold_longer_ops: simulated
@@ -136,7 +136,7 @@ log = logging.getLogger(__name__)
 
 
 class Guard:
-    """A time limit behind all counts, and the parts of the search that it stopped.
+    """A time limit after all counts, and the parts of the search that it stopped.
 
     Args:
         seconds: from now on.
@@ -181,7 +181,7 @@ class Effort:
     Args:
         part: its name in `Plan.stopped_early`.
         max_ops: how many it may spend.
-        guard: the time limit behind them.
+        guard: the time limit after them.
     """
 
     def __init__(self, part: str, max_ops: int, guard: Guard) -> None:

@@ -1,4 +1,4 @@
-"""Local search that lowers the peak of a plan by changing when what fills it is there.
+"""Local search that lowers the peak of a plan by changing when what fills it exists.
 
 What waits at the peak is given up and recomputed, once more if need be, when it is read. And what is recomputed at the
 peak is recomputed a few ops earlier, where less is in use: before a pooling's gradient unfolds to four times its size,
@@ -132,7 +132,7 @@ def _in_order(graph: StepGraph, names: Collection[str]) -> tuple[str, ...]:
 def _waiting_at(graph: StepGraph, runs: tuple[Run, ...], peak: int) -> list[_Wait]:
     """What can be given up at position `peak` until its next reader after it, most bytes first.
 
-    What the run there reads itself counts too: it may write over an operand that nobody waits for.
+    What the run there reads itself counts too: it may write over an operand that nothing waits for.
     """
     alive = _untouched(graph, runs, peak)
     for run in runs[:peak]:

@@ -47,7 +47,7 @@ def places_of(graph: StepGraph, budget_bytes: int) -> Callable[[Collection[int]]
     if graph.link is None:
         raise PlanError("this step has no link to the host, so nothing can be offloaded")
     if "native" in allowed().kinds:
-        step = _Step(graph, graph.link)
+        step = _NativeStep(graph, graph.link)
         return lambda kept: NativePlaces(step, kept, budget_bytes)
     return lambda kept: TransferPlaces(graph, just_in_time(graph, kept), budget_bytes)
 
@@ -115,7 +115,7 @@ def _float64(values: Iterable[float]) -> NDArray[np.float64]:
     return np.fromiter(values, np.float64)
 
 
-class _Step:
+class _NativeStep:
     """A step in flat arrays, and room for the places of one set of storages at a time."""
 
     def __init__(self, graph: StepGraph, link: Link) -> None:
@@ -186,7 +186,7 @@ class NativePlaces:
         budget_bytes: the most device bytes in use at any moment; 0 for no limit.
     """
 
-    def __init__(self, step: _Step, kept: Collection[int], budget_bytes: int) -> None:
+    def __init__(self, step: _NativeStep, kept: Collection[int], budget_bytes: int) -> None:
         self._step, self._struct = step, _PlacesStruct()
         sizes = (("forward", step.n_forward), ("backward", step.n_after), ("between", step.n_after))
         self._seconds = {name: np.empty(size) for name, size in sizes}

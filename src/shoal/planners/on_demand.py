@@ -3,7 +3,7 @@
 With nothing held between two backward ops, an op and the recomputation that it needs are one task, whose bytes do not
 depend on when it runs. So the order of the backward pass is found for these tasks first: where patches share weights,
 one patch is through before the next begins, and large weight gradients wait until activation gradients are gone. What
-then fits beside the peak is held until it is read again (`hold_longer`), which saves most of the time.
+then fits in addition to the peak is held until it is read again (`hold_longer`), which saves most of the time.
 
 `smallest_plan` starts from these plans. They recompute a storage as often as it is read, which the integer program
 does not, and in a finer grain than the blocks of `chain`. What stays from the forward pass on: see `kept_on_demand`.
@@ -45,7 +45,7 @@ def plans_on_demand(graph: StepGraph, limits: Limits) -> tuple[tuple[Simulated, 
     """
     guard = Guard(limits.guard_seconds)
     starts = [graph]
-    if limits.order:  # by activation gradients alone first: that is a good start whatever is kept
+    if limits.order:  # by activation gradients only first: that is a good start whatever is kept
         without = tuple(replace(s, nbytes=0) if s.kind == "activation" else s for s in graph.storages)
         first = _ordered(replace(graph, storages=without), range(len(without)), limits, guard)
         starts.append(reordered(graph, op_names(first)))

@@ -54,7 +54,7 @@ def lower_peak(graph: StepGraph, residences: Mapping[str, Residence], effort: Ef
         effort: what it may cost, after which the best found so far counts.
 
     Returns:
-        None where no better order was found, or where something is offloaded: its copies would have to be placed anew.
+        None where no better order was found, or where something is offloaded: its copies would have to be placed again.
     """
     if any(isinstance(exact_residence(residence), Offload) for residence in residences.values()):
         return None
@@ -89,10 +89,10 @@ def _recomputed_where(graph: StepGraph, residences: Mapping[str, Residence], run
 
 def best_order(tasks: PassTasks, effort: Effort) -> list[int]:
     """An order of the tasks with a low peak; the given one where none is better."""
-    return _Search(tasks, effort).run()
+    return _OrderSearch(tasks, effort).run()
 
 
-class _Search:
+class _OrderSearch:
     def __init__(self, tasks: PassTasks, effort: Effort) -> None:
         self._tasks = tasks
         self._effort = effort

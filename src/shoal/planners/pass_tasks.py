@@ -16,12 +16,12 @@ from shoal.core.step import Op, StepGraph
 
 
 @dataclass
-class Block:
+class TaskBlock:
     """Bytes that are in use from their producer to their last reader.
 
     Attributes:
         nbytes: how many.
-        producer: the task that writes it; -1 where it is there when the pass begins.
+        producer: the task that writes it; -1 where it is alive when the pass begins.
         readers: the tasks that read it.
         stays: it is still in use when the pass ends.
     """
@@ -45,7 +45,7 @@ class PassTasks:
         resident_bytes: in use whatever the order.
     """
 
-    blocks: list[Block]
+    blocks: list[TaskBlock]
     reads: list[tuple[int, ...]]
     writes: list[tuple[int, ...]]
     after: list[set[int]]
@@ -87,7 +87,7 @@ def pass_tasks(graph: StepGraph, runs: Sequence[Run], begin: int, end: int) -> P
             of_storage.pop(storage, None)
     for storage in of_storage:
         of_storage[storage] = len(tasks.blocks)
-        tasks.blocks.append(Block(graph.storages[storage].nbytes))
+        tasks.blocks.append(TaskBlock(graph.storages[storage].nbytes))
     in_forward = begin < graph.n_forward
     held = set() if in_forward else {b for s, b in of_storage.items() if graph.producer[s] < graph.n_forward}
     for place, run in enumerate(runs[begin:end]):
@@ -113,7 +113,7 @@ def _add(tasks: PassTasks, graph: StepGraph, run: Run, place: int, of_storage: d
             after.update({*old.readers, old.producer} - {-1, place})
         of_storage[storage] = len(blocks)
         writes.append(len(blocks))
-        blocks.append(Block(graph.storages[storage].nbytes, place))
+        blocks.append(TaskBlock(graph.storages[storage].nbytes, place))
     for storage in run.frees:
         blocks[of_storage[storage]].stays = False
     tasks.reads.append(reads)

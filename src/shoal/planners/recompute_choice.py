@@ -19,7 +19,7 @@ _SMALL_SHARE = 1 / 4000  # of all saved bytes: storages below it are kept withou
 
 
 @dataclass(frozen=True)
-class Row:
+class PositionRow:
     """What is in use at one position: `fixed_bytes`, plus every kept storage of `waiting`, plus what is back early.
 
     Attributes:
@@ -60,7 +60,7 @@ class RecomputeChoice:
     due: Mapping[int, int]
     needs: Mapping[int, tuple[int, ...]]
     reruns: Mapping[int, tuple[int, ...]]
-    rows: tuple[Row, ...]
+    rows: tuple[PositionRow, ...]
 
     def kept_for(self, chosen: Collection[int]) -> frozenset[int]:
         """Every storage that stays when `chosen` of the candidates do: input for `just_in_time`."""
@@ -155,7 +155,7 @@ def _rows(
     demands: tuple[int, ...],
     due: Mapping[int, int],
     first_read: Mapping[int, int],
-) -> tuple[Row, ...]:
+) -> tuple[PositionRow, ...]:
     storages, n_forward = graph.storages, graph.n_forward
     runs = schedule(graph, {})
     total_bytes, _ = bytes_and_seconds(graph, runs)
@@ -193,7 +193,7 @@ def _rows(
         alive.difference_update(run.frees)
         small_bytes -= sum(storages[s].nbytes for s in run.frees if s in small)
     return tuple(
-        Row(op, interval, fixed_bytes, least[interval, waiting], waiting)
+        PositionRow(op, interval, fixed_bytes, least[interval, waiting], waiting)
         for (interval, waiting), (fixed_bytes, op) in highest.items()
     )
 

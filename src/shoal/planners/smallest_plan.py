@@ -171,7 +171,7 @@ def in_order_for_copies(
     """The step in an order of ops in which a plan that offloads has a lower peak; None where none was found.
 
     A storage that comes back from the host takes no op to be there again. So the order is that of a plan which
-    recomputes it from nothing; the copies are to be placed anew in it. Of an op with several results only the first is
+    recomputes it from nothing; the copies are to be placed again in it. Of an op with several results only the first is
     moved so; the others, statistics mostly, count as there.
     """
     if not limits.order:

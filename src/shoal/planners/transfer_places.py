@@ -58,7 +58,7 @@ class _FirstRead(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Unit:
+class _TransferUnit:
     """A stretch of runs within which no storage can go, in the time of its direction.
 
     Attributes:
@@ -92,7 +92,7 @@ class TransferPlaces:
         totals, _ = bytes_and_seconds(graph, runs)
         room = [budget_bytes - total for total in totals] if budget_bytes else [_NO_LIMIT] * len(totals)
         waits = launch_waits(graph, runs)
-        self._between: list[_Unit] = []
+        self._between: list[_TransferUnit] = []
         backward, read = self._groups(graph, runs, room, waits)
         backward.reverse()
         self._nbytes = {
@@ -106,9 +106,9 @@ class TransferPlaces:
 
     def _groups(
         self, graph: StepGraph, runs: Sequence[Run], room: Sequence[int], waits: Sequence[float]
-    ) -> tuple[list[_Unit], dict[int, _FirstRead]]:
+    ) -> tuple[list[_TransferUnit], dict[int, _FirstRead]]:
         """The backward pass in units: each op with the recomputations for it, as nothing is fetched between these."""
-        units: list[_Unit] = []
+        units: list[_TransferUnit] = []
         first: dict[int, _FirstRead] = {}
         between: set[int] = set()  # what is read before the backward pass begins would be back too late
         seconds, min_room, read = 0.0, _NO_LIMIT, []
@@ -123,10 +123,10 @@ class TransferPlaces:
             if op.phase == "backward":
                 for storage, reader in read:
                     first.setdefault(storage, reader)
-                units.append(_Unit(op.id, seconds, min_room))
+                units.append(_TransferUnit(op.id, seconds, min_room))
             else:
                 between.update(storage for storage, _ in read)
-                self._between.append(_Unit(op.id, seconds, min_room))
+                self._between.append(_TransferUnit(op.id, seconds, min_room))
             seconds, min_room, read = 0.0, _NO_LIMIT, []
         return units, {storage: reader for storage, reader in first.items() if storage not in between}
 
@@ -137,9 +137,11 @@ class TransferPlaces:
             seconds = link.to_host_seconds(self._nbytes[s])
             copies.append(_Copy(s, self._nbytes[s], seconds, graph.producer[s], last_forward_reader(graph, s)))
         forward = zip(graph.ops[: graph.n_forward], room, waits, strict=False)
-        return _Way([_Unit(op.id, wait + op.seconds, left) for op, left, wait in forward], copies, link.overlaps)
+        return _Way(
+            [_TransferUnit(op.id, wait + op.seconds, left) for op, left, wait in forward], copies, link.overlaps
+        )
 
-    def _way_back(self, link: Link, backward: Sequence[_Unit], read: Mapping[int, _FirstRead]) -> _Way:
+    def _way_back(self, link: Link, backward: Sequence[_TransferUnit], read: Mapping[int, _FirstRead]) -> _Way:
         last_first = sorted(self._nbytes, key=lambda s: (read[s].run, s), reverse=True)
         last = len(backward) - 1
         copies = []
@@ -154,7 +156,7 @@ class TransferPlaces:
         return sum(unit.seconds for units in (self._there.units, self._between, self._back.units) for unit in units)
 
     def can_leave(self, storage: int) -> bool:
-        """Whether it is an activation of the forward pass that the backward pass alone reads under these residences."""
+        """Whether it is an activation of the forward pass that only the backward pass reads under these residences."""
         return storage in self._nbytes
 
     def place(self, offloaded: Collection[int]) -> Placed:
@@ -204,7 +206,7 @@ class _Way:
         overlaps: whether the device goes on meanwhile.
     """
 
-    units: Sequence[_Unit]
+    units: Sequence[_TransferUnit]
     copies: Sequence[_Copy]
     overlaps: bool
 

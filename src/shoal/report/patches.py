@@ -33,7 +33,7 @@ class PatchDrawing:
         patches: the cores, which tile the input.
         halos: the regions that patches read, if larger than their cores.
         bands: the ranges of random cuts.
-        image: URL of a picture to draw behind; empty for none.
+        image: URL of a picture for the background; empty for none.
         caption: a description.
     """
 

@@ -99,7 +99,7 @@ class Writes:
         self._place = {node: place for place, node in enumerate(graph.nodes)}
 
     def over(self, node: fx.Node, after: fx.Node | None = None) -> fx.Node | None:
-        """The first op behind `after`, by default behind `node` itself, that writes over the node's memory."""
+        """The first op after `after`, by default after `node` itself, that writes over the node's memory."""
         start = self._place[node if after is None else after]
         return next((writer for writer in self.all_over(node) if self._place[writer] > start), None)
 
@@ -113,11 +113,11 @@ class Writes:
         return self._place[first] < self._place[second]
 
     def can_read_instead(self, node: fx.Node, reader: fx.Node) -> bool:
-        """Whether nobody notices if the network's `reader` of `node` reads it at any later time and writes nothing."""
+        """Whether it has no effect if the network's `reader` of `node` reads it at a later time and writes nothing."""
         return self.over(node, reader) is None and self.is_unnoticed(reader)
 
     def is_unnoticed(self, node: fx.Node) -> bool:
-        """Whether what the node writes over is read by nobody later, but through the node's own result."""
+        """Whether what the node writes over is not read later, but through the node's own result."""
         foreign = any(member.op in ("placeholder", "get_attr") for member in self._written_over(node))
         return not foreign and all(self._place[reader] < self._place[node] for reader in self.other_readers(node))
 

@@ -10,6 +10,7 @@ from shoal.app.cli.codec_trial import Trial, columns, of_values, try_codec, trya
 from shoal.codecs import get
 from shoal.errors import InputError
 from tests.codecs.every_codec import FLOAT_CODECS
+from tests.raising import raising
 
 
 @pytest.fixture(autouse=True)
@@ -67,5 +68,5 @@ def test_codecs_of_no_values_are_left_out_and_refused() -> None:
     assert "sign_mask" not in tryable_names()
     assert "pool_index" not in tryable_names()
     assert len(tryable_names()) == 14
-    with pytest.raises(InputError, match="sign_mask keeps no values"):
+    with raising(InputError, "sign_mask"):
         of_values(get("sign_mask"))

@@ -123,7 +123,7 @@ def test_a_budget_that_cannot_be_met_names_the_least_and_a_batch_that_fits() -> 
 
 def test_a_model_of_several_graphs_below_what_parameters_take_has_no_least() -> None:
     read = json.loads(doctor("my_models.py:printing", "--budget", "1KiB", "--json").stdout)
-    assert "before any activation" in read["refused"] and read["least_bytes"] is None
+    assert "printing" in read["refused"].lower() and read["least_bytes"] is None
     assert not read["uncaptured"] and "my_models.py" in read["breaks"][0]
     assert read["type"] == "nothing yet: no budget was found that works"
 
@@ -131,7 +131,7 @@ def test_a_model_of_several_graphs_below_what_parameters_take_has_no_least() -> 
 def test_a_model_of_several_graphs_that_does_not_fit_is_captured_all_the_same() -> None:
     found = examine(load_subject("my_models.py:printing"), "600KiB")
     lines = {name: words.strip() for name, words in (line.split("  ", 1) for line in as_lines(found))}
-    assert lines["planned step"].startswith("does not fit: no plan of ")
+    assert lines["planned step"].startswith("does not fit: ")
     assert lines["capture"].startswith("breaks at ") and "refused as several graphs" in lines["capture"]
     assert lines["helps most"].startswith("take the named line out")
 
@@ -159,10 +159,10 @@ def test_where_capture_breaks_is_named() -> None:
         (["my_models.py:number"], "my_models.py has no function number"),
         (["my_models.py:raising"], "raising() raised ValueError: no such weights"),
         (["my_models.py:nothing"], "nothing() returned None; expected a torch.nn.Module"),
-        (["my_models.py:alone"], "returned no input beside the model"),
+        (["my_models.py:alone"], "returned no input with the model"),
         (["my_models.py:alone", "--example", "4,3,8,8"], "--example 4,3,8,8: expected sizes with an x"),
         (["my_models.py:alone", "--example", "4x3x8x8:int65"], "--example 4x3x8x8:int65: expected sizes"),
-        (["my_models.py:alone", "--example", f"{2**62}x3x8x8"], "no process can address so many bytes"),
+        (["my_models.py:alone", "--example", f"{2**62}x3x8x8"], "no process can address that many bytes"),
         (["my_models.py:alone", "--example", f"{'9' * 5000}x3x8x8"], "expected sizes with an x"),
         (["my_models.py:alone", "--example", "4x5x8x8"], "the model cannot take this input: RuntimeError"),
         (["my_models.py:make_model", "--budget", "much"], "budget='much' is not a size"),

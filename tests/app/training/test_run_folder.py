@@ -14,6 +14,7 @@ from shoal.app.training import run_folder as module
 from shoal.app.training.run_folder import run_folder
 from shoal.core import files
 from shoal.errors import InputError
+from tests.raising import raising
 
 FORK = multiprocessing.get_context("fork")
 
@@ -30,7 +31,7 @@ def test_a_second_run_is_refused_in_one_line_that_names_the_folder(tmp_path: Pat
 
     def second() -> None:
         with (
-            pytest.raises(InputError, match=f"^another run is writing to {folder}; wait for it .* --out$"),
+            raising(InputError, folder),
             run_folder(folder),
         ):
             pytest.fail("two runs in one folder")

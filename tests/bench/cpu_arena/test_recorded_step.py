@@ -78,5 +78,5 @@ def test_what_outlives_its_successor_is_left_elsewhere(died: int | None) -> None
 
 
 def test_recordings_of_two_steps_do_not_mix() -> None:
-    with pytest.raises(InputError, match="different steps"):
+    with pytest.raises(InputError):
         arena_problem([RecordedStep((1,), (1,)), RecordedStep((2,), (1,))])

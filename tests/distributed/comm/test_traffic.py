@@ -1,4 +1,4 @@
-"""Bytes on the wire are counted by kind and by step, beside what float32 collectives send."""
+"""Bytes on the wire are counted by kind and by step, in addition to what float32 collectives send."""
 
 from __future__ import annotations
 

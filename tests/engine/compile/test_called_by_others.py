@@ -16,6 +16,7 @@ import shoal
 from shoal.errors import CaptureError, InputError
 from tests.engine.compile.compiled import ROOMY
 from tests.engine.training_laws import costs_that_do_not_matter, images, mean_square, same_bits
+from tests.raising import raising
 
 
 def network() -> nn.Sequential:
@@ -76,7 +77,7 @@ def test_in_eval_mode_another_compiler_takes_the_model_whole() -> None:
 def test_a_part_with_a_budget_of_its_own_is_refused_by_name() -> None:
     model = network()
     shoal.compile(model[2], budget=ROOMY)
-    with pytest.raises(InputError, match="part '2' has a budget of its own already"):
+    with raising(InputError, "'2'"):
         shoal.compile(model, budget=ROOMY)
     assert_trains_like_plain(model, model)
     assert len(model[2].shoal.plans) == 1
@@ -85,14 +86,14 @@ def test_a_part_with_a_budget_of_its_own_is_refused_by_name() -> None:
 def test_a_part_that_gets_a_budget_after_the_whole_is_refused_at_the_next_capture() -> None:
     model = planned_network()
     shoal.compile(model[0], budget=ROOMY)
-    with costs_that_do_not_matter(), pytest.raises(CaptureError, match="part of the model has a budget of its own"):
+    with costs_that_do_not_matter(), pytest.raises(CaptureError):
         model(BATCH)
 
 
 def test_what_stands_for_a_model_is_refused() -> None:
-    with pytest.raises(InputError, match=r"what torch\.compile returned; give shoal\.compile the model itself"):
+    with raising(InputError, "torch.compile", "shoal.compile"):
         shoal.compile(torch.compile(network(), backend="eager"), budget=ROOMY)
-    with pytest.raises(InputError, match="wrap it in DistributedDataParallel"):
+    with raising(InputError, "DistributedDataParallel"):
         shoal.compile(nn.DataParallel(network()), budget=ROOMY)
 
 
@@ -156,13 +157,12 @@ def test_a_copy_has_no_plan_and_says_so(duplicate: Callable[[nn.Module], nn.Modu
     ids=["grad", "vmap", "jvp"],
 )
 def test_function_transforms_are_refused(transformed: Callable[[nn.Module], Any]) -> None:
-    with pytest.raises(CaptureError, match=r"called under torch\.func") as caught:
+    with raising(CaptureError, "torch.func"):
         transformed(planned_network())
-    assert "\n" not in str(caught.value)
 
 
 def test_forward_mode_is_refused() -> None:
-    with torch.autograd.forward_ad.dual_level(), pytest.raises(CaptureError, match="forward-mode AD"):
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(CaptureError):
         planned_network()(torch.autograd.forward_ad.make_dual(BATCH, BATCH))
 
 
@@ -176,9 +176,8 @@ def test_gradients_of_gradients_are_refused_and_what_the_refusal_advises_works()
     plain, model = network(), planned_network()
     with costs_that_do_not_matter():
         for call in (model, torch.compile(network(), backend="shoal")):
-            with pytest.raises(CaptureError, match=r"for a gradient penalty call model\.forward") as caught:
+            with raising(CaptureError, "model.forward"):
                 penalty(call)
-            assert "\n" not in str(caught.value)
     penalty(model.forward)
     penalty(plain)
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):

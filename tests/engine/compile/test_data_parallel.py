@@ -19,6 +19,7 @@ from shoal.app.training.strategy import DataParallel
 from shoal.errors import InputError
 from shoal.memory.limit import memory_limit
 from tests.engine.training_laws import costs_that_do_not_matter
+from tests.raising import raising
 from tests.ranks import run_on_ranks
 
 needs_compiler = pytest.mark.skipif(
@@ -195,6 +196,6 @@ def test_data_parallel_in_threads_works_on_one_device_and_is_refused_on_several(
         nn.DataParallel(model)(x).sum().backward()
     plain(x).sum().backward()
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
-    with pytest.raises(InputError, match=r"nn\.DataParallel copies Linears.*; wrap it in DistributedDataParallel"):
+    with raising(InputError, "nn.DataParallel", "DistributedDataParallel"):
         nn.Sequential(model)[0]._replicate_for_data_parallel()  # as nn.DataParallel does, which needs two GPUs for it
     assert type(copy.deepcopy(model)._replicate_for_data_parallel()) is Linears

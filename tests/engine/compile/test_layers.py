@@ -26,7 +26,7 @@ from tests.engine.training_laws import (
 
 
 class Dense(nn.Module):
-    """Its input beside what a block makes of it."""
+    """Its input in addition to what a block makes of it."""
 
     def __init__(self, channels: int, dims: int = 2) -> None:
         super().__init__()

@@ -38,7 +38,7 @@ OTHERS: tuple[Any, ...] = (
 WRONG = NUMBERS + OTHERS
 
 
-def in_one_short_line(error: Exception) -> bool:
+def is_readable(error: Exception) -> bool:
     """Whether a person can read it."""
     text = str(error)
-    return 0 < len(text) <= 400 and len(text.splitlines()) == 1
+    return 0 < len(text.splitlines()[0]) <= 160 and len(text) <= 400

@@ -44,14 +44,14 @@ class Refusing:
     def price(self, variant: Variant) -> Priced[None]:
         def plan(budget_bytes: int) -> tuple[None, Plan]:
             self.asked.append(variant)
-            raise BudgetError("no plan fits", least_feasible_bytes=self.needed_bytes[variant])
+            raise BudgetError("no plan fits", minimum_bytes=self.needed_bytes[variant])
 
         step = conv_bn_relu_chain(2 + len(self.asked) + list(self.needed_bytes).index(variant))
         return Priced(replace(step, static_bytes=1000), plan)
 
 
 class OnPatches(Refusing):
-    """Forms that hold so many bytes besides, by the number of patches along each side; 1 is the step as it is."""
+    """Forms that hold that many bytes besides, by the number of patches along each side; 1 is the step as it is."""
 
     def __init__(self, *held_bytes: int) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class OnPatches(Refusing):
     def price(self, variant: Variant) -> Priced[None]:
         def plan(budget_bytes: int) -> tuple[None, Plan]:
             self.asked.append(variant)
-            raise BudgetError("no plan fits", least_feasible_bytes=self.held_bytes[variant])
+            raise BudgetError("no plan fits", minimum_bytes=self.held_bytes[variant])
 
         self.captured.append(variant)
         step = conv_bn_relu_chain(1 + len(self.captured))
@@ -124,5 +124,5 @@ def kept_alone(nbytes: int) -> StepGraph:
 
 
 def crowded(step: StepGraph) -> StepGraph:
-    """The step with so much beside it that everything kept needs `CROWDED_BYTES`."""
+    """The step with so much in addition to it that everything kept needs `CROWDED_BYTES`."""
     return replace(step, static_bytes=CROWDED_BYTES - simulate(step, {}).peak_bytes)

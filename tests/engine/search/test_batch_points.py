@@ -1,4 +1,4 @@
-"""The laws of images per second by batch, on steps of counts alone, held against planning every batch."""
+"""The laws of images per second by batch, on steps only of counts, held against planning every batch."""
 
 from __future__ import annotations
 

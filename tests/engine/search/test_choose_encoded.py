@@ -38,7 +38,7 @@ def step() -> Captured:
 
 
 def costs(codec_seconds: float) -> Callable[[Captured], StepGraph]:
-    """A second for each convolution, next to nothing for other ops, and so many seconds to encode or decode."""
+    """A second for each convolution, next to nothing for other ops, and that many seconds to encode or decode."""
 
     def timed(op: Op) -> Op:
         seconds = codec_seconds if CODEC_OP in op.target and "relu_backward" not in op.target else 0.01
@@ -159,7 +159,7 @@ def test_a_set_of_an_earlier_run_is_taken_again_if_it_fits() -> None:
     names = [offer.storage for offer in offers(step(), LOSSY)]
     assert [s.name for s in chosen_at(0.85, 0.1, before=names).encoded] == names
     assert not chosen_at(0.85, 0.1, before=[]).encoded
-    assert chosen_at(0.6, 0.1, before=["nowhere"]).encoded, "chosen anew"
+    assert chosen_at(0.6, 0.1, before=["nowhere"]).encoded, "chosen again"
 
 
 def test_where_nothing_fits_one_set_is_searched_and_no_set_needs_less() -> None:
@@ -173,12 +173,12 @@ def test_where_nothing_fits_one_set_is_searched_and_no_set_needs_less() -> None:
     with pytest.raises(BudgetError) as refused:
         choose_encoded(steps(costs(0.01)), budget, plan)
     assert len(made) == 1
-    least = refused.value.least_feasible_bytes
+    least = refused.value.minimum_bytes
     names = [offer.storage for offer in offers(step(), LOSSY)]
     for subset in joined.from_iterable(combinations(names, size) for size in range(len(names) + 1)):
         with pytest.raises(BudgetError) as of_it:
             joint(costs(0.01)(encoded(step(), subset, LOSSY)), HARDWARE, budget)
-        assert least is not None and least <= (of_it.value.least_feasible_bytes or 0)
+        assert least is not None and least <= (of_it.value.minimum_bytes or 0)
 
 
 def test_with_all_encoded_by_free_codecs_a_step_is_bounded_whatever_is_encoded() -> None:

@@ -39,5 +39,5 @@ def test_two_steps_are_traced_and_the_others_have_the_same_costs_and_need_the_sa
 
 def test_what_is_not_offered_is_traced_or_refused() -> None:
     steps = EncodedSteps(step(), LOSSY, costs(0.2))
-    with pytest.raises(PlanError, match="nowhere"):
+    with pytest.raises(PlanError):
         steps.graph(["nowhere"])

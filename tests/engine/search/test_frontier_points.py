@@ -18,7 +18,7 @@ from shoal.core.simulate import simulate
 from shoal.core.step import StepGraph
 from shoal.core.variant import WHOLE, Variant
 from shoal.engine.search.encoding import EncodeBelow, EncodeIfFaster, NotFaster
-from shoal.engine.search.frontier_points import Found, frontier_points
+from shoal.engine.search.frontier_points import FoundPoints, frontier_points
 from shoal.engine.search.priced import Encodable, Priced
 from shoal.engine.search.split_forms import PatchWork
 from shoal.errors import BudgetError
@@ -56,7 +56,7 @@ class Forms:
         )
 
 
-def found(forms: Forms, n_points: int = 5, budget_bytes: int | None = None) -> Found:
+def found(forms: Forms, n_points: int = 5, budget_bytes: int | None = None) -> FoundPoints:
     return frontier_points(forms, forms.price, n_points, budget_bytes)  # type: ignore[arg-type]
 
 
@@ -89,7 +89,7 @@ def test_the_laws(whole: StepGraph, fused: StepGraph, fewer: StepGraph, n_points
 def test_the_first_point_is_what_the_planner_calls_the_least(whole: StepGraph) -> None:
     with pytest.raises(BudgetError) as refused:
         joint(whole, HARDWARE, 1)
-    assert found(Forms({WHOLE: whole})).points[0].budget_bytes == refused.value.least_feasible_bytes
+    assert found(Forms({WHOLE: whole})).points[0].budget_bytes == refused.value.minimum_bytes
 
 
 def test_budgets_are_evenly_spaced_and_the_users_is_one_more() -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from shoal.engine.search.max_patch import Patch, check_divides, ladder, largest_patch, multiples
 from shoal.errors import BudgetError, CaptureError, InputError
+from tests.raising import raising
 
 STEPS = st.sampled_from((1, 2, 4, 8, 16, 32))
 
@@ -25,7 +26,7 @@ def test_what_the_strides_divide_is_found_by_trying(multiple: Patch, times: Patc
 
 
 def test_a_network_that_takes_no_patch_is_told_with_its_own_reason() -> None:
-    with pytest.raises(InputError, match=r"takes no patch that was tried, such as 10x10 \(never\); give multiple_of="):
+    with raising(InputError, "10x10", "never", "multiple_of="):
         multiples(lambda patch: "never", (10, 10))
 
 
@@ -33,9 +34,9 @@ def test_a_network_that_takes_no_patch_is_told_with_its_own_reason() -> None:
     ("patch", "would_do"), [((100, 128), "96x128 or 128x128"), ((5, 64), "32x64"), ((40, 64), "32x64 or 64x64")]
 )
 def test_a_patch_that_the_strides_do_not_divide_is_told_what_would_do(patch: Patch, would_do: str) -> None:
-    with pytest.raises(InputError, match=f"the network takes sides that are multiples of 32x32; {would_do} would do"):
+    with raising(InputError, "32x32", would_do):
         check_divides(patch, (32, 32))
-    with pytest.raises(InputError, match="multiple_of= asks for sides that are multiples of 32x32"):
+    with raising(InputError, "multiple_of=", "32x32"):
         check_divides(patch, (32, 32), asked=True)
 
 
@@ -73,13 +74,13 @@ def test_no_side_of_the_answer_can_grow(times: Patch, multiple: Patch, budget: i
 
     def plan_of(one: Patch) -> None:
         if needed(one) > budget:
-            raise BudgetError("too small", least_feasible_bytes=needed(one) if tells_least else None)
+            raise BudgetError("too small", minimum_bytes=needed(one) if tells_least else None)
 
     steps = ladder(patch, multiple, None, 8 * max(budget, prod(patch)))
     tried: list[Patch] = []
     how = {"fixed_bytes": 1000, "budget_bytes": budget, "trying": tried.append}
     if needed(multiple) > budget:
-        with pytest.raises(BudgetError, match="x".join(map(str, multiple)) + " is the smallest patch"):
+        with raising(BudgetError, "x".join(map(str, multiple))):
             largest_patch(plan_of, steps, patch, multiple, None, **how)
         return
     found = largest_patch(plan_of, steps, patch, multiple, None, **how)
@@ -100,5 +101,5 @@ def test_a_patch_that_cannot_be_captured_ends_the_search_and_alone_is_what_is_ra
     how = {"fixed_bytes": 0, "budget_bytes": 10**6}
     steps = ladder((16, 16), (16, 16), None, 10**4)
     assert largest_patch(plan_of, steps, (16, 16), (16, 16), None, **how).patch[0] == 16
-    with pytest.raises(CaptureError, match="no such size"):
+    with pytest.raises(CaptureError):
         largest_patch(plan_of, steps, (32, 32), (16, 16), None, **how)

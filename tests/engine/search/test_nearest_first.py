@@ -8,7 +8,7 @@ import pytest
 
 from shoal.core.step import StepGraph
 from shoal.core.variant import Variant
-from shoal.engine.search.nearest_first import Form, Way, nearest_first
+from shoal.engine.search.nearest_first import PricedVariant, Way, nearest_first
 from shoal.engine.search.priced import Priced
 from shoal.planners import estimates
 from shoal.planners.infeasible import fewest_bytes
@@ -30,7 +30,10 @@ def ways(*steps: StepGraph, encoded: bool = False) -> list[Way[str, None]]:
     def plan(budget_bytes: int) -> None:
         raise AssertionError("nothing is planned")
 
-    forms = [Form(Variant(slices=place + 2), f"form {place}", Priced(step, plan)) for place, step in enumerate(steps)]  # type: ignore[arg-type]
+    forms = [
+        PricedVariant(Variant(slices=place + 2), f"form {place}", Priced(step, plan))
+        for place, step in enumerate(steps)
+    ]  # type: ignore[arg-type]
     return [Way(form, encoded, form.priced.graph) for form in forms]
 
 

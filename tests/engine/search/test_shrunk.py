@@ -48,11 +48,11 @@ def test_with_room_nothing_is_shrunk_and_where_it_is_tight_what_fits_in_less_or_
     assert [row.variant for row in roomy.candidates] == [roomy.variant] == [WHOLE]
     with pytest.raises(BudgetError) as refused:
         planned(1 << 20)
-    least_bytes = refused.value.least_feasible_bytes
+    least_bytes = refused.value.minimum_bytes
     assert least_bytes is not None
     tight = planned(least_bytes)
     assert tight.variant == Variant(shrunk=True)
-    assert "as it is, shrunk in the backward pass" in tight.explain()
+    assert "unmodified, compact saved tensors" in tight.explain()
     needs = {row.variant: row.outcome for row in tight.candidates}
     assert needs[WHOLE].startswith("needs ") or "does not fit" in needs[WHOLE]
 
@@ -62,7 +62,7 @@ def test_a_shrunk_step_trains_with_the_bits_of_eager_pytorch_and_is_taken_from_a
     eager = UNet()
     with pytest.raises(BudgetError) as refused:
         shoal.plan(UNet(), images, 1 << 20, allow="recompute")
-    budget = refused.value.least_feasible_bytes
+    budget = refused.value.minimum_bytes
     assert budget is not None
     model = shoal.compile(copy.deepcopy(eager), budget=budget, allow="recompute")
     for network in (eager, model):

@@ -11,7 +11,7 @@ from shoal.core.plan import Plan
 from shoal.core.step import StepGraph
 from shoal.core.variant import WHOLE, Pieces, Variant
 from shoal.engine.search.best_variant import best_variant
-from shoal.engine.search.nearest_first import Form
+from shoal.engine.search.nearest_first import PricedVariant
 from shoal.engine.search.priced import Priced
 from shoal.engine.search.search_state import SearchState
 from shoal.engine.search.split_forms import PatchWork
@@ -43,7 +43,7 @@ def test_a_form_that_seems_to_need_more_than_the_budget_waits_for_the_others(roo
     def planned(*steps: StepGraph) -> SearchState[Variant, None]:
         state: SearchState[Variant, None] = SearchState(budget_bytes)
         ways = [
-            Form(variant, variant, replace(forms.price(variant), graph=step))
+            PricedVariant(variant, variant, replace(forms.price(variant), graph=step))
             for variant, step in zip((WHOLE, FUSED), steps, strict=False)
         ]
         plan_forms(state, [(seconds, form) for seconds, form in zip((1.0, 2.0), ways, strict=False)])
@@ -73,7 +73,7 @@ class UpTo(InSeconds):
     def price(self, variant: Variant) -> Priced[None]:
         def refuse(budget_bytes: int) -> tuple[None, Plan]:
             self.asked.append(variant)
-            raise BudgetError("no plan fits", least_feasible_bytes=budget_bytes + 1)
+            raise BudgetError("no plan fits", minimum_bytes=budget_bytes + 1)
 
         priced = super().price(variant)
         return replace(priced, plan=refuse) if variant.fuse and variant.up_to > self.fits_up_to else priced
@@ -252,7 +252,7 @@ def test_parts_that_must_be_planned_twice_as_near_to_their_bound_as_the_whole_ar
     assert were_asked == expected and found.variant == expected[-1]
     outcome = next(one for one in found.plan.candidates if one.variant == in_parts).outcome
     assert outcome == (
-        "chosen" if len(expected) == 2 else "faster only if planned twice as near to its bound as the step as it is"
+        "chosen" if len(expected) == 2 else "faster only if planned twice as near to its bound as the unmodified step"
     )
 
 

@@ -108,15 +108,15 @@ def test_several_graphs_are_planned_without_forms(caplog: pytest.LogCaptureFixtu
     model(torch.randn(8, 16)).sum().backward()
     shoal.compile(plain_layers(), shoal.Budget("1MiB"), allow="offload, recompute")
     assert lines(caplog) == [
-        "'fuse' is without effect: a model of several graphs is planned with recompute alone",
-        "'offload' is without effect: a turn of several models is planned with recompute alone",
+        "'fuse' is without effect: a model of several graphs is planned only with recompute",
+        "'offload' is without effect: a turn of several models is planned only with recompute",
     ]
 
 
 def test_several_graphs_offload_nothing_though_it_was_asked_for(caplog: pytest.LogCaptureFixture) -> None:
     model = shoal.compile(Breaking(), "1MiB", offload_to="host")
     model(torch.randn(8, 16)).sum().backward()
-    said = "'offload' is without effect: a model of several graphs is planned with recompute alone"
+    said = "'offload' is without effect: a model of several graphs is planned only with recompute"
     assert lines(caplog) == [said]
     assert model.shoal.plan.without_effect == (said,)
     assert said in str(model.shoal) and said in model.shoal.plan.explain()

@@ -20,6 +20,7 @@ import shoal.app.data
 from examples.data import cifar10, data_dir
 from examples.data.cifar10 import ARCHIVE, BATCHES, CLASSES
 from shoal.errors import InputError
+from tests.raising import raising
 
 CIFAR10 = "examples.data.cifar10:open_cifar10"
 SMALL = {"train": 20, "test": 10}
@@ -137,7 +138,7 @@ def test_other_sizes_are_resized(tmp_path: Path) -> None:
 
 def test_where_it_looked_and_how_to_point_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHOAL_DATA", str(tmp_path))
-    with pytest.raises(InputError, match=f"no CIFAR-10 in {tmp_path}: expected {ARCHIVE} or .* set SHOAL_DATA"):
+    with raising(InputError, "CIFAR-10", tmp_path, ARCHIVE, "SHOAL_DATA"):
         shoal.app.data.open(CIFAR10, batch=4)
 
 
@@ -147,7 +148,7 @@ def test_a_truncated_archive(tmp_path: Path, share: float) -> None:
     path = archive(tmp_path)
     content = path.read_bytes()
     path.write_bytes(content[: int(share * len(content))])
-    with pytest.raises(InputError, match=f"{ARCHIVE} is truncated or damaged .*; copy it again"):
+    with raising(InputError, ARCHIVE):
         shoal.app.data.open(CIFAR10, root=tmp_path, batch=4)
     assert not list((tmp_path / "cache").glob("*.npz"))
 
@@ -156,27 +157,26 @@ def test_a_truncated_archive(tmp_path: Path, share: float) -> None:
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({"train/wolf/0000.jpg": jpeg(1)}, "train/wolf/0000.jpg is in no known class folder; expected train or test"),
-        ({"dev/cat/0000.jpg": jpeg(1)}, "dev/cat/0000.jpg is in no known class folder"),
-        ({"train/cat/0001.jpg": b"not an image"}, "train/cat/0001.jpg cannot be decoded"),
-        ({"train/cat/0001.jpg": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 32 32\n"}, "0001.jpg cannot be decoded"),
-        ({"train/cat/0001.jpg": jpeg(1)[:300]}, "train/cat/0001.jpg cannot be decoded"),
-        ({"train/cat/0001.jpg": jpeg(1, side=16)}, r"shape \(16, 16, 3\), expected \(32, 32, 3\)"),
-        ({"test/cat/0001.jpg": jpeg(1)}, "split 'test' has 11 images, expected 10"),
+        ({"train/wolf/0000.jpg": jpeg(1)}, "train/wolf/0000.jpg"),
+        ({"dev/cat/0000.jpg": jpeg(1)}, "dev/cat/0000.jpg"),
+        ({"train/cat/0001.jpg": b"not an image"}, "train/cat/0001.jpg"),
+        ({"train/cat/0001.jpg": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 32 32\n"}, "0001.jpg"),
+        ({"train/cat/0001.jpg": jpeg(1)[:300]}, "train/cat/0001.jpg"),
+        ({"train/cat/0001.jpg": jpeg(1, side=16)}, "(16, 16, 3)"),
+        ({"test/cat/0001.jpg": jpeg(1)}, "'test'"),
     ],
 )
 def test_an_archive_with_a_bad_member(tmp_path: Path, files: dict[str, bytes], message: str) -> None:
     archive(tmp_path, members() | files)
-    with pytest.raises(InputError, match=message) as caught:
+    with raising(InputError, message):
         shoal.app.data.open(CIFAR10, root=tmp_path, batch=4)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.usefixtures("_small")
 def test_an_archive_whose_class_is_empty(tmp_path: Path) -> None:
     files = {name.replace("test/truck/", "test/ship/1"): content for name, content in members().items()}
     archive(tmp_path, files)
-    with pytest.raises(InputError, match="test: class 9 has no sample, expected all of 10"):
+    with raising(InputError, "10"):
         shoal.app.data.open(CIFAR10, root=tmp_path, batch=4)
 
 
@@ -184,7 +184,7 @@ def test_an_archive_whose_class_is_empty(tmp_path: Path) -> None:
 @pytest.mark.parametrize("label", [-1, 10])
 def test_a_label_out_of_range(tmp_path: Path, label: int) -> None:
     batches(tmp_path, [label, *list(range(10)) * 3][:30])
-    with pytest.raises(InputError, match=f"train: sample 0 has label {label}, expected 0 to 9"):
+    with raising(InputError, label):
         shoal.app.data.open(CIFAR10, root=tmp_path, batch=4)
 
 
@@ -197,13 +197,13 @@ class Harm:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("data_batch_3", None, "cannot read .*data_batch_3: No such file"),
-        ("test_batch", b"", "test_batch is truncated or not a CIFAR-10 batch"),
-        ("test_batch", "half", "test_batch is truncated or not a CIFAR-10 batch"),
-        ("test_batch", pickle.dumps(Harm()), r"UnpicklingError: it asks for \w+.mkdir"),
-        ("test_batch", pickle.dumps([1, 2]), "not a CIFAR-10 batch"),
-        ("test_batch", pickle.dumps({"labels": [1]}), "KeyError: 'data'"),
-        ("test_batch", pickle.dumps({"data": [[1, 2]], "labels": [1]}), r"data is int64 \(1, 2\), expected uint8"),
+        ("data_batch_3", None, "data_batch_3"),
+        ("test_batch", b"", "test_batch"),
+        ("test_batch", "half", "test_batch"),
+        ("test_batch", pickle.dumps(Harm()), "UnpicklingError"),
+        ("test_batch", pickle.dumps([1, 2]), "CIFAR-10"),
+        ("test_batch", pickle.dumps({"labels": [1]}), "KeyError"),
+        ("test_batch", pickle.dumps({"data": [[1, 2]], "labels": [1]}), "(1, 2)"),
     ],
 )
 def test_a_bad_pickle(
@@ -215,9 +215,8 @@ def test_a_bad_pickle(
         path.unlink()
     else:
         path.write_bytes(path.read_bytes()[:2000] if isinstance(content, str) else content)
-    with pytest.raises(InputError, match=message) as caught:
+    with raising(InputError, message):
         shoal.app.data.open(CIFAR10, root=tmp_path, batch=4)
-    assert "\n" not in str(caught.value)
     assert not (tmp_path / "harm").exists()
 
 
@@ -257,12 +256,12 @@ def test_an_archive_that_unpacks_to_gigabytes_is_refused_before_it_does(
     monkeypatch.setattr(cifar10, "_MAX_ARCHIVE_BYTES", 2**20)
     packed = lzma.compress(bytes(2**22))
     assert len(packed) < 2000
-    with pytest.raises(InputError, match="bomb.tar.xz is truncated or damaged .EOFError: it has no end within 1048576"):
+    with raising(InputError, "bomb.tar.xz", "1048576"):
         cifar10.read_archive(tmp_path / "bomb.tar.xz", packed)
 
 
 def test_a_batch_whose_pickle_asks_for_a_far_place_in_its_memory_gets_no_memory_for_it(tmp_path: Path) -> None:
     path = tmp_path / "data_batch_1"
     path.write_bytes(b"\x80\x02}r\x00\x00\x00\x70.")  # puts an empty dictionary at place 0x70000000
-    with pytest.raises(InputError, match="not a CIFAR-10 batch .KeyError: 'data'"):
+    with raising(InputError, "CIFAR-10", ".KeyError", "'data'"):
         cifar10._read_batch(path)

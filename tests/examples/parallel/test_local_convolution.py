@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from examples.parallel.local_convolution import LocalConv2d
 from examples.parallel.shares import shares
 from shoal.errors import InputError
+from tests.raising import raising
 
 
 def _by_place(layer: LocalConv2d, x: torch.Tensor) -> torch.Tensor:
@@ -101,9 +102,9 @@ def test_a_band_of_no_rows_has_gradients_of_no_values() -> None:
 
 
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(InputError, match="smaller one"):
+    with pytest.raises(InputError):
         LocalConv2d(1, 1, (2, 2), 3)
-    with pytest.raises(InputError, match="positive"):
+    with pytest.raises(InputError):
         LocalConv2d(0, 1, (2, 2), 1)
-    with pytest.raises(InputError, match=r"expected \(N, 1, 4, 4\)"):
+    with raising(InputError, "(N, 1, 4, 4)"):
         LocalConv2d(1, 1, (4, 4), 1)(torch.zeros(2, 1, 4, 5))

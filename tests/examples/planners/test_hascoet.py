@@ -14,6 +14,7 @@ from shoal.core.schedule import schedule
 from shoal.core.step import StepGraph
 from shoal.core.validate import check_runs
 from shoal.errors import BudgetError, InputError
+from tests.raising import raising
 from tests.random_steps import HARDWARE, SLOW_LINK, Builder, plain_chain, steps
 
 FAST = Link("fast", 1e12, 1e12, 0.0)
@@ -77,7 +78,7 @@ def test_a_budget_below_its_peak_and_a_missing_link_are_refused() -> None:
     graph = replace(plain_chain(5), link=FAST)
     peak_bytes = hascoet(graph, HARDWARE, 0).predicted_peak_bytes
     assert hascoet(graph, HARDWARE, peak_bytes).predicted_peak_bytes == peak_bytes
-    with pytest.raises(BudgetError, match="no plan of plain_chain_5 fits"):
+    with raising(BudgetError, "plain_chain_5"):
         hascoet(graph, HARDWARE, peak_bytes - 1)
-    with pytest.raises(InputError, match="planner='hascoet'"):
+    with raising(InputError, "planner='hascoet'"):
         hascoet(plain_chain(3), HARDWARE, 0)

@@ -22,6 +22,7 @@ from shoal.planners.hmms import hmms, theoretical_limit
 from shoal.transforms.fuse.fuse_batchnorm import fuse_batchnorm
 from shoal.transforms.invert.invert_norm import invert_norm
 from tests.joint_graphs import captured_step
+from tests.raising import raising
 from tests.random_steps import HARDWARE, SLOW_LINK, plain_chain, steps
 
 
@@ -64,7 +65,7 @@ class ByRunningStatistics(nn.BatchNorm2d):
 @pytest.mark.parametrize(
     "norm",
     [nn.BatchNorm2d(4), nn.BatchNorm2d(4, track_running_stats=False), ByRunningStatistics(4)],
-    ids=["running statistics too", "the batch's alone", "running ones alone"],
+    ids=["running statistics too", "the batch's only", "running ones only"],
 )
 def test_every_batch_norm_of_pytorch_is_one_and_so_is_the_activation_behind_it(norm: nn.Module) -> None:
     graph = captured(nn.Sequential(nn.Conv2d(3, 4, 3), norm, nn.LeakyReLU(), nn.Conv2d(4, 4, 3)))
@@ -111,7 +112,7 @@ def test_under_a_budget_the_device_waits_and_what_cannot_be_is_said(graph: StepG
     assert hmms_recompute(graph, HARDWARE, peak_bytes).predicted_peak_bytes <= peak_bytes
     with pytest.raises(BudgetError):
         hmms_recompute(graph, HARDWARE, graph.resident_bytes + 1)
-    with pytest.raises(InputError, match="hmms_recompute"):
+    with raising(InputError, "hmms_recompute"):
         hmms_recompute(plain_chain(3), HARDWARE, 0)
 
 

@@ -15,6 +15,7 @@ from shoal.core.step import StepGraph
 from shoal.core.validate import check_runs
 from shoal.errors import BudgetError, InputError
 from shoal.planners.hmms import hmms, offloadable, within_limit
+from tests.raising import raising
 from tests.random_steps import HARDWARE, SLOW_LINK, Builder, plain_chain, resnet_like, steps
 
 
@@ -100,7 +101,7 @@ def test_a_budget_below_its_peak_and_a_missing_link_are_refused() -> None:
     graph = replace(plain_chain(5), link=Link("link", 1e4, 1e4, 0.0))
     peak_bytes = layerwise(graph, HARDWARE, 0).predicted_peak_bytes
     assert layerwise(graph, HARDWARE, peak_bytes).predicted_peak_bytes == peak_bytes
-    with pytest.raises(BudgetError, match="no plan of plain_chain_5 fits"):
+    with raising(BudgetError, "plain_chain_5"):
         layerwise(graph, HARDWARE, peak_bytes - 1)
-    with pytest.raises(InputError, match="planner='layerwise'"):
+    with raising(InputError, "planner='layerwise'"):
         layerwise(plain_chain(3), HARDWARE, 0)

@@ -1,4 +1,4 @@
-"""Batch norm and activation that save their result alone: the plain formula's values, gradients and statistics."""
+"""Batch norm and activation that save their result only: the plain formula's values, gradients and statistics."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_gradients_are_off_by_no_more_than_pytorch_s_and_what_the_bound_tells(
     wide = copy.deepcopy(layer).double()
     weights = torch.randn(x.shape, generator=torch.Generator().manual_seed(5))
     y = plain(copy.deepcopy(wide), x.double(), *activation)
-    weights *= (y.abs() > 1e-3 * y.abs().amax(dims, keepdim=True)).float()  # which side of the kink is nobody's error
+    weights *= (y.abs() > 1e-3 * y.abs().amax(dims, keepdim=True)).float()  # which side of the kink is no error
 
     def gradients(call: Callable[..., torch.Tensor], layer: Any, x: torch.Tensor) -> list[torch.Tensor]:
         layer, x = copy.deepcopy(layer), x.detach().requires_grad_()

@@ -87,7 +87,7 @@ def test_forward_is_as_exact_as_plain_float32(
         return activate((x.to(dtype) - middle) * factor + added, activation, slope)
 
     assert_no_worse(["y"], [y], [expected(torch.float32)], [expected(torch.float64)])
-    assert (whole == 7).sum() >= whole.numel() - y.numel()  # the channels beside it stay
+    assert (whole == 7).sum() >= whole.numel() - y.numel()  # the channels in addition to it stay
     over = x.clone(memory_format=torch.preserve_format)
     assert TRITON.applies(over, over, activation)
     TRITON.forward_into(over, over, mean, scale, shift, activation, slope)
@@ -145,7 +145,7 @@ def test_a_layer_s_gradients_are_off_by_no_more_than_plain_float32_s_and_what_th
     wide = copy.deepcopy(layer).double()
     weights = torch.randn(x.shape, generator=generator).to(device)
     y = plain(copy.deepcopy(wide), x.double(), activation, slope)
-    weights *= (y.abs() > 1e-3 * y.abs().amax(dims, keepdim=True)).float()  # which side of the kink is nobody's error
+    weights *= (y.abs() > 1e-3 * y.abs().amax(dims, keepdim=True)).float()  # which side of the kink is no error
 
     def step(call: object, layer: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
         layer, x = copy.deepcopy(layer), x.detach().requires_grad_()

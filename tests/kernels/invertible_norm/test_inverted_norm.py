@@ -1,4 +1,4 @@
-"""Instance norm and group norm with an activation that save their result alone: PyTorch's values and gradients."""
+"""Instance norm and group norm with an activation that save their result only: PyTorch's values and gradients."""
 
 from __future__ import annotations
 

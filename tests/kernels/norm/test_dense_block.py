@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from shoal.kernels.norm.dense_block import Step, dense_block
+from shoal.kernels.norm.dense_block import DenseLayer, dense_block
 
 _DOUBLE = torch.float64
 
@@ -25,15 +25,15 @@ def _layers(
     sides: Sequence[int],
     dtype: torch.dtype,
     gain: float = 1.0,
-) -> list[list[Step]]:
+) -> list[list[DenseLayer]]:
     """Layers of one step, or of a 1x1 convolution to `inner` channels and another."""
     generator = torch.Generator().manual_seed(0)
 
-    def step(reads: int, makes: int, sides: Sequence[int]) -> Step:
+    def step(reads: int, makes: int, sides: Sequence[int]) -> DenseLayer:
         draw = [torch.randn(shape, generator=generator, dtype=_DOUBLE) for shape in ((reads,), (reads,))]
         weight = torch.randn((makes, reads, *sides), generator=generator, dtype=_DOUBLE) / reads**0.5
         leaves = [leaf.to(dtype).requires_grad_() for leaf in (draw[0] * gain, draw[1], weight)]
-        return Step(leaves[0], leaves[1], leaves[2], 1e-5, True)
+        return DenseLayer(leaves[0], leaves[1], leaves[2], 1e-5, True)
 
     layers = []
     for _ in range(count):
@@ -43,11 +43,11 @@ def _layers(
     return layers
 
 
-def _parameters(layers: list[list[Step]]) -> list[torch.Tensor]:
+def _parameters(layers: list[list[DenseLayer]]) -> list[torch.Tensor]:
     return [leaf for layer in layers for step in layer for leaf in (step.gamma, step.beta, step.weight)]
 
 
-def _plain(x: torch.Tensor, layers: list[list[Step]]) -> torch.Tensor:
+def _plain(x: torch.Tensor, layers: list[list[DenseLayer]]) -> torch.Tensor:
     convolution = (F.conv1d, F.conv2d, F.conv3d)[x.dim() - 3]
     for layer in layers:
         y = x
@@ -58,7 +58,7 @@ def _plain(x: torch.Tensor, layers: list[list[Step]]) -> torch.Tensor:
     return x
 
 
-def _ours(x: torch.Tensor, layers: list[list[Step]], measured: bool = True) -> torch.Tensor:
+def _ours(x: torch.Tensor, layers: list[list[DenseLayer]], measured: bool = True) -> torch.Tensor:
     mean, variance = (None, None) if measured else torch.ops.shoal.statistics(x)
     return dense_block(x, mean, variance, layers)[0]
 
@@ -72,7 +72,7 @@ def test_gradcheck(inner: int | None, layout: torch.memory_format) -> None:
 
     def call(x: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor, *parameters: torch.Tensor) -> Any:
         leaves = iter(parameters)
-        steps = [[Step(next(leaves), next(leaves), next(leaves), 0.1, True) for _ in layer] for layer in layers]
+        steps = [[DenseLayer(next(leaves), next(leaves), next(leaves), 0.1, True) for _ in layer] for layer in layers]
         features, moments, _ = dense_block(x, mean, variance, steps)
         return features, *moments
 
@@ -129,7 +129,7 @@ def test_no_worse_than_plain_float32(
         layers = _layers(channels, count, growth, inner, (side, side), torch.float32, gain)
         layers = [
             [
-                Step(
+                DenseLayer(
                     *(leaf.detach().to(dtype).requires_grad_() for leaf in (one.gamma, one.beta, one.weight)),
                     1e-5,
                     True,

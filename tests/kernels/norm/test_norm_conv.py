@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from shoal.kernels.norm import norm_conv as norm_conv_module
 from shoal.kernels.norm import norm_conv_native
 from shoal.kernels.norm.norm_conv import norm_conv
-from shoal.kernels.norm.norm_conv_native import Window
+from shoal.kernels.norm.norm_conv_native import ConvWindow
 from shoal.lowlevel.dispatch import VARIABLE
 from shoal.lowlevel.native import levels
 
@@ -35,7 +35,7 @@ def test_gradcheck(relu: bool, statistics: bool, normalises: bool) -> None:
 
     def call(a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *rest: torch.Tensor) -> Any:
         mean, scale, shift = rest or (None, None, None)
-        window = Window([2, 1], [1, 0], [1, 1], 2)
+        window = ConvWindow([2, 1], [1, 0], [1, 1], 2)
         results = norm_conv([a, b], mean, scale, shift, relu, weight, bias, window, statistics)
         return results if statistics else results[0]
 
@@ -64,7 +64,7 @@ def _results(dtype: torch.dtype, ours: bool, case: dict[str, Any]) -> list[torch
     groups = case["groups"]
     shape = (3 * groups, case["channels"] // groups, case["kernel"], case["kernel"])
     weight = _leaf(*shape, seed=4).detach().float().to(dtype).requires_grad_()
-    window = Window([case["stride"]] * 2, [case["kernel"] // 2] * 2, [1, 1], groups)
+    window = ConvWindow([case["stride"]] * 2, [case["kernel"] // 2] * 2, [1, 1], groups)
     if ours:
         mean, variance = torch.ops.shoal.statistics(x)
         scale = gamma * torch.rsqrt(variance + 1e-5)
@@ -112,7 +112,7 @@ def test_saves_what_it_reads_and_vectors_alone() -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        y, *_ = norm_conv([x], *vectors, True, weight, None, Window([1, 1], [0, 0], [1, 1], 1), True)
+        y, *_ = norm_conv([x], *vectors, True, weight, None, ConvWindow([1, 1], [0, 0], [1, 1], 1), True)
     large = sorted(nbytes for nbytes in saved.values() if nbytes > 1000)
     assert large == [x.nbytes, y.nbytes]
 
@@ -125,7 +125,7 @@ def test_a_kernel_that_applies_is_called(monkeypatch: pytest.MonkeyPatch) -> Non
     expected = ["forward", "backward"] if levels() else []
     for dtype, calls in ((_DOUBLE, []), (torch.float32, expected)):
         x, weight = _leaf(1, 2, 3, 3, dtype=dtype).to(memory_format=torch.channels_last), _leaf(2, 2, 1, 1, dtype=dtype)
-        y, *_ = norm_conv([x], None, None, None, True, weight, None, Window([1, 1], [0, 0], [1, 1], 1), False)
+        y, *_ = norm_conv([x], None, None, None, True, weight, None, ConvWindow([1, 1], [0, 0], [1, 1], 1), False)
         y.sum().backward()
         assert called == calls
         assert weight.grad is not None
@@ -144,7 +144,7 @@ def test_the_numbers_are_the_same_whoever_computes(
 ) -> None:
     drawn = [_leaf(1, channels, side, side), _leaf(channels, channels, 3, 3, seed=1)]
     vectors = [_leaf(channels, seed=seed, dtype=torch.float32) if normalises else None for seed in (2, 3, 4)]
-    window = Window([stride, stride], [1, 1], [1, 1], 1)
+    window = ConvWindow([stride, stride], [1, 1], [1, 1], 1)
     found = []
     for whole, weight_alone in ((True, False), (False, False), (False, True), (None, None)):
         if whole is not None:
@@ -195,6 +195,6 @@ def test_flops_are_those_of_the_convolution() -> None:
 
     x, weight = _leaf(1, 2, 4, 4), _leaf(3, 2, 1, 1)
     with FlopCounterMode(display=False) as counter:
-        y, *_ = norm_conv([x], None, None, None, True, weight, None, Window([1, 1], [0, 0], [1, 1], 1), True)
+        y, *_ = norm_conv([x], None, None, None, True, weight, None, ConvWindow([1, 1], [0, 0], [1, 1], 1), True)
         y.sum().backward()
     assert counter.get_total_flops() == 3 * 2 * (3 * 16) * 2

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shoal.errors import InputError
 from shoal.kernels.norm import norm_conv_native
-from shoal.kernels.norm.norm_conv_native import NormConv, Window
+from shoal.kernels.norm.norm_conv_native import ConvWindow, NormConv
 from shoal.kernels.norm.norm_rows import native_row_stride as row_stride
 from shoal.kernels.norm.norm_sweeps import Affine, affine_of
 from shoal.kernels.norm.statistics import Measured
@@ -21,6 +21,7 @@ from shoal.lowlevel.dispatch import VARIABLE
 from shoal.lowlevel.native import LEVELS, levels
 from tests.kernels.threads import threads_of_torch
 from tests.norm_reference import Case, assert_no_worse, fused
+from tests.raising import raising
 
 pytestmark = pytest.mark.skipif(not levels(), reason="the native library was not built")
 NAMES = ("y", "mean_y", "variance_y", "x", "mean", "scale", "shift", "weight", "bias")
@@ -30,8 +31,8 @@ each_kind = pytest.mark.parametrize(
 )
 
 
-def window(kernel: int, **changes: Any) -> Window:
-    return Window((1, 1), (kernel // 2,) * 2, (1, 1), 1)._replace(**changes)
+def window(kernel: int, **changes: Any) -> ConvWindow:
+    return ConvWindow((1, 1), (kernel // 2,) * 2, (1, 1), 1)._replace(**changes)
 
 
 def channels_last(x: torch.Tensor) -> torch.Tensor:
@@ -366,7 +367,7 @@ def test_the_level_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setenv(VARIABLE, level)
         assert torch.equal(native(case)[0], native(case, level)[0])  # type: ignore[arg-type]
     absent = next((level for level in LEVELS if level not in levels()), "avx1024")
-    with pytest.raises(InputError, match=absent):
+    with raising(InputError, absent):
         native(case, absent)
 
 

@@ -12,6 +12,7 @@ from shoal.kernels.norm.norm_sweeps import NATIVE as passes
 from shoal.kernels.norm.norm_sweeps import Affine
 from shoal.lowlevel.native import levels
 from tests.norm_reference import assert_no_worse, row
+from tests.raising import raising
 
 pytestmark = pytest.mark.skipif(not levels(), reason="the native library was not built")
 each_level = pytest.mark.parametrize("level", levels())
@@ -97,7 +98,7 @@ def test_what_is_not_wanted_is_not_written(level: str) -> None:
 
 def test_tensors_of_two_shapes_are_refused() -> None:
     x, out = pixels((2, 19, 5, 6), 0, 0), pixels((2, 20, 5, 6), 0, 0)
-    with pytest.raises(InputError, match="one shape"):
+    with pytest.raises(InputError):
         passes.norm_act(x, Affine(*torch.randn(3, 19)), None, True, out)
 
 
@@ -106,7 +107,7 @@ def test_what_is_no_channels_last_tensor_is_left_to_others() -> None:
     assert passes.applies(pixels((2, 3, 4, 5), 0, 1), pixels((2, 3, 4, 5), 0, 0))
     assert not passes.applies(pixels((2, 3, 4, 5), 0, 0), x)
     assert not passes.applies(x) and not passes.applies(x.double()) and not passes.applies(x[0])
-    with pytest.raises(InputError, match="channels_last"):
+    with raising(InputError, "channels_last"):
         passes.statistics(x)
 
 

@@ -1,4 +1,4 @@
-"""The native gradient of a weight alone: no less exact than plain float32, on every instruction set and shape."""
+"""The native gradient of a weight only: no less exact than plain float32, on every instruction set and shape."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shoal.kernels.norm import norm_weight_grad
-from shoal.kernels.norm.norm_conv_native import NormConv, Window
+from shoal.kernels.norm.norm_conv_native import ConvWindow, NormConv
 from shoal.kernels.norm.norm_sweeps import affine_of
 from shoal.lowlevel import allocations
 from shoal.lowlevel.native import levels
@@ -18,8 +18,8 @@ pytestmark = pytest.mark.skipif(not levels(), reason="the native library was not
 each_level = pytest.mark.parametrize("level", levels())
 
 
-def window(kernel: int, stride: int = 1) -> Window:
-    return Window((stride, stride), (kernel // 2,) * 2, (1, 1), 1)
+def window(kernel: int, stride: int = 1) -> ConvWindow:
+    return ConvWindow((stride, stride), (kernel // 2,) * 2, (1, 1), 1)
 
 
 def channels_last(x: torch.Tensor) -> torch.Tensor:
@@ -154,10 +154,10 @@ def test_it_says_which_cases_it_does() -> None:
     assert applies(x[:, 1:], weight[:, 1:], window(3))
     assert not applies(x.contiguous(), weight, window(3))
     assert not applies(x.double(), weight.double(), window(3))
-    assert not applies(x, weight, Window((2, 1), (1, 1), (1, 1), 1))
-    assert not applies(x, weight, Window((1, 1), (0, 0), (1, 1), 1))
-    assert not applies(x, weight, Window((1, 1), (1, 1), (1, 2), 1))
-    assert not applies(x, weight[:, :2], Window((1, 1), (1, 1), (1, 1), 2))
+    assert not applies(x, weight, ConvWindow((2, 1), (1, 1), (1, 1), 1))
+    assert not applies(x, weight, ConvWindow((1, 1), (0, 0), (1, 1), 1))
+    assert not applies(x, weight, ConvWindow((1, 1), (1, 1), (1, 2), 1))
+    assert not applies(x, weight[:, :2], ConvWindow((1, 1), (1, 1), (1, 1), 2))
     assert not applies(x, torch.ones(3, 4, 5, 5), window(5))
 
 

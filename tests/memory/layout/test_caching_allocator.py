@@ -7,13 +7,13 @@ from random import Random
 
 import pytest
 
-from shoal.memory.layout.caching_allocator import Block, CachingAllocator, block_bytes
+from shoal.memory.layout.caching_allocator import AddressRange, CachingAllocator, block_bytes
 
 MIB = 1 << 20
 
 
 def test_blocks_that_are_in_use_share_no_byte_and_all_of_them_are_reserved() -> None:
-    random, allocator, live = Random(0), CachingAllocator(), list[Block]()
+    random, allocator, live = Random(0), CachingAllocator(), list[AddressRange]()
     for _ in range(600):
         if live and random.random() < 0.5:
             allocator.release(live.pop(random.randrange(len(live))))

@@ -6,8 +6,8 @@ from random import Random
 
 import pytest
 
-from shoal.memory.layout.caching_allocator import Block, CachingAllocator
-from shoal.memory.layout.fillers import Filled, Step
+from shoal.memory.layout.caching_allocator import AddressRange, CachingAllocator
+from shoal.memory.layout.fillers import Filled, RecordedStep
 from shoal.memory.layout.steering import Event, carried_out
 
 MIB = 1 << 20
@@ -38,7 +38,7 @@ def replayed(events: list[Event], filled: Filled, steps: int = 3) -> CachingAllo
     for block in [allocator.allocate(nbytes) for nbytes in filled.mapping]:
         allocator.release(block)
     for _ in range(steps):
-        blocks: dict[int, Block] = {}
+        blocks: dict[int, AddressRange] = {}
         for event in events:
             if not event.allocated:
                 allocator.release(blocks.pop(event.address))
@@ -56,7 +56,7 @@ EMPTY = Filled((), {}, 0, 0)
 @pytest.mark.parametrize("seed", range(8))
 def test_a_step_reserves_what_is_said_and_no_more_than_unplanned(seed: int) -> None:
     events = drawn(seed)
-    step = Step(events, [])
+    step = RecordedStep(events, [])
     natural, filled = step.as_it_is(), step.filled(1 << 40)
     unplanned, planned = replayed(events, EMPTY), replayed(events, filled)
     assert (natural.reserved_bytes, natural.allocated_bytes) == (
@@ -73,7 +73,7 @@ def test_a_step_reserves_what_is_said_and_no_more_than_unplanned(seed: int) -> N
 def test_a_block_that_would_split_a_hole_lies_behind_it() -> None:
     wide, saved, late, again = (allocated(f"op {n}", n, mib) for n, mib in enumerate((100, 20, 20, 100)))
     events = [wide, saved, freed(wide), late, again, freed(again), freed(late), freed(saved)]
-    step = Step(events, [])
+    step = RecordedStep(events, [])
     assert step.as_it_is().reserved_bytes == 220 * MIB
     filled = step.filled(140 * MIB)
     assert filled.reserved_bytes == filled.allocated_bytes == 140 * MIB
@@ -82,7 +82,7 @@ def test_a_block_that_would_split_a_hole_lies_behind_it() -> None:
 
 def test_no_more_is_filled_than_may_be_in_use() -> None:
     for seed in range(30):
-        step = Step(drawn(seed), [])
+        step = RecordedStep(drawn(seed), [])
         natural = step.as_it_is()
         assert step.filled(natural.allocated_bytes).allocated_bytes <= natural.allocated_bytes
 
@@ -93,7 +93,7 @@ def test_what_was_there_before_stays_and_its_holes_are_used() -> None:
     behind = {"address": 38 * MIB, "size": 2 * MIB, "state": "active_allocated"}
     segment = {"address": 0, "total_size": 40 * MIB, "segment_type": "large", "is_expandable": True}
     one, two = allocated("op 1", 1 << 50, 19), allocated("op 2", 1 << 51, 41)
-    step = Step([one, two, freed(two), freed(one)], [{**segment, "blocks": [used, hole, behind]}])
+    step = RecordedStep([one, two, freed(two), freed(one)], [{**segment, "blocks": [used, hole, behind]}])
     filled = step.filled(1 << 40)
     assert (filled.reserved_bytes, filled.allocated_bytes) == (100 * MIB, 80 * MIB)
 
@@ -103,12 +103,12 @@ def test_what_the_recorded_step_left_for_good_is_not_made_again() -> None:
     state, saved = allocated("", 0, 20), allocated("op 1", 1 << 50, 60)
     there = {"address": 0, "size": 20 * MIB, "state": "active_allocated"}
     segment = {"address": 0, "total_size": 20 * MIB, "segment_type": "large", "is_expandable": True}
-    step = Step([saved, freed(saved), state], [{**segment, "blocks": [there]}])
+    step = RecordedStep([saved, freed(saved), state], [{**segment, "blocks": [there]}])
     assert step.as_it_is().allocated_bytes == step.as_it_is().reserved_bytes == 80 * MIB
 
 
 def test_no_layout_is_looked_for_below_what_is_enough() -> None:
-    step = Step(drawn(0), [])
+    step = RecordedStep(drawn(0), [])
     natural = step.as_it_is()
     assert step.filled(1 << 40).reserved_bytes < natural.reserved_bytes
     assert step.filled(1 << 40, natural.reserved_bytes) == natural

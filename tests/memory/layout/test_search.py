@@ -16,7 +16,7 @@ from shoal.memory.layout import search as searching
 from shoal.memory.layout.csv_file import read_problem
 from shoal.memory.layout.fit import best_fit
 from shoal.memory.layout.problem import Block, Problem, check_layout
-from shoal.memory.layout.search import ALL_RULES, Answer, Outcome, Rules, search, smallest
+from shoal.memory.layout.search import ALL_RULES, Answer, Rules, SearchOutcome, search, smallest
 from tests.memory.layout.problems import crowded_problems, fits, problems, smallest_arena_bytes
 
 needs_library = pytest.mark.skipif(native.library() is None, reason="the native library is not built")
@@ -34,7 +34,7 @@ def test_it_finds_the_smallest_arena_there_is_and_proves_that_none_is_smaller(pr
     assert (best.layout.arena_bytes, best.proven) == (least_bytes, True)
 
 
-# No layout is as small as the 6 bytes in use, and no two blocks alone are why.
+# No layout is as small as the 6 bytes in use, and no two blocks by themselves are why.
 AT_ODDS = Problem(
     tuple(
         Block(name, lower, upper, size_bytes)
@@ -64,7 +64,7 @@ def test_a_part_without_a_layout_is_not_tried_again_for_each_layout_of_another()
     many_ways = [Block(f"{i}", 10 + i % 3, 15 + i % 2, 1) for i in range(6)]
     blocks = (*AT_ODDS.blocks, *many_ways)
     outcome, _ = searching._attempt(blocks, 6, ALL_RULES, 40, 60.0, [0] * len(blocks))
-    assert outcome == Outcome.IMPOSSIBLE
+    assert outcome == SearchOutcome.IMPOSSIBLE
 
 
 @needs_library
@@ -111,7 +111,7 @@ def test_an_attempt_ends_when_its_nodes_or_seconds_are_spent() -> None:
     for nodes, seconds in ((3, 60.0), (10**9, 0.0)):
         failures = [0] * len(TIGHT.blocks)
         outcome, _ = searching._attempt(TIGHT.blocks, TIGHT.highest_live_bytes, ALL_RULES, nodes, seconds, failures)
-        assert outcome == Outcome.GAVE_UP
+        assert outcome == SearchOutcome.GAVE_UP
 
 
 @needs_library
@@ -119,7 +119,7 @@ def test_without_parts_a_section_whose_blocks_all_lie_is_passed_over_however_oft
     blocks = tuple(Block(f"{i}", i, i + 1, 4) for i in range(3))
     rules = ALL_RULES & ~Rules.PARTS
     outcome, offsets = searching._attempt(blocks, 8, rules, 1000, 60.0, [0, 100, 0])
-    assert (outcome, offsets) == (Outcome.FOUND, [0, 0, 0])
+    assert (outcome, offsets) == (SearchOutcome.FOUND, [0, 0, 0])
 
 
 @pytest.mark.parametrize("seconds", [1e12, float("inf")])
@@ -127,7 +127,7 @@ def test_without_parts_a_section_whose_blocks_all_lie_is_passed_over_however_oft
 def test_an_attempt_may_go_on_for_ever(seconds: float) -> None:
     blocks = (Block("first", 0, 2, 4), Block("second", 1, 3, 4))
     outcome, offsets = searching._attempt(blocks, 8, ALL_RULES, 1000, seconds, [0, 0])
-    assert (outcome, sorted(offsets)) == (Outcome.FOUND, [0, 4])
+    assert (outcome, sorted(offsets)) == (SearchOutcome.FOUND, [0, 4])
 
 
 def test_most_attempts_are_short_and_some_are_long() -> None:
@@ -141,7 +141,7 @@ def test_an_interruption_stops_the_library_and_leaves_no_thread(monkeypatch: pyt
         def shoal_layout_search(self, *arguments: Any) -> int:
             while not arguments[-3]._obj.value:
                 time.sleep(0.01)
-            return Outcome.GAVE_UP
+            return SearchOutcome.GAVE_UP
 
     class Interrupted(threading.Thread):
         def join(self, timeout: float | None = None) -> None:

@@ -18,7 +18,7 @@ PAGE = 20 * MIB
 
 
 def segment(number: int, holes: list[int], *, kind: str = "large", grows: bool = False) -> dict[str, Any]:
-    """A segment with these holes, blocks in use of 512 bytes between them, and one behind them that fills it up."""
+    """A segment with these holes, blocks in use of 512 bytes between them, and one after them that fills it up."""
     start = address = number * 100 * PAGE
     blocks = []
     for nbytes in holes:

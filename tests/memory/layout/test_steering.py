@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from shoal.memory.layout.caching_allocator import Block, CachingAllocator
+from shoal.memory.layout.caching_allocator import AddressRange, CachingAllocator
 from shoal.memory.layout.steering import Event, carried_out, steered
 
 MIB = 1 << 20
@@ -34,7 +34,7 @@ def freed(event: Event) -> Event:
 
 def addresses_of(allocator: CachingAllocator, events: dict[int, Event]) -> dict[int, int]:
     """Where an op's blocks come to lie."""
-    blocks: dict[int, Block] = {}
+    blocks: dict[int, AddressRange] = {}
     found = {}
     for number, event in events.items():
         if event.allocated:

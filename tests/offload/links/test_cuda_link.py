@@ -181,7 +181,7 @@ def test_an_abandoned_copy_is_waited_for_by_the_host_before_its_bytes_go() -> No
         copy = link.offload(torch.ones(5).untyped_storage(), lease.slab, 0)
         lease.abandon()
         assert isinstance(copy, StreamCopy) and copy._storage is None and copy.is_over
-        with pytest.raises(TransferError, match="abandoned"):
+        with pytest.raises(TransferError):
             copy.wait()
 
 
@@ -203,5 +203,5 @@ def test_a_closed_link_moves_nothing() -> None:
     with simulated(lambda _: 0) as (_, link):
         lease = link.pool.lease(4096)
         link.close()
-        with pytest.raises(TransferError, match="closed"):
+        with pytest.raises(TransferError):
             link.offload(torch.ones(5).untyped_storage(), lease.slab, 0)

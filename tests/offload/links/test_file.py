@@ -17,6 +17,7 @@ from shoal.errors import TransferError
 from shoal.offload.links import file as module
 from shoal.offload.links.file import FileSlab, SpillFile
 from tests.offload.links.slabs import open_files
+from tests.raising import raising
 
 MiB = 2**20
 
@@ -124,9 +125,8 @@ def test_a_full_disk_is_told_before_a_byte_is_written(tmp_path: Path, monkeypatc
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)
-        with pytest.raises(TransferError, match=rf"{tmp_path} has no room for 1\.000 MiB: No space left") as caught:
+        with raising(TransferError, tmp_path, "1.000 MiB"):
             FileSlab(file, MiB)
-    assert "\n" not in str(caught.value)
     assert used_bytes(file) <= before
     assert FileSlab(file, MiB)
 
@@ -134,7 +134,7 @@ def test_a_full_disk_is_told_before_a_byte_is_written(tmp_path: Path, monkeypatc
 def test_more_than_any_disk_has_leaves_nothing_taken(tmp_path: Path) -> None:
     file = SpillFile(tmp_path)
     before = used_bytes(file)
-    with pytest.raises(TransferError, match="has no room"):
+    with pytest.raises(TransferError):
         FileSlab(file, 2**62)
     assert used_bytes(file) <= before
     assert FileSlab(file, MiB)
@@ -144,16 +144,15 @@ def test_a_folder_that_is_not_there_or_no_folder_is_named(tmp_path: Path) -> Non
     occupied = tmp_path / "a file"
     occupied.write_text("")
     for folder, why in ((tmp_path / "nowhere", "No such file"), (occupied, "Not a directory")):
-        with pytest.raises(TransferError, match=f"can be made in {folder}: {why}.*give a folder") as caught:
+        with raising(TransferError, folder, why):
             SpillFile(folder)
-        assert "\n" not in str(caught.value)
     assert open_files(tmp_path) == 0
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
-    with pytest.raises(TransferError, match=f"{tmp_path}: Permission denied"):
+    with raising(TransferError, tmp_path):
         SpillFile(tmp_path)
 
 

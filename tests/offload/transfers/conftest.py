@@ -1,4 +1,4 @@
-"""No test leaves a thread behind."""
+"""No test leaves a thread running."""
 
 from __future__ import annotations
 

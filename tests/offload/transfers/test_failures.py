@@ -17,6 +17,7 @@ from shoal.offload.links.open_link import OpenLink, open_link
 from shoal.offload.transfers import Transfers
 from tests.offload.links.slabs import RehearsedHost, open_files, our_threads
 from tests.offload.transfers.steps import PAGE, needs_compiler, offload, step_on
+from tests.raising import raising
 
 
 def raise_an_error() -> None:
@@ -95,7 +96,7 @@ def test_a_fetch_that_nobody_finished_may_not_read_the_next_steps_bytes() -> Non
 
 @pytest.fixture
 def _ctrl_c_interrupts() -> Iterator[None]:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it puts behind
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for background jobs
     yield
     signal.signal(signal.SIGINT, before)
 
@@ -136,11 +137,8 @@ def test_a_full_disk_during_an_offload_is_a_clear_error_and_the_next_step_is_rig
     for _ in range(3):
         host.full = True
         x = torch.randn(300, requires_grad=True)
-        with pytest.raises(
-            TransferError, match="offloading to host memory of 1.172 KiB failed: No space left"
-        ) as caught:
+        with raising(TransferError, "1.172 KiB") as caught:
             step.forward(x)
-        assert "\n" not in str(caught.value)
         del caught
         assert link.pool.leased == 0
         host.full = False
@@ -154,7 +152,7 @@ def test_a_disk_that_is_really_full_is_a_clear_error(tmp_path: Path) -> None:
     file = link.pool._slabs[0]._file  # type: ignore[attr-defined]
     spilled, full = os.dup(file._fd), os.open("/dev/full", os.O_RDWR)
     os.dup2(full, file._fd)
-    with pytest.raises(TransferError, match=f"a file in {tmp_path} of 1.172 KiB failed: (No space left|Illegal seek)"):
+    with raising(TransferError, tmp_path, "1.172 KiB"):
         step.forward(torch.randn(300, requires_grad=True))
     os.dup2(spilled, file._fd)
     os.close(spilled)

@@ -27,11 +27,11 @@ def test_what_is_converted_and_what_is_not_is_told() -> None:
     assert [left.layer for left in converted.left] == ["3.bn2"]
     told = converted.describe().splitlines()
     assert told[0] == "3 of 4 norms inverted"
-    assert told[-1] == "3.bn2  kept: there is no ReLU, LeakyReLU or ELU behind it but add"
+    assert told[-1] == "3.bn2  kept: there is no ReLU, LeakyReLU or ELU after it but add"
 
 
 def volumes() -> nn.Sequential:
-    """Norms of each sample: what has an inverse behind it, and what has not."""
+    """Norms of each sample: what has an inverse after it, and what has not."""
     return nn.Sequential(
         *(nn.Conv3d(1, 8, 3, padding=1), nn.InstanceNorm3d(8, affine=True), nn.LeakyReLU(0.01)),
         *(nn.Conv3d(8, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.ELU()),
@@ -48,8 +48,8 @@ def test_norms_of_samples_are_told_layer_by_layer() -> None:
         "layer  was                           now              inexact to",
         "1      InstanceNorm3d and LeakyReLU  LeakyReLU(0.01)  3e-06",
         "4      GroupNorm and ELU             ELU(1)           4e-05",
-        "7   kept: the ReLU behind it has no inverse",
-        "10  kept: there is no ReLU, LeakyReLU or ELU behind it but 11 (PReLU)",
+        "7   kept: the ReLU after it has no inverse",
+        "10  kept: there is no ReLU, LeakyReLU or ELU after it but 11 (PReLU)",
         "12  kept: it keeps running statistics, by which it normalises in eval mode",
         "14  kept: it is a LayerNorm, which has no inverted form",
     ]
@@ -85,8 +85,8 @@ def test_activations_are_found_as_functions_methods_and_modules() -> None:
         ("bn3", 0.5),
     ]
     reasons = {left.layer: left.reason for left in converted.left}
-    assert reasons["bn4"] == "the LeakyReLU(0) behind it has no inverse"
-    assert reasons["bn5"] == "there is no ReLU, LeakyReLU or ELU behind it but clipped (ReLU6)"
+    assert reasons["bn4"] == "the LeakyReLU(0) after it has no inverse"
+    assert reasons["bn5"] == "there is no ReLU, LeakyReLU or ELU after it but clipped (ReLU6)"
     assert reasons["bn6"] == "its result has other readers: relu, bn7 (BatchNorm1d)"
     assert converted(torch.randn(6, 4)).shape == (6, 4)
 
@@ -106,7 +106,7 @@ def _hooked(module: nn.Module) -> nn.Module:
         (nn.SyncBatchNorm(4), nn.ReLU(), "it is a SyncBatchNorm, whose statistics are of all ranks"),
         (OwnBatchNorm(4), nn.ReLU(), "it is a OwnBatchNorm, which may do more than batch norm"),
         (_hooked(nn.BatchNorm2d(4)), nn.ReLU(), "it has hooks, which would not run"),
-        (nn.BatchNorm2d(4), _hooked(nn.ReLU()), "1 behind it has hooks, which would not run"),
+        (nn.BatchNorm2d(4), _hooked(nn.ReLU()), "1 after it has hooks, which would not run"),
     ],
 )
 def test_layers_that_do_more_stay_as_they_are(layer: nn.Module, activation: nn.Module, reason: str) -> None:
@@ -140,7 +140,7 @@ def test_a_shared_batch_norm_is_converted_in_both_places_or_in_none() -> None:
     torch.testing.assert_close(net.norm.weight, weight, rtol=1e-6, atol=0)
     assert invert_norm(Twice(nn.Sigmoid())).inverted == ()
     assert [left.reason for left in invert_norm(Twice(nn.ELU())).left] == [
-        "it is called with different activations behind it"
+        "it is called with different activations after it"
     ]
 
 

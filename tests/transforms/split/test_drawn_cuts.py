@@ -15,6 +15,7 @@ from shoal.errors import InputError
 from shoal.transforms.split.drawn_cuts import as_sizes, draw, from_sizes, limits
 from shoal.transforms.split.split import split
 from shoal.transforms.split.split_plan import SplitPlan
+from tests.raising import raising
 
 
 def plan_of(parts: int, stride: int) -> SplitPlan:
@@ -88,7 +89,7 @@ def test_draws_leave_batch_norms_of_one_image_two_elements(grid: tuple[int, int]
     for _ in range(50):
         assert divided(torch.randn(1, 1, 7, 5)).shape == (1, 1, 7, 5)
     frozen = split(net, 1.0, (5, 5), stochastic=0.45)
-    with pytest.raises(InputError, match="1 normalises each patch by itself.*5 x 5.*one element"):
+    with raising(InputError, "5 x 5"):
         frozen(torch.randn(1, 1, 5, 5))
     assert frozen(torch.randn(2, 1, 5, 5)).shape == (2, 1, 5, 5)
     net[1].eval()

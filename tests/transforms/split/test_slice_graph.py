@@ -254,5 +254,5 @@ def test_writing_over_an_operand_changes_no_bit(layout: torch.memory_format) -> 
 
 
 def test_one_element_a_channel_has_no_variance() -> None:
-    with pytest.raises(InputError, match="at least 2 to train"):
+    with pytest.raises(InputError):
         sliced_batch_norm([torch.ones(1, 3)], nn.BatchNorm1d(3))

@@ -46,7 +46,7 @@ def read(path: str | Path, elems: int | None = None) -> torch.Tensor:
     Args:
         path: a .npy array; a .pt or .pth tensor, or dictionary of tensors such as a state_dict, all of whose
             floating-point numbers are taken one after another; any other: raw float32, little-endian.
-        elems: the first so many; None: all.
+        elems: the first that many; None: all.
 
     Raises:
         InputError: the file is not there, is none of these, or holds no floating-point number.

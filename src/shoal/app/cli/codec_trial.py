@@ -25,7 +25,7 @@ class Trial:
         largest_error, mean_error: absolute, of the values that are finite before and after.
         largest_relative_error, mean_relative_error: of those that are not zero.
         lost: finite values that came back infinite or as NaN.
-        encode_seconds, decode_seconds: the fastest of several, into memory that is there.
+        encode_seconds, decode_seconds: the fastest of several, into existing memory.
     """
 
     codec: str

@@ -10,6 +10,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
 
 from shoal.errors import InputError, ShoalError
 
@@ -46,7 +48,7 @@ def search_shown(name: str) -> Iterator[Callable[[str], object]]:
 
 @contextmanager
 def errors_reported(*, quiet: bool = False) -> Iterator[None]:
-    """A user's mistake is one line on stderr and exit code 2; so is memory that ran out, and code 3.
+    """A user's mistake is reported on stderr, with exit code 2; so is memory that ran out, with code 3.
 
     `quiet` where another process reports the same.
     """
@@ -54,7 +56,7 @@ def errors_reported(*, quiet: bool = False) -> Iterator[None]:
         yield
     except ShoalError as error:
         if not quiet:
-            report_error(str(error))
+            report_error(error)
         raise typer.Exit(WRONG) from None
     except KeyboardInterrupt:
         if not quiet:
@@ -74,9 +76,16 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error)
 
 
-def report_error(message: str) -> None:
-    """Print one line on stderr."""
-    errors.print(f"[bold red]shoal:[/] {escape(' '.join(message.split()))}", highlight=False, soft_wrap=True)
+def report_error(error: ShoalError | str) -> None:
+    """Print what happened on stderr in one line, and the details of an error below it, their values aligned."""
+    first, *more = str(error).splitlines() or [""]
+    errors.print(f"[bold red]shoal:[/] {escape(' '.join(first.split()))}", highlight=False, soft_wrap=True)
+    facts = Table.grid(padding=(0, 2))
+    for line in more:
+        label, _, value = line.strip().partition(": ")
+        facts.add_row(Text(f"  {label}" + ":" * bool(value), style="dim"), Text(value))
+    if more:
+        errors.print(facts)
 
 
 def patch_grid(text: str) -> tuple[int, ...]:

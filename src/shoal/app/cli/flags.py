@@ -27,7 +27,7 @@ Allow = Annotated[
 Kernels = Annotated[str, typer.Option(help="What is to run the step: eager, compiled or auto.")]
 Split = Annotated[float | None, typer.Option(help="Share of the convolutions to split into patches.")]
 Grid = Annotated[str, typer.Option(help="Patches along each dimension.")]
-Stochastic = Annotated[float | None, typer.Option(help="Omega of cuts that are drawn anew in every step.")]
+Stochastic = Annotated[float | None, typer.Option(help="Omega of cuts that are drawn again in every step.")]
 Halo = Annotated[str | None, typer.Option(help="exact: patches overlap, and the function stays the same.")]
 BatchNorm = Annotated[
     str | None, typer.Option(help="fused (or a level: rcf, mvf, bnff, icf), or inverted, with LeakyReLU for ReLU.")

@@ -19,7 +19,7 @@ from shoal.memory.budget import budget_bytes
 from shoal.memory.optimizer_state import declared_optimizer
 from shoal.memory.storage_bytes import distinct_bytes
 
-_STEPS_TO_SETTLE = 4  # of several graphs the second step is compiled anew, by the plan of what the first one showed
+_STEPS_TO_SETTLE = 4  # of several graphs the second step is compiled again, by the plan of what the first one showed
 _HALVINGS = 3  # each is planned, which takes seconds where it does not fit either
 
 
@@ -35,7 +35,7 @@ class Examination:
         difference: between the gradients of both, see `largest_difference`; None where one is missing.
         refused: why the budget cannot be met.
         least_bytes: the smallest budget for which a plan was found; None where the budget given can be met.
-        breaks: where the model breaks into several graphs; the first place alone where no step was planned.
+        breaks: where the model breaks into several graphs; the first place only where no step was planned.
         uncaptured: why nothing of it can be captured.
         remedies: what would bring it into the budget, the best first.
     """
@@ -113,13 +113,13 @@ def examine(
     how = beside | {"allow": allow}
     start = Start(model)
 
-    doing("the step as it is")
+    doing("the unmodified step")
     try:
         plain = shoal.plan(model, example, MAX_BYTES, **(beside | {"allow": "keep"}))
     except GraphBreak as error:  # several graphs, unless the planned step says otherwise
         plain, found["breaks"] = None, (f"{error.place}: {error.reason}",)
     except CaptureError as error:
-        plain, found["uncaptured"] = None, str(error)
+        plain, found["uncaptured"] = None, error.message
     left_bytes = (budget_bytes("auto", subject.device) or 0) + distinct_bytes([*model.parameters(), *model.buffers()])
     if plain is not None and plain.plain_peak_bytes > left_bytes:
         found |= {"plain_reason": "not taken, as the device has no room for it", "plan": plain}
@@ -139,11 +139,11 @@ def examine(
     except BudgetError as error:
         doing("what would help")
         standing_bytes = 2 * found["parameter_bytes"] + state_bytes
-        least_bytes = error.least_feasible_bytes or _least_bytes(subject, standing_bytes, how)
-        found |= {"refused": str(error), "least_bytes": least_bytes}
+        least_bytes = error.minimum_bytes or _least_bytes(subject, standing_bytes, how)
+        found |= {"refused": error.message, "least_bytes": least_bytes}
         found["remedies"] = tuple(_remedies(subject, within_bytes, how, least_bytes, state_bytes))
     except CaptureError as error:
-        found |= {"uncaptured": str(error), "breaks": ()}
+        found |= {"uncaptured": error.message, "breaks": ()}
     return Examination(**{"plan": plain, **found})
 
 
@@ -178,7 +178,7 @@ def _least_bytes(subject: Subject, standing_bytes: int, how: Mapping[str, Any]) 
     try:
         return shoal.plan(subject.model, subject.example, standing_bytes, **how).predicted_peak_bytes
     except BudgetError as error:
-        return error.least_feasible_bytes
+        return error.minimum_bytes
     except CaptureError:
         return None
 

@@ -22,7 +22,7 @@ class Taken:
     """A step that was taken.
 
     Attributes:
-        peak_bytes: measured, of the step with what stands beside it; None where it was not.
+        peak_bytes: measured, of the step with persistent memory; None where it was not.
         seconds: of the step after it.
     """
 
@@ -115,7 +115,7 @@ def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
 def largest_difference(ours: dict[str, torch.Tensor], plain: dict[str, torch.Tensor]) -> float:
     """Between the gradients of any parameter, relative to the largest value of all; 0 where all are the same.
 
-    Not to its own gradient's: that of a convolution's bias before a batch norm is rounding alone.
+    Not to its own gradient's: that of a convolution's bias before a batch norm is rounding only.
 
     >>> one = {"weight": torch.tensor([1.0, 4.0]), "bias": torch.tensor([1e-9])}
     >>> largest_difference(one, one), largest_difference({"weight": torch.tensor([1.0, 3.0]), "bias": one["bias"]}, one)

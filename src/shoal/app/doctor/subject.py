@@ -83,7 +83,7 @@ def load_subject(where: str, shapes: Sequence[str] = (), device: str | None = No
         example = _example_of(shapes)
     elif example is None:
         raise InputError(
-            f"{where}() returned no input beside the model; return a pair, or give its shape: --example 8x3x224x224"
+            f"{where}() returned no input with the model; return a pair, or give its shape: --example 8x3x224x224"
         )
     args, kwargs = arguments_of(example, f"the input that {where}() returned")
     if device is not None:
@@ -102,7 +102,7 @@ def _example_of(shapes: Sequence[str]) -> tuple[Any, ...] | dict[str, Any]:
 
 
 def tensor_of(text: str) -> torch.Tensor:
-    """A tensor of a shape, such as 8x3x224x224, and of a dtype behind a colon: random numbers, or zeros of an integer.
+    """A tensor of a shape, such as 8x3x224x224, and of a dtype after a colon: random numbers, or zeros of an integer.
 
     Raises:
         InputError: it is none.
@@ -115,12 +115,12 @@ def tensor_of(text: str) -> torch.Tensor:
     numbers = sizes.lower().split("x")
     if not isinstance(dtype, torch.dtype) or not all(n.isdecimal() and len(n) < 20 and int(n) for n in numbers):
         raise InputError(
-            f"--example {text[:60]}: expected sizes with an x in between, and a dtype behind a colon where it is not "
+            f"--example {text[:60]}: expected sizes with an x in between, and a dtype after a colon where it is not "
             "float32, such as 8x3x224x224 or 8x128:int64"
         )
     shape = tuple(map(int, numbers))
     if dtype.itemsize * math.prod(shape) > 2**47:  # what x86-64 and AArch64 leave a process
-        raise InputError(f"--example {text[:60]}: no process can address so many bytes; give smaller sizes")
+        raise InputError(f"--example {text[:60]}: no process can address that many bytes; give smaller sizes")
     if not dtype.is_floating_point:
         return torch.zeros(shape, dtype=dtype)
     return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)

@@ -173,7 +173,7 @@ def _read(path: Path) -> dict[str, Any]:
         if damaged is not None:
             raise zipfile.BadZipFile(f"wrong checksum in {damaged}")
         state = torch.load(path, map_location="cpu", weights_only=True)
-        if state["format"] == _FORMAT and state["version"] == 1:  # of one process alone
+        if state["format"] == _FORMAT and state["version"] == 1:  # only of one process
             parts_of_one = {name: state.get(name, {}) for name in ("encoded", "generator", "cuda_generators")}
             state |= {"version": _VERSION, "ranks": [{**parts_of_one, "travel": {}}]}
         if state["format"] != _FORMAT or state["version"] != _VERSION or not isinstance(state["arguments"], dict):

@@ -1,9 +1,9 @@
-"""The training loop behind `shoal train`: an ordinary PyTorch loop, its memory limit, and what a resumed run needs.
+"""The training loop of `shoal train`: an ordinary PyTorch loop, its memory limit, and what a resumed run needs.
 
 Two runs with the same deciding arguments give the same losses bit for bit on the CPU, whatever their planner and
-however often they were interrupted: order and augmentation depend on seed, epoch and image alone, and a checkpoint
+however often they were interrupted: order and augmentation depend on seed, epoch and image only, and a checkpoint
 holds the generators' states. Several ranks share each batch and train as one would with the whole of it; batch norm
-and dropout alone see a rank's share.
+and dropout only see a rank's share.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def train(options: TrainOptions, watcher: Watcher, ranks: Ranks | None = None) -
             prepare.use_allocator()
         # Entered before the model is made, so that its parameters count.
         meter = prepare.open_memory_limit(stack, device, options.enforce)
-        before_bytes = 0 if meter is None else meter.live_bytes  # of models that this process has beside
+        before_bytes = 0 if meter is None else meter.live_bytes  # of models that this process has in addition
         model = shoal.app.models.build(options.model, num_classes=data.num_classes, seed=options.seed)
         model.to(device=device, memory_format=layout)  # type: ignore[call-overload]  # its stub knows no memory_format
         model = prepare.divided(options, model)

@@ -58,7 +58,7 @@ class TrainOptions:
         offload_to, host_budget_bytes, rehearse: as `offload_to`, `host_budget` and `rehearse` of `shoal.compile`.
         allow, budget_of: as of `shoal.compile`.
         codec: as of `shoal.Options`.
-        ranks: how many processes train together; None for one alone.
+        ranks: how many processes train together; None only for one.
         compress_gradients: the codec in which gradients are sent, "auto" for what measures fastest, None for float32.
         weights: "host" keeps weights and optimizer on the host, "sharded" a share of them on each rank; None: whole on
             every rank.

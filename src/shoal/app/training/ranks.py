@@ -28,7 +28,7 @@ _LONGEST_SECONDS = 9e9  # torch.distributed counts nanoseconds in 63 bits
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those that train together; alone by default.
+    """This process among those that train together; the only one by default.
 
     Attributes:
         rank: of this process, from 0; rank 0 shows the run and writes its files.
@@ -49,7 +49,7 @@ class Ranks:
 
     @property
     def several(self) -> int | None:
-        """How many there are, None for one alone; as `TrainOptions.ranks`."""
+        """How many there are, None only for one; as `TrainOptions.ranks`."""
         return self.count if self.count > 1 else None
 
     def agree(self, what: str, settings: Mapping[str, object]) -> None:
@@ -135,7 +135,7 @@ def _started_by_torchrun() -> bool:
 
 @contextmanager
 def joined(device: str = "auto", timeout_seconds: float = 600.0) -> Iterator[Ranks]:
-    """The ranks that torchrun started, joined by gloo, on CUDA by NCCL too; without torchrun this process alone.
+    """The ranks that torchrun started, joined by gloo, on CUDA by NCCL too; without torchrun this process only.
 
     Args:
         device: as of `TrainOptions`.

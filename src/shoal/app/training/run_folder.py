@@ -20,7 +20,7 @@ _held: set[int] = set()
 def run_folder(folder: Path) -> Iterator[None]:
     """Make `folder`, and keep every other run out of it until this block ends, or this process, however it ends.
 
-    The folder itself is locked: nothing is left behind that a later run would have to remove. What an earlier run that
+    The folder itself is locked: nothing is left over that a later run would have to remove. What an earlier run that
     was killed left half written is removed. Of several ranks, the one that writes calls it.
 
     Raises:

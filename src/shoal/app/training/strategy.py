@@ -19,7 +19,7 @@ class Carrier(Protocol):
     traffic: Traffic
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank alone has of it, such as the residuals of error feedback."""
+        """What this rank by itself has of it, such as the residuals of error feedback."""
 
     def load_state_dict(self, state: Any) -> None:
         """Put back what `state_dict` gave."""
@@ -74,7 +74,7 @@ class Strategy:
         return [[next(numbered) for _ in group["params"]] for group in self.optimizer.param_groups]
 
     def own_state(self) -> dict[str, Any]:
-        """What this rank alone has, such as the residuals of error feedback."""
+        """What this rank by itself has, such as the residuals of error feedback."""
         return {} if self._carrier is None else self._carrier.state_dict()
 
     def load_own_state(self, state: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shoal.distributed.comm.message import HEADER_BYTES, Header, body_tag, checksum, fitting, read_header
+from shoal.distributed.comm.message import HEADER_BYTES, MessageHeader, body_tag, checksum, fitting, read_header
 from shoal.errors import TransferError
 
 HEADER_TAG = 1
@@ -42,7 +42,7 @@ class CheckedAllToAll:
         rank: of this process in the group.
         sequence: the round's number, the same on every rank.
         what: is exchanged.
-        received: where each rank's message goes to, of the expected lengths; `rank`'s own is left alone.
+        received: where each rank's message goes to, of the expected lengths; `rank`'s own is left unchanged.
         timeout_seconds: for all that is left when `finish` is called.
         host_headers: whether headers are sent between hosts, wherever the messages are.
         parts: what goes to each rank, once it is sent.
@@ -133,7 +133,7 @@ class CheckedAllToAll:
             part = self.parts[r]
             if id(part) not in sums:
                 sums[id(part)] = checksum(part) if self._tagged else 0
-            header = Header(self.sequence, part.numel(), sums[id(part)], fitting(self.what)).to_tensor()
+            header = MessageHeader(self.sequence, part.numel(), sums[id(part)], fitting(self.what)).to_tensor()
             headers.append((r, header.to(self._coming[r].device), HEADER_TAG))
         return headers
 
@@ -173,7 +173,7 @@ class CheckedAllToAll:
             raise self._lost(None, error) from error
         return works if len(works) == len(ops) else works[:1] * len(ops)  # one of them
 
-    def _header_of(self, peer: int, work: Any, data: torch.Tensor) -> Header:
+    def _header_of(self, peer: int, work: Any, data: torch.Tensor) -> MessageHeader:
         self._wait(work, peer)
         header = read_header(data)
         if header is None:
@@ -187,20 +187,26 @@ class CheckedAllToAll:
         expected = (self.sequence, expected_bytes, fitting(self.what))
         if (header.sequence, header.length_bytes, header.text) != expected:
             raise TransferError(
-                f"{self.what}: got message {header.sequence} ({header.text}) of {header.length_bytes} bytes from rank "
-                f"{peer}, expected message {self.sequence} of {expected_bytes} bytes; "
-                "give every rank the same model, codec and options"
+                f"{self.what}: got another message from rank {peer} than expected; give every rank the same model, "
+                "codec and options",
+                details={
+                    "got": f"message {header.sequence} ({header.text}) of {header.length_bytes} bytes",
+                    "expected": f"message {self.sequence} of {expected_bytes} bytes",
+                },
             )
         return header
 
-    def _check(self, peer: int, header: Header) -> None:
+    def _check(self, peer: int, header: MessageHeader) -> None:
         if not self._tagged:  # the host would have to wait for the device, for each message
             return
         found = checksum(self.received[peer])
         if found != header.checksum:
             raise TransferError(
-                f"{self.what}: got {header.length_bytes} bytes from rank {peer} with checksum {found:08x}, expected "
-                f"{header.checksum:08x}: they were damaged; check the link, then start from the last checkpoint"
+                f"{self.what}: bytes from rank {peer} are damaged; check the link, then start from the last checkpoint",
+                details={
+                    "bytes": header.length_bytes,
+                    "checksum": f"{found:08x}, expected {header.checksum:08x}",
+                },
             )
 
     def _wait(self, work: Any, peer: int) -> None:

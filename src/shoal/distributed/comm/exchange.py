@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from shoal.distributed.comm import silent_ranks
 from shoal.distributed.comm.checked_all_to_all import HEADER_TAG, CheckedAllToAll, LostRankError
-from shoal.distributed.comm.message import Header
+from shoal.distributed.comm.message import MessageHeader
 from shoal.errors import InputError, TransferError
 
 # After an error: what the backend may still read or write, whatever becomes of the exchange.
@@ -218,7 +218,9 @@ class Exchange:
             _in_flight.extend(self._open.values())
             if not self.host_sends:
                 return
-            header = Header(self._sequence, 0, 0, f"rank {self.rank} gave up: {reason}", gave_up=True).to_tensor()
+            header = MessageHeader(
+                self._sequence, 0, 0, f"rank {self.rank} gave up: {reason}", gave_up=True
+            ).to_tensor()
             for peer, member in enumerate(self._members):
                 if peer != self.rank:
                     try:

@@ -21,7 +21,7 @@ _ROW = 1024  # words that are summed before the CRC-32 sees them
 
 
 @dataclass(frozen=True)
-class Header:
+class MessageHeader:
     """
     Attributes:
         sequence: how many messages of this exchange came before.
@@ -48,14 +48,14 @@ class Header:
     def tag(self) -> int:
         """Of the message that follows: another number or length has, but for one in 2**31, another tag.
 
-        >>> Header(3, 100, 7, "x").tag == Header(3, 100, 9, "y").tag != Header(3, 101, 7, "x").tag
+        >>> MessageHeader(3, 100, 7, "x").tag == MessageHeader(3, 100, 9, "y").tag != MessageHeader(3, 101, 7, "x").tag
         True
         """
         return body_tag(self.sequence, self.length_bytes)
 
 
 def body_tag(sequence: int, length_bytes: int) -> int:
-    """`Header.tag`, where only number and length are known. Never 0 or 1."""
+    """`MessageHeader.tag`, where only number and length are known. Never 0 or 1."""
     return crc32(struct.pack("<QQ", sequence, length_bytes)) & 0x7FFFFFFF | 2
 
 
@@ -64,10 +64,10 @@ def fitting(text: str) -> str:
     return text.encode()[:_MAX_TEXT_BYTES].decode(errors="ignore")
 
 
-def read_header(received: torch.Tensor) -> Header | None:
+def read_header(received: torch.Tensor) -> MessageHeader | None:
     """The header in (HEADER_BYTES,) uint8 bytes, or None where they are none.
 
-    >>> read_header(Header(3, 100, 7, "bucket 0").to_tensor())
+    >>> read_header(MessageHeader(3, 100, 7, "bucket 0").to_tensor())
     Header(sequence=3, length_bytes=100, checksum=7, text='bucket 0', gave_up=False)
     """
     data = received.cpu().numpy().tobytes()
@@ -75,13 +75,14 @@ def read_header(received: torch.Tensor) -> Header | None:
     if magic != _MAGIC or kind not in (_DATA, _GAVE_UP):
         return None
     text = data[_FIXED.size :].rstrip(b"\0").decode(errors="replace")
-    return Header(sequence, length_bytes, checksum, text, kind == _GAVE_UP)
+    return MessageHeader(sequence, length_bytes, checksum, text, kind == _GAVE_UP)
 
 
 def checksum(message: torch.Tensor) -> int:
     """Of (n,) uint8: sums of rows of 1024 words of 64 bits, modulo 2**64, and the CRC-32 of them and of the rest.
 
-    Any change within 8 bytes is found, and all but one in 2**32 of the others. A CRC-32 alone takes 30 times as long.
+    Any change within 8 bytes is found, and all but one in 2**32 of the others. A CRC-32 by itself takes 30 times as
+    long.
 
     >>> a = torch.arange(20_000).to(torch.uint8)
     >>> b = a.clone(); b[7] += 1

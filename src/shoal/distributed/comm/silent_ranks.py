@@ -44,7 +44,7 @@ class Sign:
 
 
 @dataclass(frozen=True)
-class Found:
+class SilentRanks:
     """
     Attributes:
         silent: the ranks that left no sign.
@@ -75,7 +75,7 @@ def sign(members: Sequence[int], rank: int, waited_for: Sequence[int], reason: s
         _bounded(lambda: store_write(key, json.dumps([list(waited_for), reason])), 0.0)
 
 
-def follow(members: Sequence[int], rank: int, waited_for: Sequence[int]) -> Found | None:
+def follow(members: Sequence[int], rank: int, waited_for: Sequence[int]) -> SilentRanks | None:
     """From the ranks that this one waited for to those that they waited for, as far as there are signs.
 
     Args:
@@ -114,7 +114,7 @@ def ranks_named(ranks: Sequence[int]) -> str:
     return f"ranks {first}" + (f" and {more} more" if more > 0 else "")
 
 
-def _follow(members: Sequence[int], rank: int, waited_for: Sequence[int]) -> Found:
+def _follow(members: Sequence[int], rank: int, waited_for: Sequence[int]) -> SilentRanks:
     signs: dict[int, Sign] = {}
     waiting = [r for r in waited_for if r != rank]
     deadline = time.monotonic() + SIGN_SECONDS
@@ -126,7 +126,7 @@ def _follow(members: Sequence[int], rank: int, waited_for: Sequence[int]) -> Fou
             waiting.remove(r)
             deadline = time.monotonic() + SIGN_SECONDS
         time.sleep(_POLL_SECONDS)
-    return Found(tuple(sorted(waiting)), signs)
+    return SilentRanks(tuple(sorted(waiting)), signs)
 
 
 def _key(members: Sequence[int], rank: int) -> str:

@@ -1,4 +1,4 @@
-"""Bytes put on the wire by this rank, by kind, beside what plain float32 collectives would have sent."""
+"""Bytes put on the wire by this rank, by kind, compared with what plain float32 collectives would have sent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Kind = Literal["gradients", "weights", "activations"]
 
 
 def ring_all_reduce_bytes(payload_bytes: int, ranks: int) -> int:
-    """What one rank sends in a ring all-reduce of so many bytes: 2 (W - 1) / W of them, rounded down.
+    """What one rank sends in a ring all-reduce of that many bytes: 2 (W - 1) / W of them, rounded down.
 
     >>> ring_all_reduce_bytes(4_000, 4), ring_all_reduce_bytes(4_000, 1)
     (6000, 0)
@@ -19,7 +19,7 @@ def ring_all_reduce_bytes(payload_bytes: int, ranks: int) -> int:
 
 
 def ring_all_gather_bytes(whole_bytes: int, ranks: int) -> int:
-    """What one rank sends in a ring all-gather whose result has so many bytes, or in a ring reduce-scatter of them.
+    """What one rank sends in a ring all-gather whose result has that many bytes, or in a ring reduce-scatter of them.
 
     >>> ring_all_gather_bytes(4_000, 4)
     3000

@@ -19,8 +19,8 @@ from shoal.codecs.float_codec import FloatCodec
 from shoal.errors import CodecError
 
 _FLOAT_BYTES = 4
-STEP_ELEMS = 64  # shards begin at a multiple of so many values of their parameter
-# Long runs of values are encoded in parts of so many, whose scratch stays in the caches; whole blocks of any codec.
+STEP_ELEMS = 64  # shards begin at a multiple of that many values of their parameter
+# Long runs of values are encoded in parts of that many, whose scratch stays in the caches; whole blocks of any codec.
 PART_ELEMS = 1 << 18
 # An exchange takes 1.6 ms of a CPU on gloo. At 1 Gbit/s chunks of 2**20 make ResNet-18's steps 2 % shorter, but one in
 # ten 200 ms longer, and 1.9 * 2**20 no shorter.
@@ -44,7 +44,7 @@ class ParameterGrad:
 
 @dataclass(frozen=True)
 class Segment:
-    """Neighbouring values of one parameter that are sent together: a codec's blocks begin anew in each segment.
+    """Neighbouring values of one parameter that are sent together: a codec's blocks begin again in each segment.
 
     Attributes:
         name: of the parameter.

@@ -100,10 +100,10 @@ class Mean(Protocol):
         """Send what the other ranks need of this one's gradients."""
 
     def sum(self) -> None:
-        """The mean of what this rank sums, when all of it is there; send what the other ranks need of it."""
+        """The mean of what this rank sums, when it is complete; send what the other ranks need of it."""
 
     def decode(self) -> None:
-        """The mean in the bucket, when all of it is there."""
+        """The mean in the bucket, when it is complete."""
 
 
 class ShardedMean:

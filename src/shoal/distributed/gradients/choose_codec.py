@@ -25,7 +25,7 @@ from shoal.errors import InputError
 # Of the plain seconds: what a prediction must save at least, for it errs. Two ranks on two cores, 10 Gbit/s: 0.23 less
 # was predicted, where encoding and gloo share the cores, and 0.35 more measured.
 MARGIN = 0.3
-_RAW_BYTES = 4  # raw values are sent beside encoded ones as float32
+_RAW_BYTES = 4  # raw values are sent in addition to encoded ones as float32
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Route:
 
 
 def route(name: str, ranks: int) -> Route:
-    """The route of this name among so many ranks.
+    """The route of this name among that many ranks.
 
     - "all_reduce": encode what others sum, all-to-all, decode and sum, encode the sum, all-gather, decode; in place of
       a ring.
@@ -111,7 +111,8 @@ def choose(
         link: of the ranks that exchange.
         candidates: in any order.
         elems: values that may be encoded.
-        raw_elems: of the same bucket that never are (batch norms, biases): they are sent beside the encoded ones.
+        raw_elems: of the same bucket that never are (batch norms, biases): they are sent in addition to the encoded
+            ones.
         value_bytes: of a value of the bucket as it is: 2 for bfloat16 gradients, which the plain collective sends so.
         way: a name of `route`.
         margin: share of the plain seconds that must be saved.

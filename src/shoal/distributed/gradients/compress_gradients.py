@@ -69,7 +69,7 @@ def compress_gradients(
     Each gradient is rounded twice at most, for any number of ranks, and 8-bit codecs send a quarter of float32's
     bytes. All ranks decode the same bytes, so that their weights stay equal to the bit. Parameters of less than two
     dimensions (biases, scales of batch norms) are sent uncompressed; blocks that share a scale never hold values of two
-    parameters. Exchanges run beside the backward pass, bucket by bucket.
+    parameters. Exchanges run concurrently with the backward pass, bucket by bucket.
 
     With one rank, gradients are those of plain DDP, to the bit.
 
@@ -79,11 +79,11 @@ def compress_gradients(
         codec: the name of a codec of floats, such as "dynamic_tree", or a codec; "auto": links and codecs are measured
             now, and each bucket is sent in what is fastest, or uncompressed; None: all are sent uncompressed.
         error_feedback: add what encoding lost to the next gradient of the same parameter; takes a float32 a parameter
-            value, and a rank's share again. None: for one_bit alone, which needs it.
+            value, and a rank's share again. None: only for one_bit, which needs it.
         local: "encoded", as above. "exact": every rank sends its encoded gradients to all others and adds its own
             exactly (Dettmers 2016, section 2.1): one rounding, W - 1 bytes a value among W ranks, and the ranks'
             means differ within the codec's error. So do their weights, until rank 0's are broadcast.
-        broadcast_every: with local="exact", after so many steps; 0: never.
+        broadcast_every: with local="exact", after that many steps; 0: never.
         timeout_seconds: for each exchange.
 
     Returns:
@@ -185,7 +185,7 @@ class CompressedGradients:
         return explained(self.traffic, self.ranks, lines)
 
     def state_dict(self) -> dict[str, Any]:
-        """Steps and residuals of this rank; to be saved by every rank beside the model's."""
+        """Steps and residuals of this rank; to be saved by every rank in addition to the model's."""
         residuals = None if self._feedback is None else self._feedback.state_dict()
         return {"steps": self._steps, "feedback": residuals}
 
@@ -306,7 +306,7 @@ class CompressedGradients:
             self.traffic.add("weights", sent_bytes, 0)
 
     def _count_plain(self, model: torch.nn.Module, _inputs: Any) -> None:
-        """Without a hook nobody sees the backward pass: every forward pass that syncs is counted as its step."""
+        """Without a hook the backward pass goes unseen: every forward pass that syncs is counted as its step."""
         if torch.is_grad_enabled() and model.training and model.require_backward_grad_sync:
             trained = sum(parameter.nbytes for parameter in self._parameters.values() if parameter.requires_grad)
             sent_bytes = ring_all_reduce_bytes(trained, self.ranks)

@@ -43,7 +43,7 @@ class Reducer(Protocol):
     """What reduces a bucket."""
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """The bucket's mean over the ranks, when it is there."""
+        """The bucket's mean over the ranks, when it exists."""
 
 
 def shoal_gradients_hook(state: Reducer, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

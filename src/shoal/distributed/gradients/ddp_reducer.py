@@ -34,10 +34,10 @@ class DdpReducer:
     Args:
         group: of the model.
         names: of parameters, by `id`.
-        decide: how a bucket of so many values and this dtype is sent; the same on every rank.
+        decide: how a bucket of that many values and this dtype is sent; the same on every rank.
         local_exact: whether `LocalExactMean` is taken instead of `ShardedMean`.
         feedback: residuals, or None to keep none.
-        scatter, gather: used by nobody else from now on.
+        scatter, gather: used by nothing else from now on.
         traffic: what is sent is counted in.
         step_ended: called after each backward pass that reduced without an error.
     """
@@ -149,11 +149,11 @@ class DdpReducer:
         return found
 
     def _agree_on(self, bucket: GradBucket, gradients: tuple[ParameterGrad, ...], decision: Decision) -> None:
-        """A bucket that DDP has not filled before, at first and after it cut its buckets anew."""
+        """A bucket that DDP has not filled before, at first and after it cut its buckets again."""
         if self._closed:
             return
         if self._last is not None:
-            self._last.wait()  # NCCL takes messages in one order alone
+            self._last.wait()  # NCCL takes messages only in one order
         self.agree(
             f"gradients of bucket {bucket.index()}",
             parameters=f"{len(gradients)} of {sum(gradient.elems for gradient in gradients)} values, "

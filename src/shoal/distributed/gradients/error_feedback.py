@@ -109,8 +109,8 @@ class ErrorFeedback:
         """
         if (state["rank"], state["ranks"]) != (self._rank, self._ranks):
             raise InputError(
-                f"got the state of rank {state['rank']} of {state['ranks']}, expected that of rank {self._rank} of "
-                f"{self._ranks}; save one for each rank and start as many, or leave it out to start without residuals"
+                f"got the state of rank {state['rank']} of {state['ranks']}, expected rank {self._rank} of "
+                f"{self._ranks}; give each rank its own state, or none"
             )
         wrong = [name for name, left in state["gradients"].items() if elems.get(name) != left.numel()]
         if wrong:

@@ -28,7 +28,7 @@ _CODEC_ELEMS = (4 << 10, 64 << 10, 1 << 20, 4 << 20)
 _WARM_RUNS = 2
 _MIN_TURNS, _MAX_TURNS = 3, 7
 _ENOUGH_SECONDS = 0.06  # of turns of one size
-_LONG_SECONDS = 0.2  # one turn that takes so long says enough: what disturbs it is short beside it
+_LONG_SECONDS = 0.2  # one turn that takes so long says enough: what disturbs it is short compared with it
 _MAX_SECONDS = 0.25  # that a run may be expected to take
 
 
@@ -94,7 +94,7 @@ def measure_link(
         for size in sizes:
             part_bytes = size // (ranks - 1)
             parts, part_sizes = [data[:part_bytes]] * ranks, [part_bytes] * ranks
-            # As a hook has them: memory that is there, of each peer its own.
+            # As a hook has them: existing memory, of each peer its own.
             out = [received[max(0, peer) * part_bytes :][:part_bytes] for peer in _places(exchange)]
             plain = _plain(way, values[: size // 4 // ranks * ranks], group, ranks)
 
@@ -159,7 +159,7 @@ def _places(exchange: Exchange) -> list[int]:
 
 
 def _next_seconds(points: list[tuple[int, float]]) -> float:
-    """What the next size, eight times the last, is expected to take; of latency alone nothing follows.
+    """What the next size, eight times the last, is expected to take; only of latency nothing follows.
 
     >>> _next_seconds([(1000, 0.5)]), _next_seconds([(1000, 0.5), (8000, 0.75)])
     (0.0, 2.75)

@@ -132,7 +132,7 @@ class CompressedShards:
         return explained(self.traffic, self.ranks, lines)
 
     def state_dict(self) -> dict[str, Any]:
-        """Residuals of this rank; to be saved by every rank beside the model's."""
+        """Residuals of this rank; to be saved by every rank in addition to the model's."""
         return {"feedback": None if self._feedback is None else self._feedback.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

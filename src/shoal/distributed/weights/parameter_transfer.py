@@ -21,7 +21,7 @@ class ParameterTransfer:
 
     Attributes:
         name: of the parameter in the model.
-        parameter: on the device, alone in its storage.
+        parameter: on the device, only in its storage.
         packs: whether its weights and gradients may be encoded.
         packed_bytes: of its encoded weights, at most.
         used_early: something reads it before, or without, its module being called.
@@ -144,7 +144,7 @@ class ParameterTransfer:
 
 
 def own_storage(parameter: torch.nn.Parameter) -> None:
-    """Let a parameter be alone in its storage, dense; its values stay, and its strides if they can."""
+    """Let a parameter be only in its storage, dense; its values stay, and its strides if they can."""
     if not _is_alone(parameter.data):
         parameter.data = without_gaps(parameter.data).clone(memory_format=torch.preserve_format)
 

@@ -105,7 +105,7 @@ class WeightCodecs:
             self.adaptive.load_state_dict(found)
 
     def max_bytes(self, elems: int) -> int:
-        """Of any payload of so many weights, whatever is decided later."""
+        """Of any payload of that many weights, whatever is decided later."""
         codecs = list(self._by_bytes.values()) if self.adaptive is not None else [self._fixed]
         return max((codec.payload_bytes(elems) for codec in codecs if codec is not None), default=0)
 

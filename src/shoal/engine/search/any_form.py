@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Generic
 
 from shoal.capture.layered import Refused
-from shoal.core.sizes import MAX_BYTES, format_bytes
+from shoal.core.over_budget import over_budget
+from shoal.core.sizes import MAX_BYTES
 from shoal.core.variant import WHOLE, Variant
-from shoal.engine.search.nearest_first import Form, Way
+from shoal.engine.search.nearest_first import PricedVariant, Way
 from shoal.engine.search.priced import Made, Priced, captured_form
 from shoal.engine.search.search_state import SearchState
 from shoal.engine.search.variants import Forms, Graph
@@ -51,10 +52,10 @@ def any_form(
         BudgetError: none was found; it names the lowest peak of those that were.
         CaptureError: the step cannot be captured as it is.
     """
-    return _Search(variants, price, budget_bytes).find(name, likely)
+    return _AnyFormSearch(variants, price, budget_bytes).find(name, likely)
 
 
-class _Search(Generic[Graph, Made]):
+class _AnyFormSearch(Generic[Graph, Made]):
     """Captures forms until one fits."""
 
     def __init__(self, variants: Forms[Graph], price: Callable[[Graph], Priced[Made]], budget_bytes: int) -> None:
@@ -78,12 +79,8 @@ class _Search(Generic[Graph, Made]):
             least_bytes = min(least_bytes, peak_bytes)
             if self._state.fits(peak_bytes):
                 return Fitting(peak_bytes, self._forms.index(replace(variant, pieces=(), shrunk=False)))
-        raise BudgetError(
-            f"no plan of {name or 'this model'} fits in {format_bytes(budget_bytes)} ({budget_bytes} bytes); the least "
-            f"found, not searched for in full, needs {format_bytes(least_bytes)} ({least_bytes} bytes)",
-            budget_bytes=budget_bytes,
-            least_feasible_bytes=least_bytes,
-        )
+        details = {"searched": "not in full"}
+        raise over_budget(name, least_bytes, budget_bytes, details=details)
 
     def _peaks(self, likely: int) -> Iterator[tuple[int, Variant]]:
         """The peaks of plans, of one form after another, and of each the quickest to be found first."""
@@ -120,7 +117,7 @@ class _Search(Generic[Graph, Made]):
                 try:
                     peak_bytes = way.form.priced.smallest(self._state.budget_bytes)[1].predicted_peak_bytes
                 except BudgetError as error:
-                    peak_bytes = error.least_feasible_bytes or MAX_BYTES
+                    peak_bytes = error.minimum_bytes or MAX_BYTES
                 yield peak_bytes, way.form.variant
 
     def _is_worth_capturing(self, variant: Variant) -> bool:
@@ -133,7 +130,7 @@ class _Search(Generic[Graph, Made]):
         except Refused:
             return False
 
-    def _with_what_needs_less(self, variant: Variant) -> Iterator[Form[Graph, Made]]:
+    def _with_what_needs_less(self, variant: Variant) -> Iterator[PricedVariant[Graph, Made]]:
         """A form; shrunk; and with convolutions in pieces: the last two only where they need fewer bytes."""
         try:
             graph, priced = captured_form(self._variants, self._price, variant)
@@ -141,23 +138,23 @@ class _Search(Generic[Graph, Made]):
             return
         if priced.graph.fingerprint in self._state.forms:
             return
-        form = Form(variant, graph, priced)
+        form = PricedVariant(variant, graph, priced)
         yield self._noted(form)
         if (shrunk := priced.shrunk()) is not None:
-            smaller = Form(replace(variant, shrunk=True), graph, shrunk)
+            smaller = PricedVariant(replace(variant, shrunk=True), graph, shrunk)
             if _needs_less(smaller, form):
                 form = smaller
                 yield self._noted(form)
         if (cut := form.priced.cut()) is not None:
-            in_pieces = Form(replace(form.variant, pieces=cut[0]), graph, cut[1])
+            in_pieces = PricedVariant(replace(form.variant, pieces=cut[0]), graph, cut[1])
             if _needs_less(in_pieces, form):
                 yield self._noted(in_pieces)
 
-    def _noted(self, form: Form[Graph, Made]) -> Form[Graph, Made]:
+    def _noted(self, form: PricedVariant[Graph, Made]) -> PricedVariant[Graph, Made]:
         self._state.forms[form.priced.graph.fingerprint] = form
         self._state.unfit.append(form)
         return form
 
 
-def _needs_less(form: Form[Graph, Made], other: Form[Graph, Made]) -> bool:
+def _needs_less(form: PricedVariant[Graph, Made], other: PricedVariant[Graph, Made]) -> bool:
     return about_least_bytes(form.priced.graph) < about_least_bytes(other.priced.graph)

@@ -60,14 +60,14 @@ def batch_points(plans: Plans, n_points: int, trying: Callable[[str], object] = 
         BudgetError: not even one image fits.
         CaptureError, InputError: as `plans`.
     """
-    kept = _Kept(plans, lambda batch: trying(f"{batch} images"))
+    kept = _KeptPlans(plans, lambda batch: trying(f"{batch} images"))
     largest, _ = plans.largest(lambda batch: trying(f"the largest batch: {batch} images"), fits=kept.fits)
     kept.spread(n_points, largest)
     kept.narrow_to_best()
     return kept.found()
 
 
-class _Kept:
+class _KeptPlans:
     """Collects what is planned."""
 
     def __init__(self, plans: Plans, trying: Callable[[int], object]) -> None:
@@ -99,7 +99,7 @@ class _Kept:
         try:
             yield
         except BudgetError as error:
-            least_bytes = error.least_feasible_bytes
+            least_bytes = error.minimum_bytes
             self._unfit[batch] = f"needs {format_bytes(least_bytes)}" if least_bytes else "does not fit"
             raise
         except (CaptureError, InputError) as error:
@@ -117,7 +117,7 @@ class _Kept:
                 self._try(batch)
 
     def narrow_to_best(self) -> None:
-        """Halve the gaps beside the best until its neighbours are within 1 %."""
+        """Halve the gaps next to the best until its neighbours are within 1 %."""
         while True:
             known = sorted(self._points.keys() | self._unfit.keys())
             best = max(self._points.values(), key=lambda point: (point.images_per_second, -point.batch)).batch

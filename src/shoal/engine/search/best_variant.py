@@ -4,7 +4,7 @@ Forms are captured and priced, none is run as a whole. A relaxed program bounds 
 `planners.estimates.least_seconds`), and only what could be faster than the best plan so far is planned in full.
 Convolutions in pieces take less scratch and mostly more time, so the forms are looked at with them where they are
 slowed down, or do not fit; a form that fits is planned with them only if that lowers its bound. Likewise with what
-waits in the backward pass shrunk, which takes an op each time. Direct kernels alone may be faster than the library's,
+waits in the backward pass shrunk, which takes an op each time. Only direct kernels may be faster than the library's,
 so forms that are not slowed down are looked at with these. Overlapping patches compute their halos besides what the
 network computes, so they are looked at where the other forms are slowed down by more than that. All numbers of slices
 are bounded before any is planned; fewer than fit are planned only if their bound is lower, and more are captured only
@@ -27,7 +27,7 @@ from shoal.capture.layered import Refused
 from shoal.core.sizes import format_bytes
 from shoal.core.variant import WHOLE, Pieces, Variant
 from shoal.engine.search.encode_forms import EncodeForms
-from shoal.engine.search.nearest_first import Form
+from shoal.engine.search.nearest_first import PricedVariant
 from shoal.engine.search.priced import Made, Priced, captured_form
 from shoal.engine.search.search_state import WORTH_A_PLAN, Best, SearchState
 from shoal.engine.search.try_forms import Bounded, bound_forms, plan_forms, try_forms
@@ -54,7 +54,7 @@ def best_variant(
         BudgetError: no plan of any of them fits; the one that came nearest.
         CaptureError: the step cannot be captured as it is.
     """
-    search = _Search(variants, price, budget_bytes)
+    search = _BestVariantSearch(variants, price, budget_bytes)
     search.consider_norms()
     search.consider_shrunk()
     if search.state.is_short_of_room:
@@ -74,7 +74,7 @@ def best_variant(
     return best
 
 
-class _Search(Generic[Graph, Made]):
+class _BestVariantSearch(Generic[Graph, Made]):
     """Captures forms and has them tried."""
 
     def __init__(self, variants: Forms[Graph], price: Callable[[Graph], Priced[Made]], budget_bytes: int) -> None:
@@ -85,14 +85,14 @@ class _Search(Generic[Graph, Made]):
         self._shrunk: set[str] = set()  # forms that were asked to be shrunk
         self._unasked_slices = list(takewhile(lambda one: one.slices, variants.split()))
 
-    def _form(self, variant: Variant) -> list[Form[Graph, Made]]:
+    def _form(self, variant: Variant) -> list[PricedVariant[Graph, Made]]:
         """The form, captured and priced; none where the step does not have it."""
         try:
             graph, priced = captured_form(self._variants, self._price, variant)
         except Refused as reason:
             self.state.leave_out(variant, str(reason))
             return []
-        return [Form(variant, graph, priced)]
+        return [PricedVariant(variant, graph, priced)]
 
     def consider_norms(self) -> None:
         """The step as it is, and with batch norms fused: all of them, or where they do not fit, but for the largest.
@@ -116,7 +116,7 @@ class _Search(Generic[Graph, Made]):
     def _with_what_needs_less(self, bounded: Bounded[Graph, Made]) -> Bounded[Graph, Made]:
         """The forms, and while none of them can be fast by its bound, those that need fewer bytes.
 
-        They would be asked for behind plans of the others, each of which takes longer than all these bounds.
+        They would be asked for after plans of the others, each of which takes longer than all these bounds.
         """
         for more in (self._shrunk_forms, self._forms_in_pieces):
             if self.state.is_slow(self._least_seconds(bounded)):
@@ -189,7 +189,7 @@ class _Search(Generic[Graph, Made]):
             if form.variant.pieces or form.variant.shrunk or not state.may_gain(least_seconds):
                 continue
             if (priced := form.priced.shrunk()) is not None:
-                forms.append(Form(replace(form.variant, shrunk=True), form.graph, priced))
+                forms.append(PricedVariant(replace(form.variant, shrunk=True), form.graph, priced))
         return bound_forms(state, forms)
 
     def consider_pieces(self) -> None:
@@ -199,7 +199,7 @@ class _Search(Generic[Graph, Made]):
     def _forms_in_pieces(self) -> Bounded[Graph, Made]:
         """The forms in pieces, but for those that were asked already.
 
-        Of a form that was shrunk, that one alone: pieces too are for the fewest bytes.
+        Of a form that was shrunk, that one only: pieces too are for the fewest bytes.
         """
         known = self.state.forms
         uncut = known.keys() - self._cut
@@ -227,7 +227,7 @@ class _Search(Generic[Graph, Made]):
 
         Args:
             least_seconds: the lowest bound of other forms. Where it leaves little to be gained, or is below the bound
-                on some slices, more are asked for behind plans of these forms.
+                on some slices, more are asked for after plans of these forms.
         """
         bounded: Bounded[Graph, Made] = []
         while self._unasked_slices and all(seconds < least_seconds for seconds, _ in bounded):
@@ -257,12 +257,12 @@ class _Search(Generic[Graph, Made]):
 
 
 def _changed(
-    forms: Iterable[Form[Graph, Made]],
+    forms: Iterable[PricedVariant[Graph, Made]],
     change: Callable[[Priced[Made]], tuple[tuple[Pieces, ...], Priced[Made]] | None],
-) -> list[Form[Graph, Made]]:
+) -> list[PricedVariant[Graph, Made]]:
     found = []
     for form in forms:
         if (changed := change(form.priced)) is not None:
             pieces, priced = changed
-            found.append(Form(replace(form.variant, pieces=pieces), form.graph, priced))
+            found.append(PricedVariant(replace(form.variant, pieces=pieces), form.graph, priced))
     return found

@@ -68,7 +68,7 @@ def choose_encoded(
         budget_bytes: most bytes in use at any position.
         plan: plans such a step, or raises BudgetError.
         before: storages that an earlier run of this step encoded: taken again if a plan of them fits.
-        encoding: which plans are asked for; beside one that is known the exact step is not planned.
+        encoding: which plans are asked for; in addition to one that is known the exact step is not planned.
         in_loop: a step of `steps` → the same with what the training loop holds, to be planned.
 
     Raises:
@@ -76,11 +76,11 @@ def choose_encoded(
         NotFaster: no plan of encoded storages takes less than what `encoding` says.
     """
     below_seconds = encoding.seconds if isinstance(encoding, EncodeBelow) else math.inf
-    search = _Search(steps, budget_bytes, plan, in_loop, below_seconds)
+    search = _ChooseEncodedSearch(steps, budget_bytes, plan, in_loop, below_seconds)
     name = steps.exact.model
     chosen = None if before is None else frozenset(before)
     if chosen is not None and not search.fits(chosen):
-        log.warning("%s: what an earlier run encoded does not fit here; choosing anew", name)
+        log.warning("%s: what an earlier run encoded does not fit here; choosing again", name)
         chosen = None
     if chosen is None:
         chosen = search.best_below() if isinstance(encoding, EncodeBelow) else search.best()
@@ -93,7 +93,8 @@ def choose_encoded(
 def bounding_step(
     steps: EncodedSteps, share: float, in_loop: Callable[[StepGraph], StepGraph] = lambda graph: graph
 ) -> StepGraph:
-    """The step with a share of what may be encoded, by codecs that take no time, and no bytes beside exact values.
+    """The step with a share of what may be encoded, by codecs that take no time, and no bytes in addition to exact
+    values.
 
     That share is what takes the most time for its bytes to recompute. Where nothing may be encoded, it is the step.
 
@@ -149,7 +150,7 @@ def _by_worth(steps: EncodedSteps, exact: StepGraph) -> list[str]:
     return [offer.storage for offer in sorted(steps.offers, key=worth, reverse=True)]
 
 
-class _Search:
+class _ChooseEncodedSearch:
     """Looks through the sets of storages that may be encoded; arguments as for `choose_encoded`."""
 
     def __init__(
@@ -177,7 +178,7 @@ class _Search:
 
     @property
     def _is_beside_a_plan(self) -> bool:
-        """Whether a plan that encodes nothing is known: then a set has to be faster, and fitting alone is nothing."""
+        """Whether a plan that encodes nothing is known: then a set has to be faster, and fitting is no gain."""
         return math.isfinite(self._below_seconds)
 
     def fits(self, chosen: _Set) -> bool:
@@ -288,9 +289,7 @@ class _Search:
     def _leading(self) -> _Set:
         def rank(chosen: _Set) -> tuple[float, float]:
             made = self._plans[chosen]
-            return (
-                (0.0, made.predicted_seconds) if isinstance(made, Plan) else (made.least_feasible_bytes or 0, math.inf)
-            )
+            return (0.0, made.predicted_seconds) if isinstance(made, Plan) else (made.minimum_bytes or 0, math.inf)
 
         return min(self._plans, key=rank)
 

@@ -9,7 +9,7 @@ from shoal.core.progress import doing
 from shoal.core.variant import Variant
 from shoal.engine.search.choose_encoded import BOUNDING_SHARES
 from shoal.engine.search.encoding import IF_FASTER, EncodeBelow, NotFaster
-from shoal.engine.search.nearest_first import Form
+from shoal.engine.search.nearest_first import PricedVariant
 from shoal.engine.search.priced import Made
 from shoal.engine.search.search_state import Best, SearchState
 from shoal.engine.search.variants import Graph
@@ -43,7 +43,7 @@ class EncodeForms(Generic[Graph, Made]):
             if form.priced.encoded is not None and state.may_fit(form) and self._may_gain(form):
                 n_fitting += self._encode(form)
 
-    def _may_gain(self, form: Form[Graph, Made]) -> bool:
+    def _may_gain(self, form: PricedVariant[Graph, Made]) -> bool:
         """Whether the bound of a form, exact or with storages encoded, lets it fit and be faster than the best plan."""
         assert form.priced.encoded is not None
         doing("plan", f"{len(form.priced.graph.ops)} ops, {form.variant}, storages encoded")
@@ -56,7 +56,7 @@ class EncodeForms(Generic[Graph, Made]):
                 return True
         return False
 
-    def _encode(self, form: Form[Graph, Made]) -> bool:
+    def _encode(self, form: PricedVariant[Graph, Made]) -> bool:
         """Plan a form with storages encoded, if that takes less; whether anything fits by now."""
         assert form.priced.encoded is not None
         state = self._state

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class EncodeNothing:
-    """The plan keeps exact values alone."""
+    """The plan keeps exact values only."""
 
 
 @dataclass(frozen=True)

@@ -43,13 +43,13 @@ class _Form:
     too_small_encoded_bytes: int = 0
 
     def plan(self, budget_bytes: int) -> Plan | None:
-        """The form's plan with exact values alone; None where none fits."""
+        """The form's plan with exact values only; None where none fits."""
         if budget_bytes < self.too_small_bytes:
             return None
         try:
             return replace(self.priced.plan(budget_bytes)[1], variant=self.variant)
         except BudgetError as error:
-            self.too_small_bytes = max(budget_bytes + 1, error.least_feasible_bytes or 0)
+            self.too_small_bytes = max(budget_bytes + 1, error.minimum_bytes or 0)
             return None
 
     def plan_encoded(self, budget_bytes: int, below_seconds: float) -> Plan | None:
@@ -63,7 +63,7 @@ class _Form:
             return None
         except BudgetError as error:
             if math.isinf(below_seconds):
-                self.too_small_encoded_bytes = max(budget_bytes + 1, error.least_feasible_bytes or 0)
+                self.too_small_encoded_bytes = max(budget_bytes + 1, error.minimum_bytes or 0)
             return None
 
     def note_the_least(self) -> int | None:
@@ -74,7 +74,7 @@ class _Form:
             else:
                 self.priced.plan(1)
         except BudgetError as error:
-            least_bytes = error.least_feasible_bytes
+            least_bytes = error.minimum_bytes
             if self.priced.encoded is None:
                 self.too_small_bytes = least_bytes or 0
             self.too_small_encoded_bytes = least_bytes or 0
@@ -83,7 +83,7 @@ class _Form:
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundPoints:
     """What `frontier_points` came to; as the attributes of `Frontier`."""
 
     points: tuple[FrontierPoint, ...]
@@ -98,7 +98,7 @@ def frontier_points(
     n_points: int,
     budget_bytes: int | None = None,
     trying: Callable[[str], object] = lambda what: None,
-) -> Found:
+) -> FoundPoints:
     """Plan inside budgets from the smallest that works to what keeping everything needs.
 
     The smallest that works may recompute everything again and again; then a little more is planned too.
@@ -143,7 +143,7 @@ def frontier_points(
     fastest = {within: _fastest(plans, within) for within in sorted(budgets)}
     points = (FrontierPoint.of(plan, within, bounds[within]) for within, plan in fastest.items() if plan is not None)
     plain_peak_bytes = plain.peak_bytes + forms[0].priced.graph.rewrites_save_bytes
-    return Found(tuple(points), plain.seconds, plain_peak_bytes, tuple(left_out))
+    return FoundPoints(tuple(points), plain.seconds, plain_peak_bytes, tuple(left_out))
 
 
 def _plan_inside(budget_bytes: int, forms: list[_Form], plans: list[Plan]) -> float:
@@ -203,7 +203,7 @@ def _priced_forms(
     all_fused = (one for one in of_norms if one.fuse and not one.large_only)
     of_smaller_maps = chain.from_iterable(map(variants.of_smaller_maps, all_fused))
     for variant in (WHOLE, *of_norms, *of_smaller_maps, *variants.split()):
-        trying(f"the step {variant}" if variant == WHOLE else str(variant))
+        trying(f"the {variant} step" if variant == WHOLE else str(variant))
         try:
             if variant.depth:
                 so_far_ops = 0 if variant.slices else n_ops

@@ -42,7 +42,7 @@ def largest_fitting(
     Example:
         >>> def peak_of(batch):
         ...     if 100 + 7 * batch > 1000:
-        ...         raise BudgetError("too small", least_feasible_bytes=100 + 7 * batch)
+        ...         raise BudgetError("too small", minimum_bytes=100 + 7 * batch)
         ...     return 100 + 7 * batch
         >>> largest_fitting(peak_of, 100, 1000, first=16)
         (128, 129)
@@ -57,7 +57,7 @@ def largest_fitting(
             peak_bytes = peak_of(batch)
         except BudgetError as error:
             too_many, unfit = batch, error
-            narrowing.learn(batch, error.least_feasible_bytes or 0)
+            narrowing.learn(batch, error.minimum_bytes or 0)
         except (CaptureError, InputError) as error:
             if not fits:  # for no batch at all; or, below one that does not fit, for none so small
                 refusal: ShoalError = unfit or error
@@ -76,7 +76,7 @@ def largest_fitting(
         else:
             batch = narrowing.between(fits, too_many)
     if not fits and unfit is not None:
-        raise unfit.with_hint(f"that is for a batch of {too_many}")
+        raise unfit.with_detail("batch", too_many)
     return fits, too_many
 
 
@@ -99,7 +99,7 @@ class _Narrowing:
         self._on_one_side = 0  # tries since the last one on the other; below 0: that did not fit
 
     def learn(self, batch: int, peak_bytes: int) -> None:
-        """Note that so many images need so much."""
+        """Note what a number of images needs."""
         fits = peak_bytes <= self._budget_bytes
         self._on_one_side = max(0, self._on_one_side) + 1 if fits else min(0, self._on_one_side) - 1
         self._known = [(n, peak) for n, peak in self._known if (n - batch) * (peak - peak_bytes) > 0]

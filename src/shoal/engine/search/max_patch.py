@@ -51,8 +51,8 @@ def multiples(why_not: Callable[[Patch], str], patch: Patch) -> Patch:
             return tuple(_multiple(why_not, base, axis) for axis in range(len(base)))
         refused = refused or reason
     raise InputError(
-        f"the network takes no patch that was tried, such as {shown(patch)} ({refused}); give multiple_of= what its "
-        "strides divide"
+        f"the network takes no patch that was tried, such as {shown(patch)}; give multiple_of= what its strides divide",
+        details={"error": refused},
     )
 
 
@@ -88,7 +88,7 @@ def nearest(patch: Patch, multiple: Patch) -> str:
 def ladder(patch: Patch, multiple: Patch, most: Patch | None, max_voxels: int) -> list[Patch]:
     """Patches from the smallest to the largest, each with one side longer than the one before it.
 
-    The side that grows is the one that is shortest beside `most`, or beside `patch` where there is no `most`; the
+    The side that grows is the one that is shortest relative to `most`, or to `patch` if there is no `most`; the
     first of those where several are.
 
     Args:
@@ -154,7 +154,7 @@ def largest_patch(
         >>> def plan_of(patch):
         ...     needed = 1000 + 10 * patch[0] * patch[1]
         ...     if needed > 90_000:
-        ...         raise BudgetError("too small", least_feasible_bytes=needed)
+        ...         raise BudgetError("too small", minimum_bytes=needed)
         >>> steps = ladder((32, 32), (16, 16), None, 10**6)
         >>> largest_patch(plan_of, steps, (32, 32), (16, 16), None, fixed_bytes=1000, budget_bytes=90_000)
         Largest(patch=(96, 80), too_large=(112, 80))
@@ -170,7 +170,7 @@ def largest_patch(
             plan_of(steps[at])
         except BudgetError as error:
             too_large, unfit = at, error
-            needed = (voxels[at], error.least_feasible_bytes) if error.least_feasible_bytes else None
+            needed = (voxels[at], error.minimum_bytes) if error.minimum_bytes else None
         except (CaptureError, InputError) as error:
             if fits < 0:  # for no patch at all; or, below one that does not fit, for none so small
                 refusal: ShoalError = error if unfit is None else _smallest(unfit, steps[too_large])
@@ -224,7 +224,7 @@ def _each_side(
 
 
 def _smallest(error: BudgetError, patch: Patch) -> BudgetError:
-    return error.with_hint(f"{shown(patch)} is the smallest patch that the network takes")
+    return error.with_detail("smallest patch that the network takes", shown(patch))
 
 
 def _with_side(patch: Patch, axis: int, side: int) -> Patch:

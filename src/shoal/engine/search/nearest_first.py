@@ -1,4 +1,4 @@
-"""Where no form of a step fits by its bound: the order in which they are planned after all, or for the least alone.
+"""Where no form of a step fits by its bound: the order in which they are planned after all, or only for the least.
 
 A search for the least takes as long as a plan, an estimate of it far less. So every form, exact and with all encoded
 that may be, is estimated by one plan that recomputes on demand, and those that come near the lowest by more of them.
@@ -19,7 +19,7 @@ from shoal.planners.infeasible import fewest_bytes
 
 
 @dataclass(frozen=True)
-class Form(Generic[Graph, Made]):
+class PricedVariant(Generic[Graph, Made]):
     """A form of the step that was captured and priced."""
 
     variant: Variant
@@ -39,7 +39,7 @@ class Way(Generic[Graph, Made]):
         found_bytes: the peak of a plan that was found in a moment.
     """
 
-    form: Form[Graph, Made]
+    form: PricedVariant[Graph, Made]
     encoded: bool
     step: StepGraph
     expected_bytes: int = 0

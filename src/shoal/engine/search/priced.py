@@ -34,7 +34,7 @@ class Encodable(Generic[Made]):
     """What a form costs with storages encoded.
 
     Attributes:
-        graph: makes the step with a share of what may be encoded, by codecs that take no time, and no bytes beside
+        graph: makes the step with a share of what may be encoded, by codecs that take no time, and no bytes in addition
             exact values.
         plan: plans the form inside a budget, or raises BudgetError; NotFaster where no plan is what is asked for.
     """
@@ -53,7 +53,7 @@ class Priced(Generic[Made]):
         encoded: the same with storages encoded; None where nothing may be.
         shrunk: the same form with what waits within the backward pass shrunk; None where nothing can be.
         cut: the same form with convolutions in pieces, and which those are; None where there are none.
-        faster: likewise with those alone that direct kernels compute, which may be faster.
+        faster: likewise only with those that direct kernels compute, which may be faster.
         refuse: raises the BudgetError of a budget that is hopeless (see `planners.infeasible`), in a moment; None
             where the planner may not find the plan that this tells of.
         smallest: as `plan`, for a search that asks only whether the form fits: any plan, however slow. None where the

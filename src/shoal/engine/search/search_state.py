@@ -10,7 +10,7 @@ from shoal.core.plan import Plan
 from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
 from shoal.core.variant import WHOLE, Candidate, Variant
-from shoal.engine.search.nearest_first import Form
+from shoal.engine.search.nearest_first import PricedVariant
 from shoal.engine.search.priced import Made
 from shoal.engine.search.variants import Graph
 from shoal.errors import BudgetError
@@ -52,8 +52,8 @@ class SearchState(Generic[Graph, Made]):
 
     budget_bytes: int
     rows: list[Candidate] = field(default_factory=list)
-    forms: dict[str, Form[Graph, Made]] = field(default_factory=dict)
-    unfit: list[Form[Graph, Made]] = field(default_factory=list)
+    forms: dict[str, PricedVariant[Graph, Made]] = field(default_factory=dict)
+    unfit: list[PricedVariant[Graph, Made]] = field(default_factory=list)
     refused: dict[tuple[Variant, bool], BudgetError] = field(default_factory=dict)
     best: Best[Graph, Made] | None = None
 
@@ -83,12 +83,12 @@ class SearchState(Generic[Graph, Made]):
         gap = whole.seconds / whole.bound_seconds - 1
         return not self.may_gain(bound_seconds * (1 + gap / 2))
 
-    def may_fit(self, form: Form[Graph, Made]) -> bool:
+    def may_fit(self, form: PricedVariant[Graph, Made]) -> bool:
         """Whether the budget has room for what every plan of a form needs."""
         return self.fits(fewest_bytes(form.priced.graph))
 
     def fits(self, nbytes: int) -> bool:
-        """Whether the budget has room for so many."""
+        """Whether the budget has room for that many."""
         return nbytes <= self.budget_bytes
 
     @property
@@ -113,7 +113,7 @@ class SearchState(Generic[Graph, Made]):
     def refuse(self, variant: Variant, error: BudgetError, encoded: bool = False) -> str:
         """Note what a form needs; in words."""
         self.refused[variant, encoded] = error
-        least_bytes = error.least_feasible_bytes
+        least_bytes = error.minimum_bytes
         return f"needs {format_bytes(least_bytes)}" if least_bytes else "does not fit"
 
     def take_if_faster(self, found: Best[Graph, Made]) -> None:

@@ -24,13 +24,13 @@ from shoal.transforms.split.split_plan import SplitPlan, plan_split
 from shoal.transforms.split.split_region import SplitRegion, choose_region
 
 _DEPTHS = (0.5, 0.75)
-MIN_DIMS, MAX_DIMS = 1, 3  # of images, beside samples and channels
+MIN_DIMS, MAX_DIMS = 1, 3  # of images, other than samples and channels
 _PARTS = (2, 3, 4)  # along each dimension
 _SLICES = (4, 16)  # of the batch, at most
 _SLABS = ((8, False), (8, True), (16, True))  # how many, and whether what norms measure is computed twice
 _WORTH_SLABS_BYTES = 16 << 20  # of the largest tensor
 _SLICED_DEPTHS = (0.25, 0.5, 0.75, 1.0)
-_SMALL_BEHIND = 1 / 3  # of the largest tensor: behind slices no tensor should be larger
+_SMALL_BEHIND = 1 / 3  # of the largest tensor: after slices no tensor should be larger
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class SplitForms:
 
     @cached_property
     def sliced_depth(self) -> float:
-        """Of slices of the batch, as deep as it takes for what comes behind them to be small; 0 for none."""
+        """Of slices of the batch, as deep as it takes for what comes after them to be small; 0 for none."""
         if "exact_split" not in self._means or (source := self._source) is None or not self.samples:
             return 0.0
         largest = max(_elems(node) for node in source.graph.nodes)
@@ -224,7 +224,7 @@ def _sliced_region(source: LayeredGraph, depth: float) -> SplitRegion | None:
 
 
 def spatial_dims(source: LayeredGraph) -> int:
-    """Of the images, beside samples and channels."""
+    """Of the images, other than samples and channels."""
     images = next(iter(source.graph.nodes)).meta.get("example_value")
     return images.dim() - 2 if isinstance(images, torch.Tensor) else 0
 

@@ -10,7 +10,7 @@ from shoal.core.progress import doing
 from shoal.core.simulate import simulate
 from shoal.core.sizes import format_bytes
 from shoal.core.variant import Candidate, Variant
-from shoal.engine.search.nearest_first import Form
+from shoal.engine.search.nearest_first import PricedVariant
 from shoal.engine.search.priced import Made
 from shoal.engine.search.search_state import WORTH_A_PLAN, Best, SearchState
 from shoal.engine.search.variants import Graph
@@ -19,10 +19,10 @@ from shoal.planners.estimates import about_least_bytes, quick_least
 
 _LOWERED = 0.95  # of the smallest peak that is found in a moment: a plan for speed may have a lower one
 
-Bounded = list[tuple[float, Form[Graph, Made]]]  # forms that fit by their bounds, with these in seconds
+Bounded = list[tuple[float, PricedVariant[Graph, Made]]]  # forms that fit by their bounds, with these in seconds
 
 
-def try_forms(state: SearchState[Graph, Made], forms: Iterable[Form[Graph, Made]]) -> None:
+def try_forms(state: SearchState[Graph, Made], forms: Iterable[PricedVariant[Graph, Made]]) -> None:
     """Bound forms, and plan what may be faster than the best plan so far, the most promising first.
 
     Args:
@@ -32,7 +32,7 @@ def try_forms(state: SearchState[Graph, Made], forms: Iterable[Form[Graph, Made]
     plan_forms(state, bound_forms(state, forms))
 
 
-def bound_forms(state: SearchState[Graph, Made], forms: Iterable[Form[Graph, Made]]) -> Bounded[Graph, Made]:
+def bound_forms(state: SearchState[Graph, Made], forms: Iterable[PricedVariant[Graph, Made]]) -> Bounded[Graph, Made]:
     """Bound forms: `try_forms` without planning. Those that do not fit by their bounds get their row.
 
     Returns:
@@ -64,7 +64,7 @@ def plan_forms(state: SearchState[Graph, Made], bounded: Bounded[Graph, Made]) -
     has_others = state.best is not None or len(bounded) > 1
     too_large = {form.variant: found for _, form in bounded if has_others and (found := _too_large(state, form))}
 
-    def place(one: tuple[float, Form[Graph, Made]]) -> tuple[bool, float, int]:
+    def place(one: tuple[float, PricedVariant[Graph, Made]]) -> tuple[bool, float, int]:
         bound_seconds, form = one
         plainer = [bounds[variant] for variant in _plainer(form.variant) if variant in bounds]
         hardly_lower = [other for other in plainer if bound_seconds >= (1 - WORTH_A_PLAN) * other]
@@ -93,7 +93,7 @@ def plan_forms(state: SearchState[Graph, Made], bounded: Bounded[Graph, Made]) -
         state.rows.append(row)
 
 
-def _too_large(state: SearchState[Graph, Made], form: Form[Graph, Made]) -> int:
+def _too_large(state: SearchState[Graph, Made], form: PricedVariant[Graph, Made]) -> int:
     """The smallest peak of a form that is found in a moment, where that is well over the budget; 0 where it is not."""
     graph = form.priced.graph
     if graph.link is not None or any(
@@ -104,7 +104,7 @@ def _too_large(state: SearchState[Graph, Made], form: Form[Graph, Made]) -> int:
     return 0 if state.fits(int(_LOWERED * found_bytes)) else found_bytes
 
 
-def _row(form: Form[Graph, Made], bound_seconds: float | None) -> Candidate:
+def _row(form: PricedVariant[Graph, Made], bound_seconds: float | None) -> Candidate:
     """The row of a form that has no plan yet."""
     graph = form.priced.graph
     kept = simulate(graph, {})
@@ -136,7 +136,7 @@ def _why_not(state: SearchState[Graph, Made], row: Candidate, bound_seconds: flo
     if variant.slices and _fits_on_more(state, variant, bound_seconds):
         return "fits on more slices, and gains nothing by its bound"
     if (variant.slices or variant.grid) and state.must_come_nearer(bound_seconds):
-        return "faster only if planned twice as near to its bound as the step as it is"
+        return "faster only if planned twice as near to its bound as the unmodified step"
     return ""
 
 

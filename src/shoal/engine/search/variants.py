@@ -221,7 +221,7 @@ class Variants:
 
 
 def fused_forms(level: str, norm_elems: Sequence[int]) -> Iterator[Variant]:
-    """Everything fused at a level, and what pays by itself alone where the batch norms' sizes tell them apart."""
+    """Everything fused at a level, and what pays by itself where the batch norms' sizes tell them apart."""
     yield Variant(fuse=level)
     if any(elems >= MIN_ELEMS for elems in norm_elems) and any(elems < MIN_ELEMS for elems in norm_elems):
         yield Variant(fuse=level, large_only=True)

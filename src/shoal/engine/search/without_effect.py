@@ -17,13 +17,13 @@ def without_effect(variants: Variants, options: CompileOptions, *, leaves: bool,
     Args:
         variants: the forms of the step.
         options: what the plan may use.
-        leaves: whether saved tensors may wait anywhere beside the device.
+        leaves: whether saved tensors may wait anywhere other than on the device.
         runs_here: whether the step is planned for this machine.
     """
     reasons: dict[str, str] = {}
     for name in sorted(options.named):
         if name in _OF_JOINT and options.planner != "joint":
-            reasons[name] = "planner='joint' alone looks for it"
+            reasons[name] = "only planner='joint' looks for it"
         elif name in KERNEL_MEANS and not runs_here:
             reasons[name] = variants.why_not_elsewhere(name)
         elif name == "offload":
@@ -43,6 +43,6 @@ def in_several_graphs(options: CompileOptions, what: str) -> tuple[str, ...]:
         what: is several graphs, `A_MODEL` or `A_TURN`.
     """
     return tuple(
-        f"{name!r} is without effect: {what} is planned with recompute alone"
+        f"{name!r} is without effect: {what} is planned only with recompute"
         for name in sorted(options.named - {"recompute"})
     )

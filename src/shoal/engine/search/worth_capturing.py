@@ -9,7 +9,7 @@ from typing import Generic
 from shoal.core.simulate import simulate
 from shoal.core.step import StepGraph
 from shoal.core.variant import WHOLE, Candidate, Variant
-from shoal.engine.search.nearest_first import Form
+from shoal.engine.search.nearest_first import PricedVariant
 from shoal.engine.search.priced import Made, expected_ops, why_too_many
 from shoal.engine.search.search_state import GOOD_ENOUGH, WORTH_A_PLAN, SearchState
 from shoal.engine.search.split_forms import PatchWork
@@ -69,7 +69,7 @@ class WorthCapturing(Generic[Graph, Made]):
         return why_too_many(work, len(whole.ops), 0 if one_after_another else sum(row.n_ops for row in state.rows))
 
     def _note_what_is_needed(self) -> None:
-        """Where what stays in any form is over the budget, finer patches are for the least alone."""
+        """Where what stays in any form is over the budget, finer patches are only for the least."""
         for form in self._state.unfit:
             if form.variant in self._about_bytes or self._state.fits(floor_bytes(form.priced.graph)):
                 continue
@@ -124,7 +124,7 @@ class WorthCapturing(Generic[Graph, Made]):
         return max((max(form.variant.slices, form.variant.slabs) for form in forms), default=0)
 
 
-def _has_room(bound_seconds: float, form: Form[Graph, Made], whole: StepGraph) -> bool:
+def _has_room(bound_seconds: float, form: PricedVariant[Graph, Made], whole: StepGraph) -> bool:
     """Whether a form on slices is hardly slowed down for lack of room by its bound; each slice more takes longer."""
     kept_seconds = simulate(form.priced.graph, {}).seconds
     return kept_seconds >= whole.plain_seconds and bound_seconds <= (1 + WORTH_A_PLAN) * kept_seconds

@@ -35,7 +35,7 @@ class ShoalPlanning:
     nnU-Net's own search goes on as it does, from the median shape down, and so does its topology; only its estimate is
     replaced by `shoal.plan` of network and loss, two samples (or the least that nnU-Net takes), with deep supervision,
     autocast and the state of SGD. Nothing is run. The batch is the largest that fits, within nnU-Net's share of the
-    data set. What nnU-Net's own estimate chooses is printed beside it and noted in the plans file.
+    data set. What nnU-Net's own estimate chooses is printed in addition to it and noted in the plans file.
 
     SHOAL_HARDWARE of the environment names the preset whose rates count, by default the smallest card that has the
     target's bytes; "cpu" plans float32 for this machine, on which ops are timed. SHOAL_ALLOW is what plans may use.
@@ -163,7 +163,7 @@ class ShoalPlanning:
         voxels, planner = prod(patch), self
         if len(patch) in self._least:
             known_voxels, known_bytes = self._least[len(patch)]
-            expected = known_bytes * voxels / known_voxels  # weights are few beside what a patch takes
+            expected = known_bytes * voxels / known_voxels  # weights are few compared with what a patch takes
             if expected > _FAR * self._budget_bytes:
                 return expected
         try:
@@ -171,10 +171,8 @@ class ShoalPlanning:
         except BudgetError as error:
             if all(side < 4 * self.UNet_featuremap_min_edge_length for side in patch):  # type: ignore[attr-defined]
                 smallest = "x".join(map(str, patch))
-                raise error.with_hint(
-                    f"no smaller patch than {smallest} is tried: give -gpu_memory_target more"
-                ) from None
-            least_bytes = error.least_feasible_bytes or 2 * self._budget_bytes
+                raise error.with_detail("smallest patch tried", f"{smallest}; give -gpu_memory_target more") from None
+            least_bytes = error.minimum_bytes or 2 * self._budget_bytes
             self._least[len(patch)] = (voxels, least_bytes)
             return max(least_bytes, self._budget_bytes + 1)
 

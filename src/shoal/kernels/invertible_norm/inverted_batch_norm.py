@@ -86,7 +86,7 @@ def channel_statistics(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if kernel is not None:
         return kernel.statistics(x)
     wide = wide_of(x.dtype)
-    # PyTorch's own sums, without a result; wide if given wide running statistics, which momentum 0 leaves alone.
+    # PyTorch's own sums, without a result; wide if given wide running statistics, which momentum 0 leaves unchanged.
     given = (None, None) if x.dtype == wide else tuple(torch.zeros(2, x.shape[1], dtype=wide, device=x.device))
     mean, variance = torch.ops.aten.batch_norm_update_stats(x, *given, 0.0)
     return mean, variance
@@ -159,8 +159,8 @@ def run(layer: _BatchNorm, x: torch.Tensor, activation: str, slope: float, overw
         layer: with its parameters, running statistics, momentum and mode.
         x: (N, C, ...).
         activation, slope: as for `inverted_batch_norm`.
-        overwrite: whether the result may be written over `x`, for callers who know that nobody else reads it. Compilers
-            decide that for themselves.
+        overwrite: whether the result may be written over `x`, for callers who know that nothing else reads it.
+            Compilers decide that for themselves.
 
     Raises:
         ValueError: as the layer: `x` has another number of dimensions, or one value per channel in training mode.
@@ -189,8 +189,8 @@ def reconstruction_error(
     """How far a normalised input that is recomputed from the result can be from what it was.
 
     The result is rounded to its dtype, and that is all that is lost. A LeakyReLU keeps its relative accuracy whatever
-    the slope; undoing the shift costs |bias| / |scale|, so that a channel whose scale is small beside its shift is
-    inexact. ELU flattens out: undoing it at z < 0 costs exp(-z).
+    the slope; undoing the shift costs |bias| / |scale|, so that a channel whose scale is small compared with its shift
+    is inexact. ELU flattens out: undoing it at z < 0 costs exp(-z).
 
     Args:
         weight, bias: (C,).

@@ -25,16 +25,16 @@ from shoal.kernels.norm import norm_sweeps
 from shoal.kernels.norm.norm_rows import vector
 from shoal.kernels.norm.norm_tiles import grid_of
 from shoal.lowlevel import native
-from shoal.lowlevel.dispatch import Implementation, Op, choose, level_number, register
+from shoal.lowlevel.dispatch import DispatchedOp, Implementation, choose, level_number, register
 from shoal.lowlevel.torch_state import on_device
 
 _PIECE_ELEMS = 1 << 17  # 512 KiB of float32: the operands and temporaries of a piece stay in L2
-_MIN_PIECES = 16  # so that temporaries are small beside small tensors too
+_MIN_PIECES = 16  # so that temporaries are small compared with small tensors too
 _MIN_ELEMS = 1 << 12
 _LEAKY_RELU, _ELU = range(2)  # in the order of ShoalInvertible in csrc/shoal_native.h
 
 
-class Sweeps(Protocol):
+class InvertedSweeps(Protocol):
     """One implementation. What is written may be the very tensor that is read, and overlaps nothing else."""
 
     def forward_into(
@@ -85,7 +85,7 @@ class Sweeps(Protocol):
         """
 
 
-class _Reference:
+class _InvertedBatchNormSweepsReference:
     """Pointwise ops of PyTorch."""
 
     def forward_into(
@@ -205,7 +205,7 @@ def _pieces(tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, tuple[int, ...
         yield tensor, (1, channels, *[1] * (tensor.dim() - 2))
 
 
-class _Call(ctypes.Structure):
+class _InvertedBatchNormSweepsCall(ctypes.Structure):
     """`ShoalInvertedBatchNorm` of csrc/shoal_native.h."""
 
     _fields_ = (
@@ -223,7 +223,7 @@ class _Call(ctypes.Structure):
     )
 
 
-class _Native:
+class _InvertedBatchNormSweepsNative:
     """`csrc/inverted_batch_norm.cpp`; `level`: "portable", "avx2" or "avx512"; None: as SHOAL_KERNELS says."""
 
     def applies(self, source: torch.Tensor, y: torch.Tensor, activation: str) -> bool:
@@ -286,9 +286,11 @@ class _Native:
         return of_scale, of_shift
 
 
-def _call(y: torch.Tensor, result: torch.Tensor, activation: str, slope: float, level: str | None) -> _Call:
+def _call(
+    y: torch.Tensor, result: torch.Tensor, activation: str, slope: float, level: str | None
+) -> _InvertedBatchNormSweepsCall:
     images, channels = y.shape[:2]
-    return _Call(
+    return _InvertedBatchNormSweepsCall(
         images=images,
         channels=channels,
         pixels=y.numel() // (images * channels),
@@ -306,7 +308,7 @@ def _is_channels_last(tensor: torch.Tensor) -> bool:
     return tensor.movedim(1, -1).is_contiguous()
 
 
-class _Triton:
+class _InvertedBatchNormSweepsTriton:
     """`inverted_batch_norm_triton_kernels`."""
 
     def applies(self, source: torch.Tensor, y: torch.Tensor, activation: str) -> bool:
@@ -379,8 +381,12 @@ def _triton_kernels() -> ModuleType:
     return import_module("shoal.kernels.invertible_norm.inverted_batch_norm_triton_kernels")
 
 
-REFERENCE, NATIVE, TRITON = _Reference(), _Native(), _Triton()
-_OP: Op[Sweeps] = register(
+REFERENCE, NATIVE, TRITON = (
+    _InvertedBatchNormSweepsReference(),
+    _InvertedBatchNormSweepsNative(),
+    _InvertedBatchNormSweepsTriton(),
+)
+_OP: DispatchedOp[InvertedSweeps] = register(
     "inverted_batch_norm",
     REFERENCE,
     Implementation("triton", TRITON, TRITON.applies),
@@ -388,7 +394,7 @@ _OP: Op[Sweeps] = register(
 )
 
 
-def sweeps(source: torch.Tensor, y: torch.Tensor, activation: str) -> Sweeps:
+def sweeps(source: torch.Tensor, y: torch.Tensor, activation: str) -> InvertedSweeps:
     """What runs passes that read `source`, and read or write `y`, (N, C, ...) of one shape and one layout.
 
     >>> x = torch.ones(2, 3, 4, 5, dtype=torch.float64)

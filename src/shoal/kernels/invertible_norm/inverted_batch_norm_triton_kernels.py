@@ -150,7 +150,7 @@ def result(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """of_x = (dz - mean of dz - (z - shift) / scale * of_scale / count) * scale * invstd; with FROZEN of dz alone.
+    """of_x = (dz - mean of dz - (z - shift) / scale * of_scale / count) * scale * invstd; with FROZEN only of dz.
 
     of_x may be grad. One block a program.
     """

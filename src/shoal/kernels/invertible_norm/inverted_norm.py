@@ -170,8 +170,8 @@ def run(
         layer: with its parameters.
         x: (N, C, ...).
         activation, slope: as for `inverted_norm`.
-        overwrite: whether the result may be written over `x`, for callers who know that nobody else reads it. Compilers
-            decide that for themselves.
+        overwrite: whether the result may be written over `x`, for callers who know that nothing else reads it.
+            Compilers decide that for themselves.
 
     Raises:
         ValueError: as the layer: `x` has another number of dimensions, or one value per group.

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import register_flop_formula
 from shoal.kernels.batch_norm_vectors import batch_norm_scale, batch_norm_scale_backward
 from shoal.kernels.memory_format import dense_in_format, memory_format_of, suggested_memory_format
 from shoal.kernels.norm.norm_conv import convolve, convolve_backward
-from shoal.kernels.norm.norm_conv_native import NormConv, Window
+from shoal.kernels.norm.norm_conv_native import ConvWindow, NormConv
 from shoal.kernels.norm.norm_sweeps import Affine
 from shoal.kernels.norm.statistics import Measured, measure, whole_gradient, wide
 from shoal.lowlevel.direct_call import register_op
@@ -27,7 +27,7 @@ Moments = tuple[torch.Tensor, torch.Tensor]  # mean, variance
 
 
 @dataclass(frozen=True)
-class Step:
+class DenseLayer:
     """A batch norm, perhaps a ReLU, and a convolution of stride 1 that leaves height and width as they are.
 
     Attributes:
@@ -45,7 +45,7 @@ class Step:
 
 
 def dense_block(
-    x: torch.Tensor, mean: torch.Tensor | None, variance: torch.Tensor | None, layers: Sequence[Sequence[Step]]
+    x: torch.Tensor, mean: torch.Tensor | None, variance: torch.Tensor | None, layers: Sequence[Sequence[DenseLayer]]
 ) -> tuple[torch.Tensor, Moments, list[list[Moments]]]:
     """Replaces `for layer in layers: x = torch.cat([x, layer(x)], 1)` where a layer is batch norms and convolutions.
 
@@ -60,7 +60,7 @@ def dense_block(
         three are differentiable once.
 
     >>> x, one = torch.tensor([[[1.0, 3.0]]]), torch.ones(1)
-    >>> step = Step(one, one, torch.ones(1, 1, 1), 0.0, True)
+    >>> step = DenseLayer(one, one, torch.ones(1, 1, 1), 0.0, True)
     >>> features, (mean, _), _ = dense_block(x, 2 * one, one, [[step]])
     >>> features, mean
     (tensor([[[1., 3.],
@@ -78,17 +78,17 @@ def dense_block(
 
 def _layers(
     parameters: Sequence[torch.Tensor], eps: Sequence[float], relu: Sequence[bool], steps: int
-) -> list[list[Step]]:
+) -> list[list[DenseLayer]]:
     flat = [
-        Step(parameters[3 * at], parameters[3 * at + 1], parameters[3 * at + 2], eps[at], relu[at])
+        DenseLayer(parameters[3 * at], parameters[3 * at + 1], parameters[3 * at + 2], eps[at], relu[at])
         for at in range(len(eps))
     ]
     return [flat[at : at + steps] for at in range(0, len(flat), steps)]
 
 
-def _window(weight: torch.Tensor) -> Window:
+def _window(weight: torch.Tensor) -> ConvWindow:
     sides = weight.shape[2:]
-    return Window([1] * len(sides), [side // 2 for side in sides], [1] * len(sides), 1)
+    return ConvWindow([1] * len(sides), [side // 2 for side in sides], [1] * len(sides), 1)
 
 
 def _empty(like: torch.Tensor, channels: int) -> torch.Tensor:
@@ -122,13 +122,13 @@ def _forward(
 
 
 def _step(
-    x: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor, step: Step, out: torch.Tensor | None = None
+    x: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor, step: DenseLayer, out: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     y, mean_y, variance_y = convolve(x, _layer(step, mean, variance), True, out)
     return dense_in_format(y, memory_format_of(x)) if out is None else y, mean_y, variance_y
 
 
-def _layer(step: Step, mean: torch.Tensor, variance: torch.Tensor) -> NormConv:
+def _layer(step: DenseLayer, mean: torch.Tensor, variance: torch.Tensor) -> NormConv:
     """A step given the statistics of what it reads, its batch norm in the dtype of `variance`."""
     affine = Affine(mean, batch_norm_scale(variance, step.gamma, step.eps), step.beta.to(variance.dtype))
     return NormConv(affine, step.relu, step.weight, None, _window(step.weight))

@@ -1,7 +1,7 @@
 """Batch norm over slices of a batch: the passes over one slice, and what joins the vectors of all.
 
 `shoal::joined_statistics` makes the statistics of the whole from `shoal::statistics` of its slices, and
-`shoal::sliced_norm` normalises one of them, with the activation behind it. Backward `shoal::joined_norm_gradients`
+`shoal::sliced_norm` normalises one of them, with the activation after it. Backward `shoal::joined_norm_gradients`
 makes the vectors of the whole from `shoal::sliced_norm_sums` of the slices, and `shoal::sliced_norm_gradient` is the
 gradient of one of them.
 """
@@ -87,7 +87,7 @@ def sliced_norm_(
 
 
 ACTIVATIONS = ("relu", "elu", "leaky_relu")
-"""What may stand behind a norm, "" for nothing; behind the last two, and a space, their number: "elu 1.0"."""
+"""What may stand after a norm, "" for nothing; after the last two, and a space, their number: "elu 1.0"."""
 _IN_THE_SWEEP = ("", "relu")
 
 

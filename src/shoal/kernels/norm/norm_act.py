@@ -49,7 +49,7 @@ def norm_act(
 
 
 def joined(xs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """`xs` side by side; the one itself where it is alone."""
+    """`xs` side by side; the tensor itself if there is only one."""
     return xs[0] if len(xs) == 1 else torch.cat(list(xs), 1)
 
 

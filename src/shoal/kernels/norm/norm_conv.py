@@ -20,29 +20,29 @@ from torch.utils.flop_counter import register_flop_formula
 from shoal.kernels.memory_format import dense_in_format, memory_format_of, suggested_memory_format
 from shoal.kernels.norm import norm_conv_native, norm_weight_grad
 from shoal.kernels.norm.norm_act import activated, activated_backward, joined, parted, parted_fake
-from shoal.kernels.norm.norm_conv_native import NormConv, Window
+from shoal.kernels.norm.norm_conv_native import ConvWindow, NormConv
 from shoal.kernels.norm.norm_rows import native_row_stride
 from shoal.kernels.norm.norm_sweeps import affine_of
 from shoal.kernels.norm.statistics import Measured, by_channel, measure, whole_gradient, wide
 from shoal.lowlevel.direct_call import register_op
-from shoal.lowlevel.dispatch import Implementation, Op, choose, register
+from shoal.lowlevel.dispatch import DispatchedOp, Implementation, choose, register
 
 _aten = torch.ops.aten
 _N_BACKWARD = 18  # operands of the backward op
 _Vector = torch.Tensor | None
 
-_FORWARD: Op[ModuleType | None] = register(
+_FORWARD: DispatchedOp[ModuleType | None] = register(
     "norm_conv",
     None,
     Implementation("native", norm_conv_native, norm_conv_native.applies, norm_conv_native.forward_pays),
 )
-_BACKWARD: Op[ModuleType | None] = register(
+_BACKWARD: DispatchedOp[ModuleType | None] = register(
     "norm_conv_backward",
     None,
     Implementation("native", norm_conv_native, norm_conv_native.applies, norm_conv_native.backward_pays),
 )
 # Of the backward pass where that one does not run.
-_WEIGHT_GRAD: Op[ModuleType | None] = register(
+_WEIGHT_GRAD: DispatchedOp[ModuleType | None] = register(
     "norm_conv_weight_grad",
     None,
     Implementation("native", norm_weight_grad, norm_weight_grad.applies, norm_weight_grad.pays),
@@ -57,7 +57,7 @@ def norm_conv(
     relu: bool,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    window: Window,
+    window: ConvWindow,
     statistics: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Replaces `y = conv(relu((torch.cat(xs, 1) - mean) * scale + shift))` and `torch.var_mean(y)`.
@@ -76,7 +76,7 @@ def norm_conv(
 
     Under autocast the convolution runs in its dtype, as PyTorch's own does; statistics stay in float32.
 
-    >>> window = Window([1], [0], [1], 1)
+    >>> window = ConvWindow([1], [0], [1], 1)
     >>> x, weight, one = torch.tensor([[[1.0, 5.0]]]), torch.ones(1, 1, 1), torch.ones(1)
     >>> norm_conv([x], 3 * one, 2 * one, one, True, weight, None, window, True)
     (tensor([[[0., 5.]]]), tensor([2.5000]), tensor([6.2500]))
@@ -107,7 +107,7 @@ def convolve(
     return y if out is None else out.copy_(y), mean_y, variance_y
 
 
-def runs_winograd(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, window: Window) -> bool:
+def runs_winograd(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, window: ConvWindow) -> bool:
     """Whether `convolve` is native here and uses Winograd's algorithm."""
     return choose(_FORWARD, x, weight, bias, window) is not None and norm_conv_native.winograd_pays(x, weight)
 
@@ -116,7 +116,7 @@ def _forward(
     xs: list[torch.Tensor], mean: _Vector, scale: _Vector, shift: _Vector, relu: bool, weight: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     bias, *moves, statistics = rest
-    window, x = Window(*moves), joined(xs)
+    window, x = ConvWindow(*moves), joined(xs)
     layer = NormConv(affine_of(mean, scale, shift), relu, weight, bias, window)
     y, mean_y, variance_y = convolve(x, layer, statistics)
     if choose(_FORWARD, x, weight, bias, window) is not None:
@@ -133,7 +133,7 @@ def _forward_fake(
     if relu or mean is not None:
         a = torch.empty_like(a, memory_format=memory_format_of(a))
     # In the layout that PyTorch's own has, which depends on dtype, sizes and the kernel that it chooses.
-    y = torch.convolution(a, weight, bias, *Window(*moves).options)
+    y = torch.convolution(a, weight, bias, *ConvWindow(*moves).options)
     channels = y.shape[1] if statistics else 0
     return y, y.new_empty(channels, dtype=wide(y.dtype)), y.new_empty(channels, dtype=wide(y.dtype))
 
@@ -156,7 +156,7 @@ def backward_onto(*operands: Any) -> list[torch.Tensor]:
     measured = (
         None if y is None or of_mean is None or of_variance is None else Measured(y, mean_y, of_mean, of_variance)
     )
-    layer = NormConv(affine_of(*vectors), relu, weight, None, Window(*moves))
+    layer = NormConv(affine_of(*vectors), relu, weight, None, ConvWindow(*moves))
     of_x, *of_vectors, of_weight, of_bias = convolve_backward(grad, measured, joined(xs), layer, needs, onto, factor)
     found = [] if of_x is None else parted(of_x, xs)
     if of_weight is not None:

@@ -28,12 +28,12 @@ from shoal.lowlevel.native import levels
 
 _ONES = [1, 1]
 _WIDE = 1 << 16  # channels in times channels out: a weight that is not much smaller than L2
-_WIDE_BACKWARD = 1 << 14  # and with its gradient beside it
+_WIDE_BACKWARD = 1 << 14  # and with its gradient in addition to it
 _FEW_CHANNELS, _FEW_TILES = 16, 32
 _MUCH_WORK = 1 << 24  # multiplications for one element of the kernel
 
 
-class Window(NamedTuple):
+class ConvWindow(NamedTuple):
     """How a convolution moves: each as `torch.nn.functional.conv2d` takes it, one number a dimension."""
 
     stride: Sequence[int]
@@ -61,10 +61,10 @@ class NormConv(NamedTuple):
     relu: bool
     weight: torch.Tensor
     bias: torch.Tensor | None
-    window: Window
+    window: ConvWindow
 
 
-class _Call(ctypes.Structure):
+class _NormConvNativeCall(ctypes.Structure):
     """ShoalNormConv of csrc/shoal_native.h."""
 
     _fields_ = (
@@ -87,13 +87,13 @@ class _Call(ctypes.Structure):
     )
 
 
-def applies(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, window: Window) -> bool:
+def applies(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, window: ConvWindow) -> bool:
     """Whether `forward` and `backward` can do this case, here."""
     readable = bias is None or bias.dtype == torch.float32
     return readable and list(window.stride) == _ONES and is_same_convolution(x, weight, window)
 
 
-def is_same_convolution(x: torch.Tensor, weight: torch.Tensor, window: Window) -> bool:
+def is_same_convolution(x: torch.Tensor, weight: torch.Tensor, window: ConvWindow) -> bool:
     """Whether it is what native kernels read: 1 x 1 or 3 x 3, "same" padding, one group, float32 in NHWC order."""
     kernel = tuple(weight.shape[2:])
     return (
@@ -119,7 +119,7 @@ def winograd_pays(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return tiles >= _FEW_TILES and allowed().winograd
 
 
-def forward_pays(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, window: Window) -> bool:
+def forward_pays(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, window: ConvWindow) -> bool:
     """Whether `forward` is faster than the library's convolution and two passes, as measured by `bench.norm_conv`.
 
     A 1 x 1 is, and a 3 x 3 by Winograd's algorithm. Of the other 3 x 3 the library wins with AVX2 where there is much
@@ -132,8 +132,8 @@ def forward_pays(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     return levels()[-1] == "avx512" or x.numel() * weight.shape[0] < _MUCH_WORK
 
 
-def backward_pays(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, window: Window) -> bool:
-    """The same of `backward`: not for a wide 3 x 3, of which the weight's gradient alone is (`norm_weight_grad`)."""
+def backward_pays(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, window: ConvWindow) -> bool:
+    """The same of `backward`: not for a wide 3 x 3, of which only the weight's gradient is (`norm_weight_grad`)."""
     if weight.shape[2] == 1 or winograd_pays(x, weight):
         return True
     return weight.shape[0] * weight.shape[1] < _WIDE_BACKWARD
@@ -244,14 +244,14 @@ def vectors_of(x: torch.Tensor, affine: Affine | None) -> list[torch.Tensor]:
 
 def _call(
     x: torch.Tensor, vectors: Sequence[torch.Tensor], layer: NormConv, winograd: bool | None, level: str | None
-) -> _Call:
+) -> _NormConvNativeCall:
     """What forward and backward have in common; it points into `x`, `vectors` and the weight."""
     weight = layer.weight
     kernel = weight.shape[2]
     if kernel == 3 and weight.stride(2) != 3 * weight.stride(3):
         raise InputError(f"a weight of strides {weight.stride()}; give one that is contiguous or channels_last")
     images, channels, height, width = x.shape
-    call = _Call(
+    call = _NormConvNativeCall(
         images=images,
         height=height,
         width=width,

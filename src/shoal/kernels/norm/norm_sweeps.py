@@ -19,7 +19,7 @@ import torch
 from shoal.errors import InputError
 from shoal.kernels.norm.norm_rows import native_row_stride, run_in_workspace, vector
 from shoal.kernels.norm.norm_tiles import grid_of, is_channels_last, power
-from shoal.lowlevel.dispatch import Implementation, Op, choose, level_number, register
+from shoal.lowlevel.dispatch import DispatchedOp, Implementation, choose, level_number, register
 from shoal.lowlevel.native import levels, run_native
 from shoal.lowlevel.torch_state import on_device
 from shoal.lowlevel.triton_launch import Launch, Launches, TritonKernels
@@ -50,7 +50,7 @@ def affine_of(mean: torch.Tensor | None, scale: torch.Tensor | None, shift: torc
     return None if mean is None or scale is None or shift is None else Affine(mean, scale, shift)
 
 
-class _Pass(ctypes.Structure):
+class _NormSweepsPass(ctypes.Structure):
     """ShoalNormPass of csrc/shoal_native.h."""
 
     _fields_ = (
@@ -73,7 +73,7 @@ class _Pass(ctypes.Structure):
     )
 
 
-class _Native:
+class _NormSweepsNative:
     """`csrc/norm_pass.cpp`; `level`: "portable", "avx2" or "avx512"; None: as SHOAL_KERNELS says.
 
     Every tensor is read or written once; one that is written may be one that is read.
@@ -164,14 +164,16 @@ def _rows(tensor: torch.Tensor | None, x: torch.Tensor) -> tuple[int | None, int
     if tensor is None:
         return None, 0
     if tensor.shape != x.shape:
-        raise InputError(f"{tuple(tensor.shape)} beside x of {tuple(x.shape)}; give tensors of one shape")
+        raise InputError(f"{tuple(tensor.shape)} with x of {tuple(x.shape)}; give tensors of one shape")
     return tensor.data_ptr(), _row_stride(tensor)
 
 
-def _call(x: torch.Tensor, level: str | None, vectors: Sequence[torch.Tensor] = (), relu: bool = False) -> _Pass:
+def _call(
+    x: torch.Tensor, level: str | None, vectors: Sequence[torch.Tensor] = (), relu: bool = False
+) -> _NormSweepsPass:
     """What all have in common; it points into `x` and `vectors`, those of an `Affine`."""
     rows = x.numel() // x.shape[1] if x.numel() else 0
-    call = _Pass(rows=rows, channels=x.shape[1], relu=relu, x=x.data_ptr(), ld_x=_row_stride(x))
+    call = _NormSweepsPass(rows=rows, channels=x.shape[1], relu=relu, x=x.data_ptr(), ld_x=_row_stride(x))
     call.threads, call.level = max(1, min(torch.get_num_threads(), rows)), level_number(level)
     if vectors:
         call.mean, call.scale, call.shift = (values.data_ptr() for values in vectors)
@@ -183,8 +185,8 @@ def _form(x: torch.Tensor | None) -> Hashable:
     return None if x is None else (x.shape, x.stride(), x.dtype)
 
 
-class _Triton:
-    """`norm_triton_kernels`: what `_Native` does."""
+class _NormSweepsTriton:
+    """`norm_triton_kernels`: what `_NormSweepsNative` does."""
 
     def __init__(self) -> None:
         self._launches = Launches()
@@ -273,8 +275,8 @@ def _try_on(device: torch.device) -> None:
 
 
 TRITON_KERNELS = TritonKernels("shoal.kernels.norm.norm_triton_kernels", "PyTorch's own kernels", InputError, _try_on)
-NATIVE, TRITON = _Native(), _Triton()
-_OP: Op[_Native | _Triton | None] = register(
+NATIVE, TRITON = _NormSweepsNative(), _NormSweepsTriton()
+_OP: DispatchedOp[_NormSweepsNative | _NormSweepsTriton | None] = register(
     "norm_sweeps",
     None,
     Implementation("triton", TRITON, TRITON.applies),
@@ -282,7 +284,7 @@ _OP: Op[_Native | _Triton | None] = register(
 )
 
 
-def sweeps(*tensors: torch.Tensor) -> _Native | _Triton | None:
+def sweeps(*tensors: torch.Tensor) -> _NormSweepsNative | _NormSweepsTriton | None:
     """What runs passes over `tensors`; None: PyTorch's own kernels do.
 
     >>> sweeps(torch.ones(2, 3, 4, 5, dtype=torch.float64))

@@ -72,7 +72,7 @@ def grid_of(x: torch.Tensor, *others: torch.Tensor | None) -> tuple[Grid, list[i
     """The grid, and `ld` of each tensor as the kernels want it; 0 for None."""
     given = [other for other in others if other is not None]
     if any(other.shape != x.shape for other in given):
-        raise InputError(f"{[tuple(other.shape) for other in given]} beside x of {tuple(x.shape)}; give one shape")
+        raise InputError(f"{[tuple(other.shape) for other in given]} with x of {tuple(x.shape)}; give one shape")
     channels_last = is_channels_last(x, *given)
     if channels_last is None:
         raise InputError(f"strides {[t.stride() for t in (x, *given)]}; give tensors all channels_last or contiguous")

@@ -14,12 +14,12 @@ import ctypes
 
 import torch
 
-from shoal.kernels.norm.norm_conv_native import NormConv, Window, is_same_convolution, vectors_of
+from shoal.kernels.norm.norm_conv_native import ConvWindow, NormConv, is_same_convolution, vectors_of
 from shoal.kernels.norm.norm_rows import in_rows, native_row_stride, run_in_workspace
 from shoal.lowlevel.dispatch import level_number
 
 
-class _Call(ctypes.Structure):
+class _NormWeightGradCall(ctypes.Structure):
     """ShoalNormWeightGrad of csrc/shoal_native.h."""
 
     _fields_ = (
@@ -34,16 +34,16 @@ class _Call(ctypes.Structure):
     )
 
 
-def applies(x: torch.Tensor, weight: torch.Tensor, window: Window) -> bool:
+def applies(x: torch.Tensor, weight: torch.Tensor, window: ConvWindow) -> bool:
     """Whether `weight_grad` can do this case, here.
 
-    >>> applies(torch.ones(2, 3, 4, 5), torch.ones(8, 3, 1, 1), Window([1, 1], [0, 0], [1, 1], 1))
+    >>> applies(torch.ones(2, 3, 4, 5), torch.ones(8, 3, 1, 1), ConvWindow([1, 1], [0, 0], [1, 1], 1))
     False
     """
     return len(set(window.stride)) == 1 and is_same_convolution(x, weight, window)
 
 
-def pays(x: torch.Tensor, weight: torch.Tensor, window: Window) -> bool:
+def pays(x: torch.Tensor, weight: torch.Tensor, window: ConvWindow) -> bool:
     """Whether that is faster than the library's: it is for a 3 x 3, 1.3 to 1.9 times with AVX2, but not for a 1 x 1."""
     return weight.shape[2] == 3
 
@@ -62,7 +62,7 @@ def weight_grad(grad: torch.Tensor, x: torch.Tensor, layer: NormConv, *, level: 
 
     >>> rows = lambda x: x.contiguous(memory_format=torch.channels_last)
     >>> x, grad = rows(torch.full((1, 2, 3, 3), 4.0)), rows(torch.ones(1, 1, 3, 3))
-    >>> layer = NormConv(None, True, torch.ones(1, 2, 1, 1), None, Window([1, 1], [0, 0], [1, 1], 1))
+    >>> layer = NormConv(None, True, torch.ones(1, 2, 1, 1), None, ConvWindow([1, 1], [0, 0], [1, 1], 1))
     >>> weight_grad(grad, x, layer).flatten()
     tensor([36., 36.])
     """
@@ -70,7 +70,7 @@ def weight_grad(grad: torch.Tensor, x: torch.Tensor, layer: NormConv, *, level: 
     grad = in_rows(grad)
     vectors, weight = vectors_of(x, layer.affine), layer.weight
     of_weight = torch.empty_like(weight, memory_format=torch.channels_last)
-    call = _Call(
+    call = _NormWeightGradCall(
         images=images,
         height=height,
         width=width,

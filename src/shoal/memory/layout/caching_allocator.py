@@ -19,14 +19,14 @@ from shoal.lowlevel.torch_versions import OLDEST_FIRST
 BLOCK_BYTES = 512
 LARGEST_SMALL_BYTES = 1 << 20
 _PAGE_BYTES = {True: 2 << 20, False: 20 << 20}  # of small blocks, and of large ones
-_LARGE_BYTES, _ROUND_BYTES = 10 << 20, 2 << 20  # from so many bytes on, a request is for itself alone, rounded up
+_LARGE_BYTES, _ROUND_BYTES = 10 << 20, 2 << 20  # from that many bytes on, a request is only for itself, rounded up
 PASSES_LIMIT_BYTES = _PAGE_BYTES[False] - _ROUND_BYTES  # at most: whole pages are mapped, rounded requests count
 _RANGE_BYTES = 1 << 44  # of addresses, more than any device has bytes
 _YOUNGEST = 1 << 30  # what grows came after what does not
 
 
 def block_bytes(nbytes: int) -> int:
-    """What the allocator hands out for so many bytes.
+    """What the allocator hands out for that many bytes.
 
     >>> block_bytes(1), block_bytes(513)
     (512, 1024)
@@ -34,7 +34,7 @@ def block_bytes(nbytes: int) -> int:
     return max(1, -(-nbytes // BLOCK_BYTES)) * BLOCK_BYTES
 
 
-class Block:
+class AddressRange:
     """A range of addresses that is in use, free, or not backed by memory.
 
     Attributes:
@@ -52,12 +52,12 @@ class Block:
     ) -> None:
         self.address, self.size_bytes, self.small, self.age = address, size_bytes, small, age
         self.free, self.mapped = True, mapped
-        self.before: Block | None = None
-        self.after: Block | None = None
+        self.before: AddressRange | None = None
+        self.after: AddressRange | None = None
 
     @property
     def end(self) -> int:
-        """The address behind it."""
+        """The address after it."""
         return self.address + self.size_bytes
 
     @property
@@ -72,7 +72,7 @@ class Block:
         return self.size_bytes + (beyond.size_bytes if beyond is not None and not beyond.mapped else 0)
 
 
-def _rank(block: Block) -> tuple[int, int, int]:
+def _rank(block: AddressRange) -> tuple[int, int, int]:
     """What free blocks are sorted by: size, the segment's age, address."""
     return block.size_bytes, block.age if OLDEST_FIRST else 0, block.address
 
@@ -105,8 +105,8 @@ class CachingAllocator:
         self.reserved_bytes = self.peak_reserved_bytes = 0
         self.allocated_bytes = self.peak_allocated_bytes = 0
         self._free: dict[bool, list[tuple[int, int, int]]] = {True: [], False: []}  # ranks, sorted
-        self._at: dict[int, Block] = {}
-        self._first: dict[bool, Block] = {}  # of the range that grows
+        self._at: dict[int, AddressRange] = {}
+        self._first: dict[bool, AddressRange] = {}  # of the range that grows
 
     @classmethod
     def of_snapshot(cls, segments: Iterable[Mapping[str, Any]]) -> CachingAllocator:
@@ -129,21 +129,21 @@ class CachingAllocator:
         made.peak_reserved_bytes, made.peak_allocated_bytes = made.reserved_bytes, made.allocated_bytes
         return made
 
-    def in_use(self) -> list[Block]:
+    def in_use(self) -> list[AddressRange]:
         """The blocks in use, by address."""
         return sorted((block for block in self._at.values() if not block.free), key=lambda block: block.address)
 
-    def block_at(self, address: int) -> Block | None:
+    def block_at(self, address: int) -> AddressRange | None:
         """The block in use that begins there."""
         found = self._at.get(address)
         return None if found is None or found.free else found
 
-    def holes(self, size_bytes: int) -> list[Block]:
-        """The free large blocks of at least so many bytes."""
+    def holes(self, size_bytes: int) -> list[AddressRange]:
+        """The free large blocks of at least that many bytes."""
         return [self._at[address] for nbytes, _, address in self._free[False] if nbytes >= size_bytes]
 
-    def choice(self, size_bytes: int) -> Block | None:
-        """The free block that the next request of so many bytes is cut from; None where the range has to grow."""
+    def choice(self, size_bytes: int) -> AddressRange | None:
+        """The free block that the next request of that many bytes is cut from; None where the range has to grow."""
         small = size_bytes <= LARGEST_SMALL_BYTES
         free = self._free[small]
         place = bisect_left(free, (size_bytes, 0, 0))
@@ -157,7 +157,7 @@ class CachingAllocator:
             found = other
         return found
 
-    def allocate(self, nbytes: int) -> Block:
+    def allocate(self, nbytes: int) -> AddressRange:
         """Hand out a block.
 
         Raises:
@@ -179,7 +179,7 @@ class CachingAllocator:
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
         return block
 
-    def release(self, block: Block) -> None:
+    def release(self, block: AddressRange) -> None:
         """Take a block back."""
         self.allocated_bytes -= block.size_bytes
         block.free = True
@@ -196,7 +196,7 @@ class CachingAllocator:
 
     @property
     def top(self) -> int:
-        """The address behind the last large block in use of the range that grows."""
+        """The address after the last large block in use of the range that grows."""
         return self._tail().address
 
     @property
@@ -211,7 +211,7 @@ class CachingAllocator:
             block.address <= address < block.end for block in self._at.values() if not block.grows
         )
 
-    def _tail(self) -> Block:
+    def _tail(self) -> AddressRange:
         last = self._range(small=False)
         while last.after is not None:
             last = last.after
@@ -224,7 +224,7 @@ class CachingAllocator:
         Returns:
             The sizes that were allocated and released for it, all at once.
         """
-        held: list[Block] = []
+        held: list[AddressRange] = []
         while (gap := self._first_gap(end)) is not None:
             start, stop = gap
             size_bytes = min(stop - start, (most_bytes - self.allocated_bytes) // BLOCK_BYTES * BLOCK_BYTES)
@@ -238,7 +238,7 @@ class CachingAllocator:
 
     def _first_gap(self, end: int) -> tuple[int, int] | None:
         """The first addresses below `end` that are not mapped, with what is free before them."""
-        at: Block | None = self._range(small=False)
+        at: AddressRange | None = self._range(small=False)
         while at is not None and at.address < end:
             if not at.mapped:
                 before = at.before
@@ -247,17 +247,17 @@ class CachingAllocator:
             at = at.after
         return None
 
-    def _put(self, block: Block) -> None:
+    def _put(self, block: AddressRange) -> None:
         insort(self._free[block.small], _rank(block))
         self._at[block.address] = block
 
-    def _take(self, block: Block) -> None:
+    def _take(self, block: AddressRange) -> None:
         free = self._free[block.small]
         del free[bisect_left(free, _rank(block))]
         del self._at[block.address]
 
-    def _cut(self, block: Block, size_bytes: int) -> Block:
-        rest = Block(
+    def _cut(self, block: AddressRange, size_bytes: int) -> AddressRange:
+        rest = AddressRange(
             block.address + size_bytes,
             block.size_bytes - size_bytes,
             small=block.small,
@@ -285,7 +285,7 @@ class CachingAllocator:
             if begin < end:
                 self._unmap(block, begin, end)
 
-    def _unmap(self, block: Block, begin: int, end: int) -> None:
+    def _unmap(self, block: AddressRange, begin: int, end: int) -> None:
         self._take(block)
         self.reserved_bytes -= end - begin
         middle = self._cut(block, begin - block.address) if begin > block.address else block
@@ -311,7 +311,7 @@ class CachingAllocator:
         if self.reserved_bytes + asked_bytes > self.limit_bytes:
             raise LimitReached(self.reserved_bytes + asked_bytes - self.limit_bytes)
 
-    def _grow(self, size_bytes: int, *, small: bool) -> Block:
+    def _grow(self, size_bytes: int, *, small: bool) -> AddressRange:
         self._make_room(size_bytes, small=small)
         start = self._room(self._range(small=small), size_bytes)
         if start.mapped:
@@ -332,16 +332,16 @@ class CachingAllocator:
             _join(start, beyond)
         return start
 
-    def _range(self, *, small: bool) -> Block:
+    def _range(self, *, small: bool) -> AddressRange:
         """The first block of the range that grows."""
         if small not in self._first:
-            self._first[small] = Block(_RANGE_BYTES * (2 + 2 * small), _RANGE_BYTES, small=small, mapped=False)
+            self._first[small] = AddressRange(_RANGE_BYTES * (2 + 2 * small), _RANGE_BYTES, small=small, mapped=False)
         return self._first[small]
 
     @staticmethod
-    def _room(first: Block, size_bytes: int) -> Block:
+    def _room(first: AddressRange, size_bytes: int) -> AddressRange:
         """The first place, by address, where enough addresses are free or not mapped."""
-        at: Block | None = first
+        at: AddressRange | None = first
         while at is not None:
             if not at.mapped:
                 before = at.before
@@ -354,7 +354,7 @@ class CachingAllocator:
             at = at.after
         raise AssertionError("the last block reaches beyond all memory")
 
-    def _map(self, block: Block, wanted_bytes: int) -> None:
+    def _map(self, block: AddressRange, wanted_bytes: int) -> None:
         page_bytes = _PAGE_BYTES[block.small]
         mapped_bytes = min(-(-wanted_bytes // page_bytes) * page_bytes, block.size_bytes)
         if mapped_bytes < block.size_bytes:
@@ -363,16 +363,16 @@ class CachingAllocator:
         self.reserved_bytes += mapped_bytes
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
 
-    def _blocks_of(self, segment: Mapping[str, Any], *, small: bool, age: int = _YOUNGEST) -> list[Block]:
+    def _blocks_of(self, segment: Mapping[str, Any], *, small: bool, age: int = _YOUNGEST) -> list[AddressRange]:
         self.reserved_bytes += int(segment["total_size"])
         made = []
         for block in segment["blocks"]:
-            one = Block(int(block["address"]), int(block["size"]), small=small, age=age)
+            one = AddressRange(int(block["address"]), int(block["size"]), small=small, age=age)
             one.free = block["state"] == "inactive"
             made.append(one)
         return made
 
-    def _chain(self, blocks: list[Block]) -> Block:
+    def _chain(self, blocks: list[AddressRange]) -> AddressRange:
         for one, other in pairwise(blocks):
             one.after, other.before = other, one
         for block in blocks:
@@ -384,19 +384,19 @@ class CachingAllocator:
         return blocks[0]
 
 
-def _join(block: Block, beyond: Block) -> None:
+def _join(block: AddressRange, beyond: AddressRange) -> None:
     block.size_bytes += beyond.size_bytes
     block.after = beyond.after
     if beyond.after is not None:
         beyond.after.before = block
 
 
-def _with_gaps(blocks: list[Block], *, small: bool) -> list[Block]:
-    """The blocks of a range that grows, and what is not mapped between and behind them."""
-    whole: list[Block] = []
+def _with_gaps(blocks: list[AddressRange], *, small: bool) -> list[AddressRange]:
+    """The blocks of a range that grows, and what is not mapped between and after them."""
+    whole: list[AddressRange] = []
     for block in blocks:
         if whole and whole[-1].end < block.address:
             gap_bytes = block.address - whole[-1].end
-            whole.append(Block(whole[-1].end, gap_bytes, small=small, mapped=False))
+            whole.append(AddressRange(whole[-1].end, gap_bytes, small=small, mapped=False))
         whole.append(block)
-    return [*whole, Block(whole[-1].end, _RANGE_BYTES, small=small, mapped=False)]
+    return [*whole, AddressRange(whole[-1].end, _RANGE_BYTES, small=small, mapped=False)]

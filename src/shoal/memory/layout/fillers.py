@@ -4,8 +4,8 @@ choose are filled while an op allocates.
 What a step allocates and frees, in order, is the same in every step. So its blocks can be laid out over the whole of
 it (the largest first, each at the lowest address that is free all its life), and the allocator's choice at each op is
 known (`caching_allocator`). Where that is another hole, or another part of it, blocks of exactly the size of what comes
-first are allocated before the op and released behind it (`steering`). They write nothing, and take what no tensor has.
-Where a block lies elsewhere all the same, since no more may be filled, what comes after it is laid out anew around it.
+first are allocated before the op and released after it (`steering`). They write nothing, and take what no tensor has.
+Where a block lies elsewhere all the same, since no more may be filled, what comes after it is laid out again around it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from random import Random
 from typing import Any
 
 from shoal.memory.layout.around import Spans, fit_around
-from shoal.memory.layout.caching_allocator import LARGEST_SMALL_BYTES, Block, CachingAllocator, block_bytes
+from shoal.memory.layout.caching_allocator import LARGEST_SMALL_BYTES, AddressRange, CachingAllocator, block_bytes
 from shoal.memory.layout.fit import best_fit
-from shoal.memory.layout.problem import Block as LaidOut
-from shoal.memory.layout.problem import Problem
+from shoal.memory.layout.problem import Block, Problem
 from shoal.memory.layout.search import search
 from shoal.memory.layout.steering import Event, Program, carried_out, steered
 
@@ -35,7 +34,7 @@ _ENOUGH = 1.02  # of the bytes in use at the peak
 _MOST_LAID_OUT = 32  # times in a step; a layout that the allocator follows so badly is no good
 
 Addresses = Mapping[int, int]  # of the blocks of a step, by the event that allocates each
-Anew = Callable[[CachingAllocator, Addresses, int], Addresses]  # the rest of a step around the blocks in use, by event
+Relayout = Callable[[CachingAllocator, Addresses, int], Addresses]  # the rest of a step around blocks in use, by event
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class _Life:
         return any(a < d and c < b for a, b in self.spans for c, d in other.spans)
 
 
-class Step:
+class RecordedStep:
     """A recorded step, from its first event to the first of the next one.
 
     Args:
@@ -81,8 +80,8 @@ class Step:
         self._groups = _by_op(self._events)
         there = {b.address: b for b in CachingAllocator.of_snapshot(self._segments).in_use()}
         self._frees: dict[int, int] = {}  # event → address, in the record, of what it frees
-        self._stays: dict[int, int] = {}  # address of what is there until it is freed → event that makes its successor
-        self._lasting: set[int] = set()  # events that allocate what is there from then on, as an optimizer's state
+        self._stays: dict[int, int] = {}  # address of what is in use until it is freed → event that makes its successor
+        self._lasting: set[int] = set()  # events that allocate what is in use from then on, as an optimizer's state
         self._standing, self._lives = self._lifetimes(there)
         self._planned = {
             number
@@ -105,15 +104,15 @@ class Step:
         """
         best = self.as_it_is()
         attempts = min(_MOST_ATTEMPTS, max(_FEWEST_ATTEMPTS, _ATTEMPTED_EVENTS // len(self._events)))
-        for layout, anew in islice(self._layouts(), attempts):
+        for layout, relayout in islice(self._layouts(), attempts):
             if best.reserved_bytes <= max(_ENOUGH * best.allocated_bytes, enough_bytes):
                 break
-            made = self._run(layout, anew, most_bytes)
+            made = self._run(layout, relayout, most_bytes)
             if made.reserved_bytes < best.reserved_bytes and made.allocated_bytes <= most_bytes:
                 best = made
         return best
 
-    def _layouts(self) -> Iterator[tuple[Addresses, Anew | None]]:
+    def _layouts(self) -> Iterator[tuple[Addresses, Relayout | None]]:
         """Addresses of the step's blocks, in several ways: how well the allocator can follow each shows later."""
         for grain_bytes in _GRAINS:
             yield self._above(grain_bytes), None
@@ -122,8 +121,8 @@ class Step:
         for attempt in count():
             spread = _SPREADS[attempt % len(_SPREADS)]
             weight = {life.start: life.size_bytes * random.uniform(1 - spread, 1 + spread) for life in self._lives}
-            anew = partial(self._among, _Line(self._segments, allocator), weight)
-            yield anew(allocator, {}, -1), anew
+            relayout = partial(self._among, _AddressLine(self._segments, allocator), weight)
+            yield relayout(allocator, {}, -1), relayout
 
     def _above(self, grain_bytes: int) -> dict[int, int]:
         """In holes between what was there before, all others above it in fewest bytes.
@@ -137,7 +136,7 @@ class Step:
         spans = (life.spans[0] if len(life.spans) == 1 else (0, end) for life in lives)
         problem = Problem(
             tuple(
-                LaidOut(str(life.start), *span, -(-life.size_bytes // grain_bytes) * grain_bytes)
+                Block(str(life.start), *span, -(-life.size_bytes // grain_bytes) * grain_bytes)
                 for life, span in zip(lives, spans, strict=True)
             )
         )
@@ -147,7 +146,7 @@ class Step:
         return {start: address for start, address in planned.items() if start in self._planned}
 
     def _among(
-        self, line: _Line, weight: Mapping[int, float], allocator: CachingAllocator, made: Addresses, last: int
+        self, line: _AddressLine, weight: Mapping[int, float], allocator: CachingAllocator, made: Addresses, last: int
     ) -> Addresses:
         """Among what is in use, what comes from here on: each at the lowest address that is free all its life.
 
@@ -214,7 +213,7 @@ class Step:
                 highest, peak = in_use, event
         return peak
 
-    def _lifetimes(self, there: Mapping[int, Block]) -> tuple[list[_Life], list[_Life]]:
+    def _lifetimes(self, there: Mapping[int, AddressRange]) -> tuple[list[_Life], list[_Life]]:
         """Large blocks from before the step, and those of the step.
 
         What a step frees of the one before, such as its gradients, takes the place of what it leaves to the next one.
@@ -256,10 +255,10 @@ class Step:
         ]
         return standing, [life for life in lives if life.size_bytes > LARGEST_SMALL_BYTES]
 
-    def _run(self, planned: Addresses, anew: Anew | None, most_bytes: int) -> Filled:
+    def _run(self, planned: Addresses, relayout: Relayout | None, most_bytes: int) -> Filled:
         """Two steps in a row, as the allocator runs them."""
         allocator = CachingAllocator.of_snapshot(self._segments)
-        blocks: dict[int, Block] = {block.address: block for block in allocator.in_use()}
+        blocks: dict[int, AddressRange] = {block.address: block for block in allocator.in_use()}
         programs: dict[str, Program] = {}  # of each op that ran, empty where nothing is filled
         mapping: tuple[int, ...] = ()
         if planned:
@@ -272,7 +271,7 @@ class Step:
             for group in self._groups:
                 first = self._events[group[0]]
                 op = first.op if first.allocated else ""
-                fillers: list[Block] = []
+                fillers: list[AddressRange] = []
                 wanted: dict[int, int] = {}
                 if op in programs:  # an op may run several times in a step, and the step does again and again
                     fillers = carried_out(programs[op], allocator.allocate, allocator.release)
@@ -294,9 +293,9 @@ class Step:
                         made.pop(address, None)
                 for block in fillers:
                     allocator.release(block)
-                if wanted and anew is not None and laid_out < _MOST_LAID_OUT:
+                if wanted and relayout is not None and laid_out < _MOST_LAID_OUT:
                     laid_out += 1
-                    planned = anew(allocator, {blocks[at].address: n for at, n in made.items()}, group[-1])
+                    planned = relayout(allocator, {blocks[at].address: n for at, n in made.items()}, group[-1])
             for address, number in made.items():
                 if self._stays.get(address) != number:  # gone when the next step begins, such as gradients
                     allocator.release(blocks.pop(address))
@@ -304,8 +303,8 @@ class Step:
         return Filled(mapping, programs, allocator.peak_reserved_bytes, allocator.peak_allocated_bytes)
 
 
-class _Line:
-    """Addresses of large blocks on one line: segments of a fixed size, a wall behind each, then the range that grows.
+class _AddressLine:
+    """Addresses of large blocks on one line: segments of a fixed size, a wall after each, then the range that grows.
 
     Attributes:
         walls: places that belong to no block.

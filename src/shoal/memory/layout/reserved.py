@@ -9,7 +9,7 @@ from typing import Any
 from shoal.core.schedule import Run
 from shoal.core.simulate import dropped_bytes
 from shoal.core.step import StepGraph
-from shoal.memory.layout.caching_allocator import Block, CachingAllocator, LimitReached
+from shoal.memory.layout.caching_allocator import AddressRange, CachingAllocator, LimitReached
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def reserved(
     Args:
         graph: the step.
         runs: its schedule.
-        segments: of the allocator, once all is there that stands; see `CachingAllocator.of_snapshot`.
+        segments: of the allocator, once all persistent memory is allocated; see `CachingAllocator.of_snapshot`.
         limit_bytes: that the allocator may reserve: it gives cached blocks back before it passes them.
         state: the blocks that the optimizer's first step allocates for good.
         scratch: those that each of its steps allocates and frees.
@@ -62,10 +62,10 @@ def reserved(
     return Reserved(allocator.peak_reserved_bytes)
 
 
-def _run(allocator: CachingAllocator, graph: StepGraph, runs: Iterable[Run]) -> list[Block]:
-    """One forward and backward pass; what is there when it ends."""
+def _run(allocator: CachingAllocator, graph: StepGraph, runs: Iterable[Run]) -> list[AddressRange]:
+    """One forward and backward pass; what is in use when it ends."""
     storages = graph.storages
-    blocks: dict[int, Block] = {}
+    blocks: dict[int, AddressRange] = {}
 
     def begin(storage: int) -> None:
         if storage not in blocks and storages[storage].nbytes:

@@ -24,7 +24,7 @@ _SHARE_OF_TIME = 1 / 3  # of the time left, for one capacity
 _POLL_SECONDS = 0.1  # between two looks for Ctrl-C
 
 
-class Outcome(IntEnum):
+class SearchOutcome(IntEnum):
     """How an attempt ends; the numbers of csrc/shoal_native.h."""
 
     FOUND = 0
@@ -87,9 +87,9 @@ def search(
         places = [sized[i] for i in order]
         here = [blocks[place] for place in places]
         outcome, found = _attempt(here, capacity_bytes, rules, nodes, left_seconds, failures)
-        if outcome == Outcome.IMPOSSIBLE:
+        if outcome == SearchOutcome.IMPOSSIBLE:
             return Answer(None, True)
-        if outcome == Outcome.FOUND:
+        if outcome == SearchOutcome.FOUND:
             offsets = [0] * len(blocks)
             for place, offset in zip(places, found, strict=True):
                 offsets[place] = offset
@@ -155,16 +155,16 @@ def _orders(blocks: Sequence[Block]) -> list[list[int]]:
 
 def _attempt(
     blocks: Sequence[Block], capacity_bytes: int, rules: Rules, nodes: int, seconds: float, failures: list[int]
-) -> tuple[Outcome, list[int]]:
+) -> tuple[SearchOutcome, list[int]]:
     """Call `shoal_layout_search` in a thread, so that Ctrl-C can stop it; `failures` is updated in place."""
     library = native.library()
     assert library is not None
     column = ctypes.c_int64 * len(blocks)
     lower, upper, size = (column(*(getattr(b, name) for b in blocks)) for name in ("lower", "upper", "size_bytes"))
-    failed, offsets, stop, outcome = column(*failures), column(), ctypes.c_int32(0), [Outcome.GAVE_UP]
+    failed, offsets, stop, outcome = column(*failures), column(), ctypes.c_int32(0), [SearchOutcome.GAVE_UP]
 
     def run() -> None:
-        outcome[0] = Outcome(
+        outcome[0] = SearchOutcome(
             library.shoal_layout_search(
                 ctypes.c_int64(len(blocks)),
                 lower,

@@ -31,7 +31,7 @@ def in_order_of_choice(
 
     Args:
         segments: of one stream, as `torch.cuda.memory_snapshot()` tells them.
-        allocate: hands out a block of so many bytes, from them wherever one of their holes is large enough.
+        allocate: hands out a block of that many bytes, from them wherever one of their holes is large enough.
         release: takes the block at an address back.
     """
     given = list(segments)

@@ -1,7 +1,7 @@
 """What is allocated before an op, so that the allocator puts the op's blocks where they are planned.
 
-A program is a row of numbers. One above zero allocates a block of so many bytes; one below zero, `~k`, releases the
-block of the program's k-th number. What is left is released behind the op. Nothing is ever written to these blocks.
+A program is a row of numbers. One above zero allocates a block of that many bytes; one below zero, `~k`, releases the
+block of the program's k-th number. What is left is released after the op. Nothing is ever written to these blocks.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
-from shoal.memory.layout.caching_allocator import LARGEST_SMALL_BYTES, Block, CachingAllocator, block_bytes
+from shoal.memory.layout.caching_allocator import LARGEST_SMALL_BYTES, AddressRange, CachingAllocator, block_bytes
 
 Program = tuple[int, ...]
 T = TypeVar("T")
@@ -21,7 +21,7 @@ class Event:
     """One thing that the allocator did.
 
     Attributes:
-        op: that ran; "" for what runs beside the planned ops, such as the loss.
+        op: that ran; "" for what runs outside the planned ops, such as the loss.
         address: where the block was.
         size_bytes: its size, as it was asked for.
         allocated: whether it was allocated; else freed.
@@ -48,7 +48,7 @@ def carried_out(program: Program, allocate: Callable[[int], T], release: Callabl
 
 def steered(
     allocator: CachingAllocator, events: Mapping[int, Event], planned: Mapping[int, int], most_bytes: int
-) -> tuple[Program, list[Block]]:
+) -> tuple[Program, list[AddressRange]]:
     """Fill holes before an op so that its blocks lie as near to their planned addresses as can be.
 
     The op is rehearsed: before each block that is planned the holes are filled that the allocator would prefer, which
@@ -64,8 +64,8 @@ def steered(
         The program, and the blocks that it leaves.
     """
     program: list[int] = []
-    fillers: dict[int, Block] = {}  # by their places in the program
-    rehearsed: dict[int, tuple[Block, int]] = {}  # address in the record → block, its place in the program
+    fillers: dict[int, AddressRange] = {}  # by their places in the program
+    rehearsed: dict[int, tuple[AddressRange, int]] = {}  # address in the record → block, its place in the program
     length = 0
     left_bytes = most_bytes - allocator.allocated_bytes - _most_at_once(events.values())
     for number, event in events.items():
@@ -86,7 +86,7 @@ def steered(
         program.append(block.size_bytes)
     for block, _ in rehearsed.values():
         allocator.release(block)
-    del program[length:]  # nothing is filled behind it
+    del program[length:]  # nothing is filled after it
     still = [place for place, entry in enumerate(program) if entry > 0 and ~place not in program]
     return (*program, *(~place for place in still if place not in fillers)), list(fillers.values())
 
@@ -104,14 +104,14 @@ def _most_at_once(events: Iterable[Event]) -> int:
     return most_bytes
 
 
-def _fill(allocator: CachingAllocator, planned: int, size_bytes: int, most_bytes: int) -> list[Block]:
-    """Allocate, in no more than so many bytes, what makes the next block lie as near to `planned` as can be."""
+def _fill(allocator: CachingAllocator, planned: int, size_bytes: int, most_bytes: int) -> list[AddressRange]:
+    """Allocate, in no more than that many bytes, what makes the next block lie as near to `planned` as can be."""
     near = (_nearest(hole, planned, size_bytes) for hole in allocator.holes(size_bytes))
     wanted = min(near, key=lambda place: (abs(place[1] - planned), place), default=None)
     if wanted is None:
         return []
     hole, address = wanted
-    filled: list[Block] = []
+    filled: list[AddressRange] = []
     left_bytes = most_bytes
 
     def fill_until(chosen: int, wanted_bytes: int) -> bool:
@@ -137,7 +137,7 @@ def _fill(allocator: CachingAllocator, planned: int, size_bytes: int, most_bytes
     return []
 
 
-def _nearest(hole: Block, planned: int, size_bytes: int) -> tuple[int, int]:
+def _nearest(hole: AddressRange, planned: int, size_bytes: int) -> tuple[int, int]:
     """Where the hole begins, and where in it the block lies nearest to where it is planned.
 
     What fills the hole before it has to be a large block, too.

@@ -100,7 +100,7 @@ def _layers(
 
 
 def _layer(link: _Link, by_conv: dict[fx.Node, _Link]) -> list[_Link]:
-    """The chain that begins with `link`: each reads only what the one before made, and nobody else does."""
+    """The chain that begins with `link`: each reads only what the one before made, and nothing else does."""
     chain = [link]
     while True:
         following = next((by_conv[user] for user in link.y.users if user in by_conv), None)
@@ -127,7 +127,7 @@ def _replace(
     _read_whole(graph, inside, [*moments, *(layer[-1].moments for layer in layers)], measured)
     sweep, *others = moments
     if not others and isinstance(added.get(str(sweep.target)), Measure) and set(sweep.users) - inside == {both}:
-        both.args = (xs, [None])  # nobody else wants them: the block measures what it reads
+        both.args = (xs, [None])  # nothing else wants them: the block measures what it reads
         inside.add(sweep)
     for layer in layers:
         start, end = layer[0].affine.layer.num_features, layer[-1]

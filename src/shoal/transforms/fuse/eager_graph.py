@@ -15,7 +15,7 @@ from shoal.lowlevel.torch_state import compiled_call, has_hooks
 
 
 class EagerGraph:
-    """Runs a graph module; made anew wherever that is copied or loaded, since it holds the modules themselves.
+    """Runs a graph module; made again wherever that is copied or loaded, since it holds the modules themselves.
 
     >>> import torch
     >>> EagerGraph()(fx.symbolic_trace(nn.Sequential(nn.ReLU())))(torch.tensor([-1.0, 2.0]))

@@ -60,7 +60,7 @@ def fuse_graph(
         level: how much is fused; "icf" where "bnff" would do is the same.
         size: decides which maps are too small.
     """
-    return _Builder(root, graph, level, size).build()
+    return _FuseGraphBuilder(root, graph, level, size).build()
 
 
 def highest_level(root: nn.Module, graph: fx.Graph) -> Level | None:
@@ -73,7 +73,7 @@ def highest_level(root: nn.Module, graph: fx.Graph) -> Level | None:
     return "bnff" if all_levels.fused == without_concatenations.fused else "icf"
 
 
-class _Builder:
+class _FuseGraphBuilder:
     def __init__(self, root: nn.Module, graph: fx.Graph, level: Level, size: FusionSize) -> None:
         self.root, self.graph, self.level, self.size = root, graph, level, size
         self.ops = Ops(dict(root.named_modules()), graph)
@@ -98,7 +98,7 @@ class _Builder:
             self._plan(node)
         for node in self.graph.nodes:
             self._write(node)
-        for node in reversed(self.graph.nodes):  # concatenations that nobody needs whole
+        for node in reversed(self.graph.nodes):  # concatenations that nothing reads whole
             if node in self.value and not self.value[node].users and self.ops.parts(node) is not None:
                 self.out.erase_node(self.value[node])
         blocks = join_dense_blocks(self.out, self.added, self.size) if self.level == "icf" else []

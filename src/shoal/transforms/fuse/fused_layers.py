@@ -1,7 +1,7 @@
 """What a fused network calls in place of its layers: batch norm in two halves, and a convolution that does its part.
 
 They hold the network's own layers and read parameters, buffers and modes from them at every call. Where a map is too
-small for fusing to pay (`shoal.transforms.fuse.fusion_size`) they call those layers instead: nobody measures the map,
+small for fusing to pay (`shoal.transforms.fuse.fusion_size`) they call those layers instead: the map is not measured,
 so its batch norm, which is given no statistics, normalises it whole.
 """
 
@@ -18,10 +18,10 @@ from torch.nn.modules.conv import _ConvNd
 
 from shoal.kernels.batch_norm_vectors import batch_norm_scale, measures, move_statistics, runs_again
 from shoal.kernels.memory_format import memory_format_of, suggested_memory_format
-from shoal.kernels.norm.dense_block import Step, dense_block
+from shoal.kernels.norm.dense_block import DenseLayer, dense_block
 from shoal.kernels.norm.norm_act import joined, norm_act
 from shoal.kernels.norm.norm_conv import norm_conv
-from shoal.kernels.norm.norm_conv_native import Window
+from shoal.kernels.norm.norm_conv_native import ConvWindow
 from shoal.kernels.norm.statistics import statistics, wide
 from shoal.lowlevel.torch_state import check_batch_norm_input
 from shoal.transforms.fuse import fusion_size
@@ -133,7 +133,7 @@ class Convolve(nn.Module):
         self.layer, self.relu, self.size = layer, relu, size
         self.readers = tuple(readers)
         stride, padding, dilation = (list(numbers) for numbers in (layer.stride, zero_padding(layer), layer.dilation))
-        self.window = Window(stride, padding, dilation, layer.groups)
+        self.window = ConvWindow(stride, padding, dilation, layer.groups)
 
     def forward(
         self, xs: Sequence[torch.Tensor], vectors: Vectors | torch.Tensor | None = None
@@ -186,7 +186,7 @@ class DenseBlock(nn.Module):
             mean, variance = (joined_vectors([pair[which] for pair in known]) for which in range(2))
         steps = [
             [
-                Step(norm.layer.weight, norm.layer.bias, conv.layer.weight, norm.layer.eps, conv.relu)
+                DenseLayer(norm.layer.weight, norm.layer.bias, conv.layer.weight, norm.layer.eps, conv.relu)
                 for norm, conv in layer
             ]
             for layer in self.layers

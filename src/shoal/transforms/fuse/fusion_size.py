@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 
 from shoal.kernels.norm.norm_conv import runs_winograd
-from shoal.kernels.norm.norm_conv_native import Window
+from shoal.kernels.norm.norm_conv_native import ConvWindow
 from shoal.lowlevel.direct_call import needs_dispatch
 
 When = Literal["pays", "always", "large"]
@@ -25,7 +25,7 @@ MIN_ELEMS = 1 << 20
 networks, whose scatter separated only the ends; one layer in the cache lost up to 2^19.
 
 A smaller map (4 MiB of float32) stays in the last cache, where the passes over it that fusing saves are worth less than
-what calling an op written in Python costs beside PyTorch's own."""
+what calling an op written in Python costs in addition to PyTorch's own."""
 
 MIN_BLOCK_ELEMS = MIN_ELEMS // 8
 """The same for all channels of a dense block: one call there, and no concatenation is written for any of its layers."""
@@ -83,13 +83,13 @@ class FusionSize:
         return found
 
     def is_quick(
-        self, xs: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None, window: Window
+        self, xs: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None, window: ConvWindow
     ) -> bool:
-        """Whether a convolution of `xs` side by side is so much faster as `norm_conv` that this alone pays its call.
+        """Whether a convolution of `xs` side by side is so much faster as `norm_conv` that this pays for its call.
 
         A compiler, which pays for no call, is not asked: it could not look into the native library either.
 
-        >>> window = Window([1, 1], [1, 1], [1, 1], 1)
+        >>> window = ConvWindow([1, 1], [1, 1], [1, 1], 1)
         >>> FusionSize("pays").is_quick([torch.ones(1, 8, 4, 4)], torch.ones(8, 8, 3, 3), None, window)
         False
         """

@@ -15,12 +15,12 @@ from shoal.transforms.tracing import traced
 
 
 def invert_norm(model: nn.Module, slope: float | None = 0.01, *, limit: float | None = None) -> InvertedModel:
-    """Make norms and the activations behind them one op that saves only its result.
+    """Make norms and the activations after them one op that saves only its result.
 
     Replaces, in plain PyTorch, In-Place ABN's layers written into the network by hand. PyTorch saves the input of every
-    norm for its backward pass, beside the result of the activation; the inverted form makes that input again from the
-    result, which the next convolution saves anyway. Found by structure: a batch, instance or group norm, in one to
-    three spatial dimensions, whose only reader is a LeakyReLU, ELU or ReLU.
+    norm for its backward pass, in addition to the result of the activation; the inverted form makes that input again
+    from the result, which the next convolution saves anyway. Found by structure: a batch, instance or group norm, in
+    one to three spatial dimensions, whose only reader is a LeakyReLU, ELU or ReLU.
 
     An instance or group norm with a LeakyReLU or ELU stays the same function, to rounding, and so do its parameters;
     only a scale nearer to zero than 1e-5 is taken for 1e-5, on its side. Two things change a function:
@@ -54,7 +54,7 @@ def invert_norm(model: nn.Module, slope: float | None = 0.01, *, limit: float | 
     layer  was                           now              inexact to
     1      InstanceNorm3d and LeakyReLU  LeakyReLU(0.01)  3e-06
     4      GroupNorm and ReLU            LeakyReLU(0.01)  3e-06
-    7      kept: its result is the network's, there is no activation behind it
+    7      kept: its result is the network's, there is no activation after it
     >>> list(inverted.state_dict()) == list(net.state_dict())
     True
 
@@ -77,7 +77,10 @@ def invert_norm(model: nn.Module, slope: float | None = 0.01, *, limit: float | 
             "no inverse"
         )
     check_limit(limit)
-    graphs = [traced(model, _Tracer(), training=training, instead="convert a part of it") for training in (True, False)]
+    graphs = [
+        traced(model, _InvertNormTracer(), training=training, instead="convert a part of it")
+        for training in (True, False)
+    ]
     modules = dict(model.named_modules(remove_duplicate=False))
     sites, left = find(graphs, modules, slope)
     _refuse_hooks(model)
@@ -90,7 +93,7 @@ def invert_norm(model: nn.Module, slope: float | None = 0.01, *, limit: float | 
     return found
 
 
-class _Tracer(fx.Tracer):
+class _InvertNormTracer(fx.Tracer):
     """Leaves norms of other libraries whole, and what a transform returned."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
@@ -98,10 +101,10 @@ class _Tracer(fx.Tracer):
 
 
 def _refuse_hooks(model: nn.Module) -> None:
-    is_whole = _Tracer().is_leaf_module
+    is_whole = _InvertNormTracer().is_leaf_module
     for name, module in model.named_modules():
         if name and not is_whole(module, name) and has_hooks(module):
             raise InputError(
                 f"{name} has hooks, which do not run in a converted network; remove them, or "
-                "convert the parts behind and before it"
+                "convert the parts before and after it"
             )

@@ -67,7 +67,7 @@ def find(
         if isinstance(site, Left):
             reasons.setdefault(path, site.reason)
         elif path in sites and sites[path] != site:
-            reasons.setdefault(path, "it is called with different activations behind it")
+            reasons.setdefault(path, "it is called with different activations after it")
         else:
             sites[path] = site
     for path, others in paths.items():
@@ -99,24 +99,24 @@ def _site(node: fx.Node, modules: Mapping[str, nn.Module], writes: Writes, slope
         named = ", ".join(_name(user, modules) for user in node.users)
         return Left(path, f"its result has other readers: {named}")
     if reader.op == "output":
-        return Left(path, "its result is the network's, there is no activation behind it")
+        return Left(path, "its result is the network's, there is no activation after it")
     was = _activation_of(reader, modules)
     if was is None:
-        return Left(path, f"there is no ReLU, LeakyReLU or ELU behind it but {_name(reader, modules)}")
+        return Left(path, f"there is no ReLU, LeakyReLU or ELU after it but {_name(reader, modules)}")
     if reader.op == "call_module" and has_hooks(modules[str(reader.target)]):
-        return Left(path, f"{reader.target} behind it has hooks, which would not run")
+        return Left(path, f"{reader.target} after it has hooks, which would not run")
     if (writer := writes.over(reader)) is not None:
         return Left(
-            path, f"the result of {_name(reader, modules)} behind it is written over by {_name(writer, modules)}"
+            path, f"the result of {_name(reader, modules)} after it is written over by {_name(writer, modules)}"
         )
     kind, own_slope = was
     norm = type(layer).__name__
     if kind == "ReLU" and slope is None:
-        return Left(path, "the ReLU behind it has no inverse")
+        return Left(path, "the ReLU after it has no inverse")
     if kind == "ReLU":
         return Inverted(path, norm, kind, "leaky_relu", float(slope or 0))
     if not 0 < own_slope < math.inf:
-        return Left(path, f"the {kind}({own_slope:g}) behind it has no inverse")
+        return Left(path, f"the {kind}({own_slope:g}) after it has no inverse")
     return Inverted(path, norm, kind, "elu" if kind == "ELU" else "leaky_relu", own_slope)
 
 
@@ -182,7 +182,8 @@ def _copied(trace: fx.Graph, sites: Mapping[str, Inverted]) -> tuple[fx.Graph, l
 
 
 def inverted(x: torch.Tensor, layer: Any, producer: nn.Module | None, activation: str, slope: float) -> torch.Tensor:
-    """One converted call: its kernel's `run`, over the result of `producer`, a convolution whom nobody looks at.
+    """One converted call: its kernel's `run`, over the result of `producer`, a convolution whose result nothing
+    inspects.
 
     torch.fx, which traces what it makes once more where it is loaded from a file, records the call.
     """

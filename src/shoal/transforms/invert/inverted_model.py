@@ -44,8 +44,8 @@ class _Rewritten(StandIn):
         """
         if self._has_other_layers():
             raise InputError(
-                f"layers of the network were replaced after {self.made_by}, whose result calls those that were there; "
-                "put them back, and replace layers before the network is converted"
+                f"layers were replaced after {self.made_by}, whose result calls the old ones; put them back, and "
+                "replace layers before the conversion"
             )
         if not torch.compiler.is_compiling():
             self.reject_sharded_parts()
@@ -173,8 +173,9 @@ class InvertedModel(_Rewritten):
         inexact = self._inexact_channels(limit) if limit is not None else ""
         if inexact:
             raise InputError(
-                f"inverting is inexact to more than limit={limit:g} in {inexact}: their scales are small "
-                "relative to their shifts; give a larger limit, or train these layers in the plain form"
+                f"inverting is less exact than limit={limit:g}, as scales are small relative to shifts; give a larger "
+                "limit, or leave these layers plain",
+                details={"layers": inexact},
             )
 
     def keep_scales(self) -> None:

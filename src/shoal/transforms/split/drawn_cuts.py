@@ -1,4 +1,4 @@
-"""Stochastic Split-CNN (Jin and Hong, ASPLOS'19, section 3.3): cuts drawn anew for every mini-batch.
+"""Stochastic Split-CNN (Jin and Hong, ASPLOS'19, section 3.3): cuts drawn again for every mini-batch.
 
 The i-th of N parts of L rows of the input ends at a row drawn evenly from ceil((i - omega) * L / N) to
 floor((i + omega) * L / N), or the nearest one at which all layers can be cut and leave every patch large enough for

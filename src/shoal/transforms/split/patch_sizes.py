@@ -45,9 +45,9 @@ def check_patches(plan: SplitPlan, sizes: Sequence[int], regions: Sequence[Regio
                 for (begin, end), pad in zip(at(source, patch), pads, strict=True):
                     if max(pad) >= end - begin:
                         raise InputError(
-                            f"{step.name} mirrors {max(pad)} rows at the border, and a patch of its input "
-                            f"({_times(plan.lengths(sizes)[step.inputs[0]])}) has {end - begin} for grid={plan.grid}; "
-                            "give fewer patches or a larger input"
+                            f"{step.name} mirrors {max(pad)} rows and a patch has {end - begin} for grid={plan.grid}; "
+                            "give fewer patches or a larger input",
+                            details={"its input": _times(plan.lengths(sizes)[step.inputs[0]])},
                         )
         if number in measuring.steps:
             for patch in plan.patches:
@@ -82,8 +82,8 @@ def min_rows(plan: SplitPlan, sizes: Sequence[int], dim: int, measuring: Measuri
         needed.append(rows)
     if sum(needed) > joined and parts > 1:
         raise InputError(
-            f"an input of {_times(sizes)} is too small for grid={plan.grid}: its patches need {sum(needed)} rows along "
-            f"dimension {dim} of the feature map at the join, which has {joined}; give fewer patches or a larger input"
+            f"an input of {_times(sizes)} is too small for grid={plan.grid}; give fewer patches or a larger input",
+            details={f"dimension {dim} at the join": f"{joined} rows; the patches need {sum(needed)}"},
         )
     return needed
 
@@ -127,8 +127,9 @@ def _needs(plan: SplitPlan, dim: int, part: int, measuring: Measuring) -> Iterat
 
 def _one_element(plan: SplitPlan, sizes: Sequence[int], number: int) -> InputError:
     return InputError(
-        f"{plan.steps[number].name} normalises each patch by itself, and for grid={plan.grid} a patch of one image of "
-        f"{_times(sizes)} has one element a channel; give fewer patches, more images, or batch_norm='joint'"
+        f"{plan.steps[number].name} would normalise patches of one element a channel; give fewer patches, more images, "
+        "or batch_norm='joint'",
+        details={"grid": plan.grid, "image": _times(sizes)},
     )
 
 

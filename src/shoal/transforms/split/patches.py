@@ -87,7 +87,7 @@ def convolve(x: torch.Tensor, layer: _ConvNd, inputs: Region, outputs: Region, p
 
 
 def pad(x: torch.Tensor, layer: nn.Module, inputs: Region, outputs: Region, patch: Sequence[int]) -> torch.Tensor:
-    """A padding layer on one patch: it pads at the borders of the whole alone."""
+    """A padding layer on one patch: it pads only at the borders of the whole."""
     mode = padding_mode(layer)
     assert mode is not None
     value = float(getattr(layer, "value", 0.0))

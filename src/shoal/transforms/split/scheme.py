@@ -1,7 +1,7 @@
 """Where every tensor of a split region is cut, given where its last one is: Split-CNN section 3.2, for any graph.
 
 Tensors that pointwise ops tie together, such as the two sides of a residual addition, are cut at the same places: they
-form an *extent*. A window op ties the extent it reads to the one it writes: a cut at O behind it allows a stretch of
+form an *extent*. A window op ties the extent it reads to the one it writes: a cut at O after it allows a stretch of
 cuts before it, o*s + [low, high]. So every extent is cut at scale*O + offset for a cut at O of the coarsest one, with
 constant offsets: whatever O is, the padding of an inner patch is the same, and only the cuts of the input change.
 
@@ -93,8 +93,8 @@ def _scales(ties: Sequence[Tie], reference: int, extents: Sequence[int]) -> dict
     for tie in ties:
         if tie.source in scales and scales[tie.source] != scales.get(tie.result, 0) * tie.window.stride:
             raise CaptureError(
-                f"{tie.name} has stride {tie.window.stride}, but what it joins with later has another one, so no cuts "
-                "fit both; join before it, with join= the name of an earlier module"
+                f"no cuts fit {tie.name} (stride {tie.window.stride}) and what it joins with later; use join= with an "
+                "earlier module"
             )
     return {extent: scales.get(extent, 1) for extent in extents}
 

@@ -1,8 +1,8 @@
 """The graph of a network whose large layers run on slabs along the first spatial dimension, one after another.
 
 What is near the largest tensor, at the resolution of the images as a rule, is made slab by slab: the first layers of a
-U-Net, and its last. A convolution reads its slab of the input with the rows around it, from the slabs beside; nothing
-is computed twice. Batch and instance norms have the statistics of all slabs. What is smaller runs whole.
+U-Net, and its last. A convolution reads its slab of the input with the rows around it, from the neighbouring slabs;
+nothing is computed twice. Batch and instance norms have the statistics of all slabs. What is smaller runs whole.
 """
 
 from __future__ import annotations
@@ -80,14 +80,14 @@ def slab_graph(root: nn.Module, graph: fx.Graph, region: SlabRegion, *, twice: b
         root: the network, whose layers the result calls.
         graph: of the whole network.
         region: of `choose_slabs`.
-        twice: whether what a norm alone reads is computed once to be measured, and again to be normalised, so that all
+        twice: whether what only a norm reads is computed once to be measured, and again to be normalised, so that all
             its slabs are never there together.
     """
-    return _Builder(root, graph, region, twice).build()
+    return _SlabGraphBuilder(root, graph, region, twice).build()
 
 
 def convolve_rows(x: torch.Tensor, layer: _ConvNd, before: int, after: int) -> torch.Tensor:
-    """The rows of a convolution's result that some rows of its input make, with so many rows of zeros around these."""
+    """The rows of a convolution's result that some rows of its input make, with some rows of zeros around these."""
     if before or after:
         x = F.pad(x, (*[0, 0] * (x.dim() - _ROWS - 1), before, after))
     padding = (0, *(window.begin for window in windows_of(layer, x.dim() - 2)[1:]))
@@ -162,7 +162,7 @@ def _each(value: Any, dims: int, default: int) -> list[int]:
     return [value] * dims if isinstance(value, int) else list(value)
 
 
-class _Builder:
+class _SlabGraphBuilder:
     def __init__(self, root: nn.Module, graph: fx.Graph, region: SlabRegion, twice: bool) -> None:
         self.root, self.graph, self.kinds, self.slabs = root, graph, region.kinds, region.slabs
         self.twice = twice
@@ -240,7 +240,7 @@ class _Builder:
             factors = self._operand(node, begin, end)(x), self.masks[node]
             return self.out.call_function(operator.mul, factors)
         made = self.out.node_copy(node, self._operand(node, begin, end))
-        if is_told_in_place(node):  # which nobody notices
+        if is_told_in_place(node):  # which has no visible effect
             write_to_new_memory(made)
         return made
 

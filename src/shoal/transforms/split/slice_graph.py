@@ -1,8 +1,8 @@
 """The graph of a network whose first layers run on slices of the batch, joined where that ends.
 
-Samples meet in batch norms alone, which have the statistics of all slices; instance and group norms are each sample's
+Samples meet in batch norms only, which have the statistics of all slices; instance and group norms are each sample's
 own. In between a slice is through before the next begins, so that what it needs comes and goes with it. A convolution
-of a concatenation, as behind the skips of a U-Net, is the sum of convolutions of its parts, so that nothing is
+of a concatenation, as after the skips of a U-Net, is the sum of convolutions of its parts, so that nothing is
 concatenated, and neither is a gradient.
 """
 
@@ -40,7 +40,7 @@ def slice_graph(root: nn.Module, graph: fx.Graph, region: SplitRegion, samples: 
         slices: into how many parts it is cut, which differ by one sample at most.
     """
     cuts = [number * samples // slices for number in range(slices + 1)]
-    return _Builder(root, graph, region, list(pairwise(cuts))).build()
+    return _SliceGraphBuilder(root, graph, region, list(pairwise(cuts))).build()
 
 
 def convolve_parts(parts: Sequence[torch.Tensor], layer: nn.Conv1d | nn.Conv2d | nn.Conv3d) -> torch.Tensor:
@@ -61,7 +61,7 @@ def convolve_parts(parts: Sequence[torch.Tensor], layer: nn.Conv1d | nn.Conv2d |
 
 
 def activation_behind(node: fx.Node) -> tuple[fx.Node | None, str]:
-    """What alone reads a norm and can be done with it, and its name for `sliced_batch_norm`; "" for nothing."""
+    """The only reader of a norm that can be done with it, and its name for `sliced_batch_norm`; "" for nothing."""
     reader = next(iter(node.users)) if len(node.users) == 1 else None
     if reader is None:
         return None, ""
@@ -75,7 +75,7 @@ def activation_behind(node: fx.Node) -> tuple[fx.Node | None, str]:
     return (reader, f"{name} {float(number)}") if positive else (None, "")
 
 
-class _Builder:
+class _SliceGraphBuilder:
     def __init__(self, root: nn.Module, graph: fx.Graph, region: SplitRegion, spans: list[tuple[int, int]]) -> None:
         self.root, self.graph, self.region, self.spans = root, graph, region, spans
         self.out = fx.Graph()
@@ -114,7 +114,7 @@ class _Builder:
         return fx.GraphModule({name: attribute_at(self.root, name) for name in called}, self.out, "SliceGraph")
 
     def _read_by_all(self) -> set[fx.Node]:
-        """What is computed of parameters alone for all slices, once, before the first of them."""
+        """What is computed only of parameters for all slices, once, before the first of them."""
         found: set[fx.Node] = set()
         ahead = [operand for node in self.region.nodes for operand in node.all_input_nodes]
         while ahead:
@@ -149,7 +149,7 @@ class _Builder:
             self.slice_of[node, number] = self.out.node_copy(node, operand)
 
     def _is_convolved_in_parts(self, node: fx.Node) -> bool:
-        """Whether it is a concatenation of different tensors that convolutions alone read, none of them in groups."""
+        """Whether it is a concatenation of different tensors that only convolutions read, none of them in groups."""
         if self.region.nodes[node] != "concatenation" or len(node.all_input_nodes) != len(node.args[0]):  # type: ignore[arg-type]
             return False
         readers = [self.modules.get(str(user.target)) if user.op == "call_module" else None for user in node.users]

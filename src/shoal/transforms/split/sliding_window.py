@@ -7,8 +7,8 @@ o*s - p_b, ..., o*s - p_b + d*(k - 1). Where the output is cut at O, the input m
     ub = (O - 1)*s + d*(k - 1) + 1 - p_b      (one past the last row that the patch before the cut reads),
 
 and a patch with inputs [I, I') and outputs [O, O') is padded by I + p_b - O*s in front (the paper prints (O - 1)*s,
-which is off by one stride) and (O' - 1)*s + d*(k - 1) + 1 - p_b - I' behind. Negative padding is cropping of rows that
-nobody reads. Where k < s the two bounds change places, and any cut between them loses nothing.
+which is off by one stride) and (O' - 1)*s + d*(k - 1) + 1 - p_b - I' after. Negative padding is cropping of rows that
+nothing reads. Where k < s the two bounds change places, and any cut between them loses nothing.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class SlidingWindow:
         kernel: k, taps of the window.
         stride: s.
         dilation: d, from one tap to the next.
-        begin, end: p_b and p_e, the padding in front and behind.
+        begin, end: p_b and p_e, the padding before and after.
         ceil: a last window that begins inside the input or its front padding counts even where it reaches beyond the
-            padding behind (pooling's `ceil_mode`).
+            padding after (pooling's `ceil_mode`).
     """
 
     kernel: int = 1

@@ -170,7 +170,7 @@ def kind_by_sample(node: fx.Node, modules: Mapping[str, nn.Module]) -> SpatialKi
     """What the op is to a batch; None where a sample's result depends on others, or on random numbers.
 
     "pointwise" are also a batch norm that does not train, an instance norm without running statistics, a group or layer
-    norm, a linear layer, another order of axes behind the first, and a dropout that drops nothing.
+    norm, a linear layer, another order of axes after the first, and a dropout that drops nothing.
     """
     layer = layer_of(node, modules)
     if isinstance(layer, _BatchNorm):

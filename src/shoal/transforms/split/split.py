@@ -54,7 +54,7 @@ def split(
             capture.
         batch_norm: "patch" normalises each patch by itself, and running statistics see every patch (the paper);
             "joint" normalises by the statistics of all patches, as the unsplit network does.
-        join: name of the module to join behind, instead of `depth`; "auto" for the last possible place where an op that
+        join: name of the module to join after, instead of `depth`; "auto" for the last possible place where an op that
             cannot run patch by patch comes first.
         halo: "exact" for overlapping patches with joint batch norm statistics that reproduce the unsplit network to
             rounding; what overlaps is computed twice.
@@ -258,11 +258,11 @@ class SplitModule(StandIn):
     def _sizes_of(self, args: Sequence[Any]) -> tuple[int, ...]:
         dims = len(self.grid)
         if not args or not isinstance(args[0], torch.Tensor) or args[0].dim() < dims + 1:
-            got = type(args[0]).__name__ if args else "keyword arguments alone"
+            got = type(args[0]).__name__ if args else "keyword arguments only"
             shape = f" of shape {tuple(args[0].shape)}" if args and isinstance(args[0], torch.Tensor) else ""
             raise InputError(
-                f"a split network was called with {got}{shape}; expected its images first, as a tensor of {dims + 2} "
-                "dimensions: batch, channels, then the split ones"
+                f"a split network was called with {got}{shape}; expected a tensor of {dims + 2} dimensions first: "
+                "batch, channels, the split ones"
             )
         return tuple(args[0].shape[-dims:])
 

@@ -37,10 +37,10 @@ def split_graph(
     Returns:
         A module called with what `SplitPlan.regions` and `cores` give, then with the network's own inputs.
     """
-    return _Builder(root, graph, region, plan, joint).build()
+    return _SplitGraphBuilder(root, graph, region, plan, joint).build()
 
 
-class _Builder:
+class _SplitGraphBuilder:
     def __init__(self, root: nn.Module, graph: fx.Graph, region: SplitRegion, plan: SplitPlan, joint: bool) -> None:
         self.root = root
         self.graph = graph

@@ -85,8 +85,9 @@ class SplitPlan:
         joined = self.joined(sizes)
         if any(n < parts for n, parts in zip(joined, self.grid, strict=True)):
             raise InputError(
-                f"grid={self.grid} is finer than the feature map at the join, which is {_times(joined)} for an input "
-                f"of {_times(sizes)}; give fewer patches, a smaller depth or a larger input"
+                f"grid={self.grid} is finer than the feature map at the join ({_times(joined)}); give fewer patches, a "
+                "smaller depth or a larger input",
+                details={"input": _times(sizes)},
             )
         pairs = zip(joined, self.grid, strict=True)
         return tuple(tuple(i * n // parts for i in range(1, parts)) for n, parts in pairs)

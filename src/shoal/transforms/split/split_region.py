@@ -55,9 +55,9 @@ def choose_region(
         modules: by name.
         dims: how many spatial dimensions are cut; None: it is the batch that is cut.
         depth: share of the convolutions, 0 to 1.
-        join: None for the next block boundary; a module's name to join behind it; "auto" for the last block boundary
+        join: None for the next block boundary; a module's name to join after it; "auto" for the last block boundary
             before an op that cannot run patch by patch, where that comes first.
-        before_pooling: join no later than at the next pooling: behind it there are fewer places to cut at.
+        before_pooling: join no later than at the next pooling: after it there are fewer places to cut at.
 
     Returns:
         None where there is nothing to split.
@@ -148,7 +148,7 @@ def _is_for_all(operand: fx.Node, node: fx.Node, dims: int | None) -> bool:
 
 
 def _is_of_parameters(node: fx.Node) -> bool:
-    """Whether it is a parameter, or computed of parameters alone by an op of each element, or another shape of one."""
+    """Whether it is a parameter, or computed only of parameters by an op of each element, or another shape of one."""
     if node.op in ("placeholder", "get_attr"):
         return node.op == "get_attr" or isinstance(node.meta.get("example_value"), nn.Parameter)
     is_known = is_pointwise(node) or node.target in ("reshape", "view", "unsqueeze", torch.reshape, torch.unsqueeze)
@@ -164,15 +164,15 @@ def _after(
     anything: bool,
     before_pooling: bool,
 ) -> int:
-    """Where to join: behind `wanted` convolutions, at the first place that as few tensors cross as any later one."""
+    """Where to join: after `wanted` convolutions, at the first place that as few tensors cross as any later one."""
     inside = [node for node in convolutions if node in can_split]
     if len(inside) < wanted:
         if not anything:
             missing = next(node for node in convolutions if node not in can_split)
             raise CaptureError(
-                f"only {len(inside)} of the {len(convolutions)} convolutions come before an op that cannot run patch "
-                f"by patch ({_blocker(order, missing, can_split).target}), and depth asks for {wanted}; give a smaller "
-                "depth, or join='auto'"
+                f"depth asks for {wanted} convolutions and {len(inside)} can run in patches; give a smaller depth, or "
+                "join='auto'",
+                details={"op that cannot": _blocker(order, missing, can_split).target},
             )
         wanted = len(inside)
     if wanted == 0:
