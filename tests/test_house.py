@@ -43,7 +43,7 @@ PRIVATE_NAMES = {
     "torch._ops.OpOverload": "the type of an aten op has no other name",
     "torch.nn.modules.": "the layers' base classes, such as _ConvNd and _BatchNorm, have no other names",
     "torch.ops.": "names of ops",
-    "torch.utils._pytree": "torch 2.11 has no public one",
+    "torch.utils._pytree": "PyTorch has no public one",
 }
 # Folders whose trade is a private part of torch.
 PRIVATE_TRADES = {

@@ -7,7 +7,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
 COUNT = """
 from types import SimpleNamespace
@@ -40,8 +39,7 @@ print(*found, flush=True)
 import os
 os._exit(0)
 """
-_OF_CUBLASLT = 1 << 20 if torch.__version__ < "2.12" else 0  # it has one of its own there
-WORKSPACE = (32 << 20) + _OF_CUBLASLT  # of a Hopper GPU
+WORKSPACE = 32 << 20  # of a Hopper GPU
 
 
 BUDGET = 1 << 30

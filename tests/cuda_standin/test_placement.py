@@ -14,6 +14,7 @@ import os
 from random import Random
 import torch
 from shoal.lowlevel.cuda_allocator import segments, set_expandable_segments
+from shoal.lowlevel.torch_versions import OLDEST_FIRST
 from shoal.memory.layout.caching_allocator import CachingAllocator
 from shoal.memory.trimmed_segments import trimmed_segments
 
@@ -37,7 +38,7 @@ lowest = [torch.empty(nbytes, dtype=torch.uint8, device=cuda) for nbytes in (1 <
 for _ in range(200):
     change()
 found = trimmed_segments(cuda)
-assert found != segments(cuda) or not FIXED or torch.__version__ < "2.13", "the order of addresses"
+assert found != segments(cuda) or not FIXED or not OLDEST_FIRST, "the order of addresses"
 model, n_same = CachingAllocator.of_snapshot(found), 0
 for _ in range(1500):
     nbytes, address = change()

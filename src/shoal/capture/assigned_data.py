@@ -1,7 +1,7 @@
 """`tensor.data = value` and `tensor.set_(value)` in a forward pass, as copies into the tensor.
 
 Max-norm layers and momentum encoders assign the `.data` of their parameters in every call. Dynamo traces that as
-`set_`, which AOTAutograd takes only as an op of the forward graph. `tensor.data.copy_(value)` gives the same values,
+an op which AOTAutograd takes only as part of the forward graph. `tensor.data.copy_(value)` gives the same values,
 and the tensor keeps the storage that the budget, the optimizer and DDP's buckets know.
 
 A copy is the same if no other tensor shares the value's storage, and if the value has the tensor's shape.
@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from shoal.capture.failed_traces import place_in
 from shoal.errors import CaptureError
 from shoal.lowlevel.dynamo_state import assign_data_of, data_of
+from shoal.lowlevel.torch_versions import DATA_ASSIGNMENTS
 
 _COUNTS_BACK = "_lower_version_count_by_1"  # Dynamo's: assigning `.data` counts no version, `set_` does
 
@@ -33,7 +34,7 @@ def copy_assigned_data(gm: fx.GraphModule, inputs: Sequence[Any]) -> None:
     Raises:
         CaptureError: the value has another shape, or shares its storage with another tensor.
     """
-    assigning = [node for node in gm.graph.nodes if node.target in (torch.Tensor.set_, "set_")]
+    assigning = [node for node in gm.graph.nodes if node.target in DATA_ASSIGNMENTS]
     if not assigning:
         return
     given = dict(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True))

@@ -41,7 +41,6 @@ from shoal.capture.recurrences import in_words
 from shoal.capture.traced_functions import trace_more_functions
 from shoal.core.progress import Preparation, preparing
 from shoal.errors import CaptureError, ShoalError
-from shoal.lowlevel.capture_records import record_captures_without_settings
 from shoal.lowlevel.dynamo_state import forget_backend, forget_code
 from shoal.transforms.split.split import CUTS_ARGUMENT, SplitModule
 
@@ -223,7 +222,7 @@ def _capture_error(failure: Unsupported | UserError | ConstraintViolationError) 
             "a module of the model has a backward hook (register_full_backward_hook or its pre-hook), which cannot be "
             "part of a planned step; remove it, or use a forward hook, or a hook on a parameter (Tensor.register_hook)"
         )
-    return GraphBreak(in_words(what), _place(failure), may_be_an_error=USER_ERROR[0] in str(failure.msg))
+    return GraphBreak(in_words(str(failure.msg)), _place(failure), may_be_an_error=USER_ERROR[0] in str(failure.msg))
 
 
 def _is_of_dynamo(failure: BaseException) -> bool:
@@ -265,8 +264,7 @@ def _last_difference() -> str:
     reasons = [*before, *([now] if now else [])]
     if not reasons:
         return "something that Dynamo does not name"
-    named = re.sub(r"___as_tensor\(([^()]*)\)\.item\(\)", r"\1", reasons[-1])  # torch 2.11's name of a number
-    return re.sub(r"^\d+/\d+: |\s+(# |\(HINT).*", "", named.strip().splitlines()[0])
+    return re.sub(r"^\d+/\d+: |\s+(# |\(HINT).*", "", reasons[-1].strip().splitlines()[0])
 
 
 def _why_again(guard: str) -> str:
@@ -359,7 +357,6 @@ def settings(logging_functions: Collection[Callable[..., Any]] = ()) -> Iterator
     Args:
         logging_functions: what its forward pass may log with, as of `logging_functions`.
     """
-    record_captures_without_settings()
     trace_more_functions()
     # A region under torch.utils.checkpoint runs once, so what it does beside, such as counting its calls, is safe.
     effects = "skip_fwd_side_effects_in_bwd_under_checkpoint"

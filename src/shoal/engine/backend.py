@@ -44,10 +44,10 @@ from shoal.engine.step_planning import WHOLE_FORM, Form
 from shoal.engine.undefined_gradients import allocate_late, leave_undefined
 from shoal.errors import CaptureError
 from shoal.kernels.encoded_activation import measured_errors
-from shoal.lowlevel.cuda_allocator import can_record
 from shoal.lowlevel.mutated_inputs import are_plain, leave_in_place
 from shoal.lowlevel.torch_internals import eager_kernels
 from shoal.lowlevel.torch_state import active_ddp_module
+from shoal.lowlevel.torch_versions import CAN_RECORD_ALLOCATIONS, warn_if_untested
 from shoal.lowlevel.unknown_sizes import unknown_sizes
 from shoal.memory.budget import budget_bytes
 from shoal.memory.cpu_allocator import release_unused
@@ -100,6 +100,7 @@ def _compile_as_asked(
 
 def compile_step(session: Session, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
     """Plan and lower the step of one Dynamo graph."""
+    warn_if_untested()
     _reject_graph_break(gm)
     break_at_unknown_sizes(gm)
     copy_assigned_data(gm, example_inputs)
@@ -268,7 +269,7 @@ class PlannedStep:
 
     def _can_be_placed(self) -> bool:
         """Whether its blocks can lie at planned addresses: one step after the other takes the same course."""
-        return bool(self.session.status.expandable_segments) and self._captured is None and can_record()
+        return bool(self.session.status.expandable_segments) and self._captured is None and CAN_RECORD_ALLOCATIONS
 
     def make_plan(self, captured: Captured) -> Captured:
         """Set `plan` and `basis`; the step as it is under the plan."""

@@ -25,6 +25,7 @@ from shoal.engine.first_run import nodes_in_parts, to_the_end
 from shoal.engine.optimizer_steps import watch
 from shoal.engine.status import Status
 from shoal.lowlevel import cuda_allocator, torch_state
+from shoal.lowlevel.torch_versions import CAN_RECORD_ALLOCATIONS
 from shoal.memory.layout.caching_allocator import LARGEST_SMALL_BYTES, CachingAllocator
 from shoal.memory.layout.fillers import Filled, Step
 from shoal.memory.layout.steering import Event, Program, carried_out
@@ -298,7 +299,7 @@ class Placement:
 
 def spare_bytes(device: torch.device, options: CompileOptions, status: Status) -> int:
     """What a plan had better leave of the budget for what fills holes; none where no blocks are placed."""
-    is_placed = bool(status.expandable_segments) and not options.cuda_graphs and cuda_allocator.can_record()
+    is_placed = bool(status.expandable_segments) and not options.cuda_graphs and CAN_RECORD_ALLOCATIONS
     if device.type != "cuda" or not is_placed or options.budget_of == "reserved":
         return 0
     return int(_SPARE * (options.budget_bytes or 0))

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from shoal.lowlevel.torch_versions import get_allocator_settings, set_allocator_settings
+
 _EXPANDABLE = "expandable_segments"
 _VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-_set_here = ""
 _MOST_ENTRIES = 1_000_000
 _private: Any = torch._C  # its stubs lack these names
 
@@ -29,7 +30,7 @@ def set_expandable_segments() -> bool:
         return False
     given = next((os.environ[name] for name in _VARIABLES if os.environ.get(name)), "")
     if _EXPANDABLE not in given:
-        _set(f"{given},{_EXPANDABLE}:True" if given else f"{_EXPANDABLE}:True")
+        set_allocator_settings(f"{given},{_EXPANDABLE}:True" if given else f"{_EXPANDABLE}:True")
         return True
     return f"{_EXPANDABLE}:true" in given.lower().replace(" ", "")
 
@@ -37,20 +38,7 @@ def set_expandable_segments() -> bool:
 def allocator_settings() -> str:
     """What the caching allocator was told, by the environment and since, and which allocator it is."""
     given = " ".join(f"{name}={os.environ[name]}" for name in _VARIABLES if os.environ.get(name))
-    since = getattr(torch._C, "_accelerator_getAllocatorSettings", lambda: _set_here)()  # not before PyTorch 2.12
-    return f"{torch.cuda.get_allocator_backend()} {given} {since}".strip()
-
-
-def _set(settings: str) -> None:
-    global _set_here
-    _set_here = settings
-    set_settings = getattr(torch._C, "_accelerator_setAllocatorSettings", None)  # not before PyTorch 2.12
-    (set_settings or torch.cuda.memory._set_allocator_settings)(settings)
-
-
-def can_record() -> bool:
-    """Whether the allocator's record can say which op ran, and what it will choose is known: not that of torch 2.12."""
-    return hasattr(torch._C, "_cuda_setMemoryMetadata") and not "2.12" <= torch.__version__ < "2.13"
+    return f"{torch.cuda.get_allocator_backend()} {given} {get_allocator_settings()}".strip()
 
 
 def start_record() -> bool:

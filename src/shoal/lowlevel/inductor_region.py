@@ -125,8 +125,7 @@ def code_of(compiled: Boxed) -> Boxed:
     """The generated code of what `compile_each` returned, without Inductor's object around it.
 
     At each call that object looks for profilers and for caches of autotuning that the first call is to fill, for as
-    long as a small region takes. It stays where there are such caches; PyTorch 2.11 fills only a remote one, which is
-    not waited for.
+    long as a small region takes. It stays where there are such caches.
     """
     if getattr(compiled, "_compile_context", None) is not None:
         return compiled

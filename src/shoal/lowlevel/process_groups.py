@@ -1,6 +1,6 @@
 """What torch.distributed does not document: FSDP2's records of a model's parameters, the default group's store.
 
-PyTorch does not guarantee these names; 2.11 to 2.13 have them, and `tests/lowlevel/test_process_groups.py` tests that.
+PyTorch does not guarantee these names; 2.12 to 2.15 have them, and `tests/lowlevel/test_process_groups.py` tests that.
 """
 
 from __future__ import annotations

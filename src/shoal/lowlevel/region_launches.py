@@ -29,7 +29,7 @@ def launches_of(boxed: Callable[[list[Any]], Sequence[torch.Tensor]], name: str)
 
     Returns:
         The function; under a profiler, on another current device, and with tensors that are not aligned as the kernels
-        were compiled for, it calls `boxed`. None where the code has another form than those of PyTorch 2.11 to 2.13,
+        were compiled for, it calls `boxed`. None where the code has another form than those of PyTorch 2.11 to 2.15,
         or a kernel is not tuned.
     """
     code = _code_of(boxed)

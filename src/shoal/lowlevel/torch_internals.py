@@ -119,7 +119,7 @@ def without_aliasing_check(op: object) -> Iterator[None]:
     read conjugated views as if they were not.
     """
     mode = _get_current_dispatch_mode()
-    is_check = type(mode).__name__ == "_AnalyzeCustomOpInputOutputMode"  # torch 2.11 has none
+    is_check = type(mode).__name__ == "_AnalyzeCustomOpInputOutputMode"
     if not is_check or (isinstance(op, torch._ops.OpOverload) and not is_builtin(op)):
         yield
         return

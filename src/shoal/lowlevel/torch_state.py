@@ -1,6 +1,6 @@
 """What PyTorch is doing on this thread, and what a call of a module runs: state that torch has no public name for.
 
-PyTorch does not guarantee these names; 2.11 to 2.13 have them, and `tests/lowlevel/test_torch_state.py` tests that.
+PyTorch does not guarantee these names; 2.12 to 2.15 have them, and `tests/lowlevel/test_torch_state.py` tests that.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Dynamo takes them where a model has to be one graph. In one of several graphs it breaks before each, and AOTAutograd
 fails on those that autograd adds; Dynamo handles that error by a break too.
 
-PyTorch does not guarantee these names; 2.11 to 2.13 have them, and `tests/lowlevel/test_unknown_sizes.py` tests that.
+PyTorch does not guarantee these names; 2.12 to 2.15 have them, and `tests/lowlevel/test_unknown_sizes.py` tests that.
 """
 
 from __future__ import annotations

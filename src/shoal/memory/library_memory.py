@@ -1,8 +1,7 @@
 """What cuBLAS keeps of a CUDA device: a workspace for each thread and stream that it has computed a product on.
 
 PyTorch allocates it with the first product and never frees it; on a Hopper GPU it is 32 MiB. The thread of autograd's
-that runs the device's backward passes has one too. In PyTorch 2.11 cuBLASLt, which adds a bias, has another of its
-own.
+that runs the device's backward passes has one too.
 """
 
 from __future__ import annotations
@@ -16,12 +15,11 @@ import torch
 from shoal.core.step import StepGraph
 from shoal.lowlevel.cuda_calls import capability
 from shoal.lowlevel.torch_internals import isolated
+from shoal.lowlevel.torch_versions import cublas_workspace_size
 
 _PRODUCTS = ("mm", "addmm", "_addmm_activation", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "linear")
 Caller = tuple[torch.device, int, int]  # device, thread and stream
 _kept_bytes: dict[Caller, int] = {}
-# cuBLASLt's own, unless CUBLASLT_WORKSPACE_SIZE says otherwise; later it has cuBLAS's.
-_LT_BYTES = 1 << 20 if torch.__version__ < "2.12" else 0
 
 
 def library_bytes(graph: StepGraph, device: torch.device) -> dict[Caller, int]:
@@ -79,10 +77,9 @@ def _kept_by_a_product(device: torch.device) -> int:
     operand = torch.zeros(16, 16, device=device)
     plain_bytes = _left_by(lambda: operand.mm(operand), device)
     with_bias_bytes = _left_by(lambda: torch.addmm(operand[0], operand, operand), device)
-    size = getattr(torch.backends.cuda, "cublas_workspace_size", None)  # not before PyTorch 2.13
-    if size is not None:
-        return plain_bytes + with_bias_bytes or int(size())
-    return (plain_bytes or _workspace_bytes(device)) + (with_bias_bytes or _LT_BYTES)
+    if cublas_workspace_size is not None:
+        return plain_bytes + with_bias_bytes or int(cublas_workspace_size())
+    return (plain_bytes or _workspace_bytes(device)) + with_bias_bytes
 
 
 def _left_by(product: Callable[[], torch.Tensor], device: torch.device) -> int:
@@ -94,7 +91,7 @@ def _left_by(product: Callable[[], torch.Tensor], device: torch.device) -> int:
 
 def _workspace_bytes(device: torch.device) -> int:
     """cuBLAS's own, where no thread was seen to allocate it: PyTorch's default."""
-    known = (nbytes - _LT_BYTES for (other, _, _), nbytes in _kept_bytes.items() if other == device)
+    known = (nbytes for (other, _, _), nbytes in _kept_bytes.items() if other == device)
     return next(known, (32 if capability(device)[0] >= 9 else 8) << 20)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shoal.lowlevel import cuda_allocator
-from shoal.memory.layout.caching_allocator import OLDEST_FIRST
+from shoal.lowlevel.torch_versions import OLDEST_FIRST
 from shoal.memory.layout.segment_ages import in_order_of_choice
 
 

@@ -14,14 +14,13 @@ from collections.abc import Iterable, Mapping
 from itertools import islice, pairwise
 from typing import Any
 
-import torch
+from shoal.lowlevel.torch_versions import OLDEST_FIRST
 
 BLOCK_BYTES = 512
 LARGEST_SMALL_BYTES = 1 << 20
 _PAGE_BYTES = {True: 2 << 20, False: 20 << 20}  # of small blocks, and of large ones
 _LARGE_BYTES, _ROUND_BYTES = 10 << 20, 2 << 20  # from so many bytes on, a request is for itself alone, rounded up
 PASSES_LIMIT_BYTES = _PAGE_BYTES[False] - _ROUND_BYTES  # at most: whole pages are mapped, rounded requests count
-OLDEST_FIRST = torch.__version__ >= "2.13"  # of blocks of one size, that of the oldest segment; before, the lowest
 _RANGE_BYTES = 1 << 44  # of addresses, more than any device has bytes
 _YOUNGEST = 1 << 30  # what grows came after what does not
 
