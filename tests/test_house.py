@@ -187,9 +187,9 @@ def test_every_private_name_that_is_allowed_is_used() -> None:
     assert not unused
 
 
-def test_only_three_files_call_what_cuda_alone_has() -> None:
+def test_only_four_files_call_what_cuda_alone_has() -> None:
     """All else asks `torch.accelerator`, `torch.Stream` and `torch.Event`, which other devices have too."""
     calling = {
         module for module in MODULES if any(f"{name}.".startswith("torch.cuda.") for name in names_of_torch(module))
     }
-    assert calling == {f"shoal.lowlevel.{name}" for name in ("cuda_allocator", "cuda_calls", "cuda_graphs")}
+    assert calling == {f"shoal.lowlevel.{name}" for name in ("cuda_allocator", "cuda_calls", "cuda_graphs", "torch_versions")}
