@@ -192,4 +192,5 @@ def test_only_four_files_call_what_cuda_alone_has() -> None:
     calling = {
         module for module in MODULES if any(f"{name}.".startswith("torch.cuda.") for name in names_of_torch(module))
     }
-    assert calling == {f"shoal.lowlevel.{name}" for name in ("cuda_allocator", "cuda_calls", "cuda_graphs", "torch_versions")}
+    expected = "cuda_allocator", "cuda_calls", "cuda_graphs", "torch_versions"
+    assert calling == {f"shoal.lowlevel.{name}" for name in expected}
