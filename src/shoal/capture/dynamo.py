@@ -359,10 +359,8 @@ def settings(logging_functions: Collection[Callable[..., Any]] = ()) -> Iterator
     """
     trace_more_functions()
     # A region under torch.utils.checkpoint runs once, so what it does in addition, such as counting its calls, is safe.
-    effects = "skip_fwd_side_effects_in_bwd_under_checkpoint"
-    once: dict[str, Any] = {effects: True} if hasattr(config, effects) else {}
     patched = config.patch(
-        **once,
+        skip_fwd_side_effects_in_bwd_under_checkpoint=True,
         optimize_ddp=False,  # DDP's own splitting of the graph would give every bucket the whole budget
         recompile_limit=MOST_CAPTURES,
         accumulated_recompile_limit=64 * MOST_CAPTURES,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from inspect import signature
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from shoal.capture.known_graphs import KnownGraphs
 from shoal.capture.layer_by_layer import containers, entered, in_a_row
 from shoal.capture.recurrences import between_graphs, in_words
 from shoal.lowlevel.torch_state import on_this_rank
+from shoal.lowlevel.torch_versions import COUNTED_APART
 
 
 def capturing_parts(model: nn.Module, backend: Callable[..., Any]) -> Callable[..., Any]:
@@ -33,7 +33,7 @@ def capturing_parts(model: nn.Module, backend: Callable[..., Any]) -> Callable[.
 
     known = KnownGraphs()
     # Functions between breaks are other models', too, such as those of torch.nn: their graphs are counted apart.
-    apart = {"isolate_recompiles": True} if "isolate_recompiles" in signature(torch.compile).parameters else {}
+    apart = dict(COUNTED_APART)
     if any(on_this_rank(p) is not p for p in model.parameters()):
         apart["dynamic"] = False  # blocks of other sizes share the code of one class: they are no sizes that vary
     run = torch.compile(call_of(model, layers), backend=held_weakly(compile_graph), **apart)  # type: ignore[call-overload]

@@ -29,6 +29,9 @@ set_allocator_settings = (
 )
 get_allocator_settings = getattr(_private, "_accelerator_getAllocatorSettings", str)
 
+# Arguments of torch.compile() that count its graphs of a function apart from others', from 2.13 on.
+COUNTED_APART = {"isolate_recompiles": True} if torch.__version__ >= "2.13" else {}
+
 # What Dynamo traces `tensor.data = value` as: `set_` to 2.13, an op of its own from 2.14 on.
 DATA_ASSIGNMENTS = (torch.Tensor.set_, "set_", getattr(torch.ops.aten, "shallow_copy_data_", "set_"))
 
