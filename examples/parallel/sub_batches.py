@@ -19,7 +19,6 @@ from examples.parallel.activation_exchange import ActivationExchange
 from examples.parallel.dense_layers import DenseLayers
 from examples.parallel.shares import Share, in_order, shares
 from shoal.errors import ShoalError, TransferError
-from shoal.lowlevel import cuda_calls
 
 _COUNT_BYTES = 8
 
@@ -223,7 +222,7 @@ class SubBatches:
         return [int.from_bytes(one, "little") for one in counts]
 
     def _submit(self, job: Callable[..., Any], *arguments: Any, **named: Any) -> Future[Any]:
-        stream = torch.accelerator.current_stream() if cuda_calls.is_in_use() else None
+        stream = torch.accelerator.current_stream() if torch.cuda.is_initialized() else None
 
         def run() -> Any:
             # One failed exchange spends the channel: what comes after it would only wait for its time to be up.

@@ -21,11 +21,6 @@ def is_available() -> bool:
     return torch.cuda.is_available()
 
 
-def is_in_use() -> bool:
-    """Whether this process has used a CUDA device."""
-    return torch.cuda.is_initialized()
-
-
 def device_name(device: torch.device) -> str:
     """The name of a device, such as "NVIDIA H200"."""
     return torch.cuda.get_device_name(device)
