@@ -25,7 +25,7 @@ from bench.interleave import in_turns, synchronize
 from bench.tables import new_table
 from shoal.kernels.invertible_norm.inverted_batch_norm_sweeps import sweeps as inverted
 from shoal.kernels.norm.norm_act import activated, norm_act
-from shoal.kernels.norm.norm_sweeps import Affine
+from shoal.kernels.norm.norm_sweeps import NormAffine
 from shoal.kernels.norm.statistics import statistics as measured
 from shoal.lowlevel.dispatch import VARIABLE
 
@@ -72,7 +72,7 @@ def calls(x: torch.Tensor) -> dict[str, Callable[[], object]]:
     return {
         "statistics": lambda: measured(x),
         "statistics backward": lambda: torch.autograd.grad(moments, [x], grads, retain_graph=True),
-        "norm + ReLU": lambda: activated(x, Affine(mean, scale, shift), True, x.dtype),
+        "norm + ReLU": lambda: activated(x, NormAffine(mean, scale, shift), True, x.dtype),
         "norm + ReLU backward": lambda: torch.autograd.grad(plain, [x, *leaves], grad, retain_graph=True),
         "norm + residual + ReLU": lambda: norm_act([x], *leaves, residual, True),
         "the same backward": lambda: torch.autograd.grad(added, [x, *leaves, residual], grad, retain_graph=True),

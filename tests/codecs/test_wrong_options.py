@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shoal.codecs import from_bytes, get, names, registry
-from shoal.engine.compile_options import lossy_options
+from shoal.engine.options import Options
 from shoal.errors import CodecError, InputError
 from tests.codecs.every_codec import POOL
 from tests.engine.compile.wrong_values import WRONG, is_readable
@@ -83,8 +83,8 @@ def test_a_seed_is_a_whole_number() -> None:
 
 def test_what_lossy_is_given_is_held_to_the_same() -> None:
     for value in WRONG:
-        for option in (None, "codec", "block", "stochastic", "exempt", "nonsense"):
+        for option in ("codec", "codec_block", "codec_seed", "codec_exempt", "nonsense"):
             try:
-                lossy_options(value if option is None else {"codec": "linear", option: value})
+                Options(**{option: value})
             except (CodecError, InputError) as error:
                 assert is_readable(error), (option, value)

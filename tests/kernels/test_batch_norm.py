@@ -16,7 +16,7 @@ from shoal.lowlevel.native import cpu_features, levels
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
-Affine = torch.Tensor | None
+NormAffine = torch.Tensor | None
 KERNELS = ["reference", *(f"native,{level}" for level in levels())]
 
 
@@ -39,7 +39,7 @@ def per_channel(x: torch.Tensor, seed: int, dtype: torch.dtype | None = None) ->
     return torch.randn(x.shape[1], generator=torch.Generator().manual_seed(seed)).to(dtype or x.dtype)
 
 
-def forward(x: torch.Tensor, weight: Affine, bias: Affine) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def forward(x: torch.Tensor, weight: NormAffine, bias: NormAffine) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """PyTorch's kernel: result, mean, inverse deviation."""
     return aten._native_batch_norm_legit.no_stats(x, weight, bias, True, 0.1, 1e-5)
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 import shoal  # noqa: F401  (registers the ops)
 from shoal.kernels.memory_format import channels_last_format, is_same_order
 from shoal.kernels.norm.norm_act import activated
-from shoal.kernels.norm.norm_sweeps import Affine
+from shoal.kernels.norm.norm_sweeps import NormAffine
 
 OPS: Any = torch.ops.shoal
 Arguments = tuple[Any, ...]
@@ -202,6 +202,6 @@ def test_an_op_returns_what_its_fake_kernel_says(name: str) -> None:
 @pytest.mark.parametrize("normalised", [False, True])
 def test_what_is_activated_is_laid_out_as_batch_norm_lays_out(normalised: bool, relu: bool) -> None:
     x = torch.empty_strided((3, 4, 2, 1), (8, 1, 4, 24), dtype=torch.float64).normal_()
-    affine = Affine(*[torch.rand(4, dtype=x.dtype)] * 3) if normalised else None
+    affine = NormAffine(*[torch.rand(4, dtype=x.dtype)] * 3) if normalised else None
     found = activated(x, affine, relu, x.dtype)
     assert found.stride() == (x if not (normalised or relu) else x.contiguous()).stride()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from numbers import Integral
@@ -110,7 +110,11 @@ class Options:
         self._check_number("codec_block", 1, "the number of values that share a scale, or None for all")
         self._check_number("codec_seed", 0, "a seed from 0 to 2**63 - 1, or None to round to nearest")
         exempt = self.codec_exempt
-        if isinstance(exempt, str | Mapping) or not isinstance(exempt, Iterable) or not EXEMPTIONS.issuperset(exempt):
+        try:
+            known = not isinstance(exempt, str | Mapping) and EXEMPTIONS.issuperset(exempt)
+        except TypeError:  # not iterable, or of values without a hash
+            known = False
+        if not known:
             raise InputError(
                 f"codec_exempt={brief(exempt)}; expected some of {', '.join(sorted(EXEMPTIONS))}, or () for none"
             )

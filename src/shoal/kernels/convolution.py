@@ -36,7 +36,7 @@ _MIN_PIECES = 4
 _MAX_PIECES = 16  # on fewer channels at a time oneDNN slows down
 
 
-class Options(NamedTuple):
+class ConvOptions(NamedTuple):
     """What `aten.convolution` takes after its bias."""
 
     stride: Sequence[int]
@@ -140,8 +140,8 @@ def weight_gradient(
         rest: options of the convolution, which is not grouped; which gradients are wanted, not that of the input; how
             many pieces; and `dim`, if not 0.
     """
-    *options, wanted, pieces, dim = rest if len(rest) > len(Options._fields) + 2 else (*rest, 0)
-    transposed = Options(*options).transposed
+    *options, wanted, pieces, dim = rest if len(rest) > len(ConvOptions._fields) + 2 else (*rest, 0)
+    transposed = ConvOptions(*options).transposed
     of_weight, of_bias = torch.empty_like(weight), grad.new_empty(grad.shape[1]) if wanted[2] else None
     of_results = (dim == 0) != transposed  # those channels are the result's, or the input's
     step = -(-weight.shape[dim] // pieces)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shoal.kernels.convolution import Options, draw
+from shoal.kernels.convolution import ConvOptions, draw
 from shoal.kernels.convolution import input_gradient as whole_input_gradient
 from shoal.kernels.convolution import weight_gradient as cut_weight_gradient
 from shoal.kernels.memory_format import suggested_memory_format
@@ -42,7 +42,7 @@ def forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *r
     `rest`: options of the convolution, `dim`, and how many pieces.
     """
     *options, dim, pieces = rest
-    stride, padding, dilation, transposed, output_padding, groups = Options(*options)
+    stride, padding, dilation, transposed, output_padding, groups = ConvOptions(*options)
 
     def convolved(read: torch.Tensor, pads: Sequence[int], extra: Sequence[int]) -> torch.Tensor:
         result: torch.Tensor = _aten.convolution(read, weight, bias, stride, pads, dilation, transposed, extra, groups)
@@ -73,7 +73,7 @@ def input_gradient(
     The input is contiguous or channels_last.
     """
     *options, dim, pieces = rest
-    stride, padding, dilation, transposed, output_padding, groups = Options(*options)
+    stride, padding, dilation, transposed, output_padding, groups = ConvOptions(*options)
     length = input_shape[dim]
     channels_last = tuple(input_stride) != _strides(input_shape, False)
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from shoal.kernels.convolution import Options
+from shoal.kernels.convolution import ConvOptions
 from shoal.kernels.convolution import input_gradient as library_input_gradient
 from shoal.kernels.memory_format import in_traced_layout
 from shoal.kernels.norm.norm_rows import run_in_workspace
@@ -56,7 +56,7 @@ def forward(
             [36., 54., 36.],
             [24., 36., 24.]])
     """
-    parts, given = _parts(x), Options(*options)
+    parts, given = _parts(x), ConvOptions(*options)
     if not choose(_OP, *parts, weight, bias):
         whole: torch.Tensor = _aten.convolution(_joined(parts), weight, bias, *given).contiguous()
         return whole if over is None else over.copy_(whole)
@@ -91,7 +91,7 @@ def input_gradient(
     Returns:
         Contiguous.
     """
-    options, first = Options(*rest[: len(Options._fields)]), rest[len(Options._fields) :]
+    options, first = ConvOptions(*rest[: len(ConvOptions._fields)]), rest[len(ConvOptions._fields) :]
     part = weight.narrow(0 if options.transposed else 1, first[0] if first else 0, input_shape[1])
     if not choose(_OP, grad, weight):
         strides = torch.empty(tuple(input_shape), device="meta").stride()
@@ -116,7 +116,7 @@ def weight_gradient(
             PyTorch's follow the input's memory format and not the weight's.
     """
     *given, wanted, strides = rest
-    options, parts = Options(*given), _parts(x)
+    options, parts = ConvOptions(*given), _parts(x)
     of_bias = grad.sum((0, 2, 3, 4)) if wanted[2] else None
     if not choose(_OP, grad, *parts, weight):
         mask = [False, True, False]
@@ -181,20 +181,20 @@ class _Axis:
 
 
 def _gather(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, options: Options, y: torch.Tensor, add: bool
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, options: ConvOptions, y: torch.Tensor, add: bool
 ) -> None:
     """`y`, or what is added to it: each result reads a window of `x`. `weight` is (out, in, ...)."""
     _convolve(x, weight, (0, 1), bias, options.stride, _windows(y, weight, options), y, add)
 
 
-def _windows(y: torch.Tensor, weight: torch.Tensor, options: Options) -> list[_Axis]:
+def _windows(y: torch.Tensor, weight: torch.Tensor, options: ConvOptions) -> list[_Axis]:
     _, padding, dilation, *_ = options
     sizes = zip(y.shape[2:], weight.shape[2:], padding, dilation, strict=True)
     return [_Axis(0, 1, size, -pad, taps, 0, 1, apart) for size, taps, pad, apart in sizes]
 
 
 def _scatter(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, options: Options, y: torch.Tensor, add: bool
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, options: ConvOptions, y: torch.Tensor, add: bool
 ) -> None:
     """`y`, or what is added to it: each element of `x` is spread over a window of it. `weight` is (in, out, ...)."""
     stride, padding, dilation, *_ = options
@@ -286,7 +286,7 @@ def _over(
     return over
 
 
-def _gradient_of_weight(x: torch.Tensor, grad: torch.Tensor, of_weight: torch.Tensor, options: Options) -> None:
+def _gradient_of_weight(x: torch.Tensor, grad: torch.Tensor, of_weight: torch.Tensor, options: ConvOptions) -> None:
     stride, padding, dilation, *_ = options
     axes = [
         _Axis(0, 1, grad.shape[axis + 2], -padding[axis], of_weight.shape[axis + 2], 0, 1, dilation[axis])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shoal.kernels.norm.norm_act import activated, activated_backward, norm_act
-from shoal.kernels.norm.norm_sweeps import Affine
+from shoal.kernels.norm.norm_sweeps import NormAffine
 from shoal.lowlevel.native import levels
 from tests.norm_reference import assert_no_worse, row
 
@@ -135,7 +135,7 @@ def test_activated_and_its_backward_are_norm_act_without_autograd(layout: torch.
     grad, leaf = torch.ones_like(x), x.clone().requires_grad_()
     z = norm_act([leaf], *vectors, None, relu)
     expected = torch.autograd.grad(z, [leaf, *vectors], grad)
-    plain = Affine(*(vector.detach() for vector in vectors))
+    plain = NormAffine(*(vector.detach() for vector in vectors))
     torch.testing.assert_close(activated(x, plain, relu, torch.float32), z.detach())
     assert activated(x, plain, relu, torch.bfloat16).dtype == torch.bfloat16
     of_x, of_vectors = activated_backward(grad, x, plain, relu, [True, True])

@@ -14,8 +14,8 @@ from shoal.errors import InputError
 from shoal.kernels.norm import norm_conv_native
 from shoal.kernels.norm.norm_conv_native import ConvWindow, NormConv
 from shoal.kernels.norm.norm_rows import native_row_stride as row_stride
-from shoal.kernels.norm.norm_sweeps import Affine, affine_of
-from shoal.kernels.norm.statistics import Measured
+from shoal.kernels.norm.norm_sweeps import NormAffine, affine_of
+from shoal.kernels.norm.statistics import MeasuredNorm
 from shoal.lowlevel import allocations
 from shoal.lowlevel.dispatch import VARIABLE
 from shoal.lowlevel.native import LEVELS, levels
@@ -101,7 +101,7 @@ def native(
     y, mean_y, variance_y = norm_conv_native.forward(x, layer, statistics, out=out, winograd=winograd, level=level)
     assert mean_y.numel() == variance_y.numel() == (outer if statistics else 0)
     needs = [True, case.mean is not None, True, case.bias is not None]
-    measured = None if of_mean is None or of_variance is None else Measured(y, mean_y, of_mean, of_variance)
+    measured = None if of_mean is None or of_variance is None else MeasuredNorm(y, mean_y, of_mean, of_variance)
     gradients = norm_conv_native.backward(grad, measured, x, layer, needs, grad_x=into, winograd=winograd, level=level)
     return [y, *((mean_y, variance_y) if statistics else (None, None)), *gradients]
 
@@ -393,7 +393,7 @@ def test_gradients_that_are_all_alike_add_up_to_their_number(level: str, winogra
     grad = channels_last(torch.full((2, 3, 40, 40), each))
     ones = torch.ones(3)
     _, _, _, of_shift, _, _ = norm_conv_native.backward(
-        *(grad, None, x, NormConv(Affine(0 * ones, ones, 0 * ones), False, weight, None, window(kernel))),
+        *(grad, None, x, NormConv(NormAffine(0 * ones, ones, 0 * ones), False, weight, None, window(kernel))),
         [True, True, False, False],
         winograd=winograd,
         level=level,
@@ -413,11 +413,11 @@ def test_a_factor_gives_the_bits_of_the_product(
     generator = torch.Generator().manual_seed(0)
     x, grad = (channels_last(torch.randn(2, n, 9, 14, generator=generator)) for n in channels)
     weight = torch.randn(channels[1], channels[0], kernel, kernel, generator=generator)
-    affine = Affine(*(torch.rand(channels[0], generator=generator) for _ in range(3)))
+    affine = NormAffine(*(torch.rand(channels[0], generator=generator) for _ in range(3)))
     factor, *of_statistics = (torch.randn(channels[1], generator=generator) for _ in range(3))
     layer = NormConv(affine, True, weight, None, window(kernel))
     y, mean_y, _ = norm_conv_native.forward(x, layer, True)
-    measured = Measured(y, mean_y, *of_statistics) if statistics else None
+    measured = MeasuredNorm(y, mean_y, *of_statistics) if statistics else None
     needs = [True, True, True, True]
 
     def gradients(grad: torch.Tensor, factor: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shoal.errors import InputError
 from shoal.kernels.norm.norm_sweeps import NATIVE as passes
-from shoal.kernels.norm.norm_sweeps import Affine
+from shoal.kernels.norm.norm_sweeps import NormAffine
 from shoal.lowlevel.native import levels
 from tests.norm_reference import assert_no_worse, row
 from tests.raising import raising
@@ -74,7 +74,7 @@ def test_normalise_and_its_gradient_are_as_exact_as_plain_float32(
         return [z.detach(), *gradients, *([] if adds else [None])]
 
     z, of_x, of_residual = (pixels(shape, seed, gap) for _ in range(3))
-    affine = Affine(mean, scale, shift)
+    affine = NormAffine(mean, scale, shift)
     passes.norm_act(x, affine, residual, relu, z, level=level)
     of_scale, of_shift = passes.norm_act_backward(
         grad, z if relu and adds else None, x, affine, relu, of_x, of_residual if adds else None, level=level
@@ -88,7 +88,7 @@ def test_normalise_and_its_gradient_are_as_exact_as_plain_float32(
 @each_level
 def test_what_is_not_wanted_is_not_written(level: str) -> None:
     x, grad = pixels((2, 19, 5, 6), 0, 0), pixels((2, 19, 5, 6), 1, 0)
-    affine = Affine(*torch.randn(3, 19))
+    affine = NormAffine(*torch.randn(3, 19))
     whole = [torch.empty_like(x), torch.empty_like(x)]
     expected = passes.norm_act_backward(grad, None, x, affine, True, *whole, level=level)
     found = passes.norm_act_backward(grad, None, x, affine, True, None, None, level=level)
@@ -99,7 +99,7 @@ def test_what_is_not_wanted_is_not_written(level: str) -> None:
 def test_tensors_of_two_shapes_are_refused() -> None:
     x, out = pixels((2, 19, 5, 6), 0, 0), pixels((2, 20, 5, 6), 0, 0)
     with pytest.raises(InputError):
-        passes.norm_act(x, Affine(*torch.randn(3, 19)), None, True, out)
+        passes.norm_act(x, NormAffine(*torch.randn(3, 19)), None, True, out)
 
 
 def test_what_is_no_channels_last_tensor_is_left_to_others() -> None:
@@ -117,7 +117,7 @@ def test_gradients_that_are_all_alike_add_up_to_their_number(level: str) -> None
     x, grad = pixels((4, 5, 32, 32), 0, 0), torch.empty(4, 5, 32, 32).to(memory_format=torch.channels_last)
     each = torch.tensor([0.1, 0.3, 0.7, 1 / 3, 1e-3])
     grad.copy_(row(each).expand_as(grad))
-    affine = Affine(torch.zeros(5), torch.ones(5), torch.zeros(5))
+    affine = NormAffine(torch.zeros(5), torch.ones(5), torch.zeros(5))
     of_scale, of_shift = passes.norm_act_backward(grad, None, x, affine, False, None, None, level=level)
     torch.testing.assert_close(of_shift.double(), each.double() * 4096, rtol=3e-7, atol=0.0)
     products = grad.double() * x.double()

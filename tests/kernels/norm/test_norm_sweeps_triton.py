@@ -12,8 +12,8 @@ import torch
 
 from shoal.errors import InputError
 from shoal.kernels.norm.norm_act import activated, norm_act
-from shoal.kernels.norm.norm_sweeps import TRITON, TRITON_KERNELS, Affine, sweeps
-from shoal.kernels.norm.statistics import Measured, measure, statistics, whole_gradient
+from shoal.kernels.norm.norm_sweeps import TRITON, TRITON_KERNELS, NormAffine, sweeps
+from shoal.kernels.norm.statistics import MeasuredNorm, measure, statistics, whole_gradient
 from shoal.lowlevel import triton_launch
 from tests.interpreter import drawn, each_shape, not_interpreted, on_device, with_triton
 from tests.kernels_elsewhere import compiled_for, each_capability, kernels_of, there
@@ -70,9 +70,9 @@ def test_normalise_and_its_gradient_are_as_exact_as_plain_float32(
 
     z, of_x, masked = (drawn(shape, layout, 3, device, gap) for _ in range(3))
     assert TRITON.applies(x, grad, z, of_x, masked)
-    TRITON.norm_act(x, Affine(mean, scale, shift), residual, relu, z)
+    TRITON.norm_act(x, NormAffine(mean, scale, shift), residual, relu, z)
     of_scale, of_shift = TRITON.norm_act_backward(
-        grad, z if adds else None, x, Affine(mean, scale, shift), relu, of_x, masked if adds else None
+        grad, z if adds else None, x, NormAffine(mean, scale, shift), relu, of_x, masked if adds else None
     )
     ours = [z, of_x, -scale * of_shift, of_scale, of_shift, *([masked] if adds else [])]
     names = ("z", "x", "mean", "scale", "shift", "residual")[: len(ours)]
@@ -91,11 +91,11 @@ def test_narrow_tensors_are_rounded_once(device: str, dtype: torch.dtype, layout
     torch.testing.assert_close(mean.double(), x.double().mean((0, 2, 3)), rtol=1e-6, atol=1e-6)
     _, scale, shift = vectors(37, device)
     z, of_x = torch.empty_like(x), torch.empty_like(x, dtype=torch.float32)
-    TRITON.norm_act(x, Affine(mean, scale, shift), residual, True, z)
+    TRITON.norm_act(x, NormAffine(mean, scale, shift), residual, True, z)
     exact = ((x.double() - row(mean)) * row(scale) + row(shift) + residual.double()).relu()
     step = torch.finfo(dtype).eps
     torch.testing.assert_close(z.double(), exact, rtol=step, atol=1e-6)
-    of_scale, of_shift = TRITON.norm_act_backward(grad, z, x, Affine(mean, scale, shift), True, of_x, None)
+    of_scale, of_shift = TRITON.norm_act_backward(grad, z, x, NormAffine(mean, scale, shift), True, of_x, None)
     da = grad.double() * (z > 0)
     torch.testing.assert_close(of_x.double(), da * row(scale), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(of_shift.double(), da.sum((0, 2, 3)), rtol=1e-5, atol=1e-4)
@@ -121,9 +121,9 @@ def test_the_ops_call_them_and_agree_with_pytorchs_own(
         loss = z.square().mean((2, 3)).sum() + (mean * variance).sum()
         parts = (
             measure(xs[0].detach()),
-            whole_gradient(xs[1].detach(), Measured(*(t.detach() for t in (xs[1], mean, mean, variance)))),
+            whole_gradient(xs[1].detach(), MeasuredNorm(*(t.detach() for t in (xs[1], mean, mean, variance)))),
         )
-        a = activated(xs[0].detach(), Affine(*(leaf.detach()[:3] for leaf in leaves[2:])), True, torch.float32)
+        a = activated(xs[0].detach(), NormAffine(*(leaf.detach()[:3] for leaf in leaves[2:])), True, torch.float32)
         return [z, mean, variance, *parts[0], parts[1], a, *torch.autograd.grad(loss, wanted)]
 
     asked: list[str] = []
@@ -144,7 +144,7 @@ def test_the_ops_call_them_and_agree_with_pytorchs_own(
 def test_a_nan_stays_one(device: str) -> None:
     x = torch.tensor([[[1.0, torch.nan, -1.0]]], device=device)
     one, out = torch.ones(1, device=device), torch.empty_like(x)
-    TRITON.norm_act(x, Affine(0 * one, one, 0 * one), None, True, out)
+    TRITON.norm_act(x, NormAffine(0 * one, one, 0 * one), None, True, out)
     assert out.isnan().tolist() == [[[False, True, False]]] and out[0, 0, 2] == 0
 
 
@@ -159,9 +159,9 @@ def test_what_they_do_not_read_is_left_to_others(device: str) -> None:
     assert not TRITON.applies(x.transpose(2, 3)) and not TRITON.applies(x[:, :, ::2])
     assert not TRITON.applies(x[0, 0, 0]) and not TRITON.applies(x[:, :, :1, :1].expand(2, 3, 4, 5))
     with raising(InputError, "channels_last"):
-        TRITON.norm_act(x, Affine(*vectors(3, device)), None, True, other)
+        TRITON.norm_act(x, NormAffine(*vectors(3, device)), None, True, other)
     with pytest.raises(InputError):
-        TRITON.norm_act(x, Affine(*vectors(3, device)), None, True, x[:1])
+        TRITON.norm_act(x, NormAffine(*vectors(3, device)), None, True, x[:1])
 
 
 @on_device
@@ -195,10 +195,10 @@ def test_they_compile_for_a_device_that_is_not_here(capability: int) -> None:
         for y, residual in ((x, x), (late, None)):
             mean = there(y.shape[1])
             TRITON.statistics(y)
-            TRITON.norm_act(y, Affine(mean, mean, mean), residual, True, y)
-            TRITON.norm_act_backward(y, residual, y, Affine(mean, mean, mean), True, y, residual)
+            TRITON.norm_act(y, NormAffine(mean, mean, mean), residual, True, y)
+            TRITON.norm_act_backward(y, residual, y, NormAffine(mean, mean, mean), True, y, residual)
         dense, mean = there(32, 96, 28, 28, dtype=torch.float16, channels_last=True, gap=32), there(96)
-        TRITON.norm_act_backward(dense, None, dense, Affine(mean, mean, mean), True, None, None)
+        TRITON.norm_act_backward(dense, None, dense, NormAffine(mean, mean, mean), True, None, None)
     assert found.keys() == kernels_of(norm_triton_kernels)
     for name in found.keys() - {"merge"}:
         assert any("ld.global.v4" in ptx for ptx in found[name])  # 16 bytes at a time

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shoal.kernels.memory_format import memory_format_of
-from shoal.kernels.norm.statistics import Measured, statistics, whole_gradient
+from shoal.kernels.norm.statistics import MeasuredNorm, statistics, whole_gradient
 
 
 @pytest.mark.parametrize("offset", [0.0, 1000.0])
@@ -44,7 +44,7 @@ def test_the_whole_gradient_is_that_of_the_tensor_and_of_its_statistics(
     variance, mean = torch.var_mean(exact, (0, 2, 3), correction=0)
     loss = (mean * of_mean).sum() + (variance * of_variance).sum() + (0.0 if grad is None else (exact * grad).sum())
     (expected,) = torch.autograd.grad(loss, exact)
-    measured = Measured(x, mean.float().detach(), of_mean, of_variance)
+    measured = MeasuredNorm(x, mean.float().detach(), of_mean, of_variance)
     found = whole_gradient(grad, measured)
     torch.testing.assert_close(found, expected.float())
     narrow = whole_gradient(grad, measured, torch.bfloat16)

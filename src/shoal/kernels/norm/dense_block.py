@@ -19,8 +19,8 @@ from shoal.kernels.batch_norm_vectors import batch_norm_scale, batch_norm_scale_
 from shoal.kernels.memory_format import dense_in_format, memory_format_of, suggested_memory_format
 from shoal.kernels.norm.norm_conv import convolve, convolve_backward
 from shoal.kernels.norm.norm_conv_native import ConvWindow, NormConv
-from shoal.kernels.norm.norm_sweeps import Affine
-from shoal.kernels.norm.statistics import Measured, measure, whole_gradient, wide
+from shoal.kernels.norm.norm_sweeps import NormAffine
+from shoal.kernels.norm.statistics import MeasuredNorm, measure, whole_gradient, wide
 from shoal.lowlevel.direct_call import register_op
 
 Moments = tuple[torch.Tensor, torch.Tensor]  # mean, variance
@@ -130,7 +130,7 @@ def _step(
 
 def _layer(step: DenseLayer, mean: torch.Tensor, variance: torch.Tensor) -> NormConv:
     """A step given the statistics of what it reads, its batch norm in the dtype of `variance`."""
-    affine = Affine(mean, batch_norm_scale(variance, step.gamma, step.eps), step.beta.to(variance.dtype))
+    affine = NormAffine(mean, batch_norm_scale(variance, step.gamma, step.eps), step.beta.to(variance.dtype))
     return NormConv(affine, step.relu, step.weight, None, _window(step.weight))
 
 
@@ -181,7 +181,7 @@ def _backward(
             x, mean, variance = read[place]
             step = layer[place]
             into = None if place else sums[:, :have]
-            known, needs = Measured(y, mean_y, of_mean, of_variance), (True, True, True, False)
+            known, needs = MeasuredNorm(y, mean_y, of_mean, of_variance), (True, True, True, False)
             of_x, of_read_mean, of_scale, of_beta, of_weight, _ = convolve_backward(
                 of_y, known, x, _layer(step, mean, variance), needs, into
             )
@@ -196,7 +196,7 @@ def _backward(
         of_variances[:have] += of_variance
     x, of_x = features[:, :have], sums[:, :have]
     mean, of_mean, of_variance = (vectors[:have] for vectors in (means, of_means, of_variances))
-    of_x = whole_gradient(of_x, Measured(x, mean, of_mean, of_variance)) if measured else of_x
+    of_x = whole_gradient(of_x, MeasuredNorm(x, mean, of_mean, of_variance)) if measured else of_x
     grads = [tensor for triple in reversed(of_parameters) for tensor in triple]
     return [
         _empty(features, have).copy_(of_x),

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from shoal.kernels.memory_format import memory_format_of
 from shoal.kernels.norm.norm_act import activated, activated_backward, backward_, normalised
-from shoal.kernels.norm.norm_sweeps import Affine, sweeps
+from shoal.kernels.norm.norm_sweeps import NormAffine, sweeps
 from shoal.lowlevel.direct_call import register_op
 
 
@@ -78,7 +78,7 @@ def sliced_norm_(
 ) -> torch.Tensor:
     """`sliced_norm` that writes over `x`; the same bits."""
     (seen,) = _pictures(x)
-    kernel, relu, affine = sweeps(seen), activation == "relu", Affine(mean, scale, shift)
+    kernel, relu, affine = sweeps(seen), activation == "relu", NormAffine(mean, scale, shift)
     if kernel is None:
         x.copy_(activated(x, affine, relu, x.dtype))
     else:
@@ -97,7 +97,7 @@ def _activate_(x: torch.Tensor, activation: str) -> torch.Tensor:
 
 
 def _let_through(
-    grad: torch.Tensor, x: torch.Tensor, affine: Affine, activation: str, *, overwrite: bool
+    grad: torch.Tensor, x: torch.Tensor, affine: NormAffine, activation: str, *, overwrite: bool
 ) -> torch.Tensor:
     """`grad` as an activation that is not in the sweep lets it through; what that was of is computed again."""
     line = normalised(x, affine)
@@ -123,7 +123,7 @@ def _sums(
     grad: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, activation: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Of grad * (x - mean) and of grad, as an activation behind the norm lets it through: (C,)."""
-    affine = Affine(mean, scale, shift)
+    affine = NormAffine(mean, scale, shift)
     if activation not in _IN_THE_SWEEP:
         grad = _let_through(grad, x, affine, activation, overwrite=False)
     relu = activation == "relu"
@@ -172,7 +172,7 @@ def sliced_norm_gradient_(
         slope, constant: (C,), by how much the gradient moves for each step from the mean, and in any case.
         activation: as of `sliced_norm`.
     """
-    affine, moves = Affine(mean, scale, shift), Affine(mean, slope, constant)
+    affine, moves = NormAffine(mean, scale, shift), NormAffine(mean, slope, constant)
     if activation not in _IN_THE_SWEEP:
         _let_through(grad, x, affine, activation, overwrite=True)
     relu = activation == "relu"

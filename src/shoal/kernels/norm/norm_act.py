@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from shoal.kernels.memory_format import dense_in_format, in_format, memory_format_of
-from shoal.kernels.norm.norm_sweeps import Affine, sweeps
+from shoal.kernels.norm.norm_sweeps import NormAffine, sweeps
 from shoal.kernels.norm.statistics import by_channel
 from shoal.lowlevel.direct_call import register_op
 
@@ -53,7 +53,7 @@ def joined(xs: Sequence[torch.Tensor]) -> torch.Tensor:
     return xs[0] if len(xs) == 1 else torch.cat(list(xs), 1)
 
 
-def normalised(x: torch.Tensor, affine: Affine) -> torch.Tensor:
+def normalised(x: torch.Tensor, affine: NormAffine) -> torch.Tensor:
     """(x - mean) * scale + shift, in the dtype of `x`."""
     mean, scale, shift = affine
     # PyTorch's own in eval mode is one sweep; its variance is one here.
@@ -61,7 +61,7 @@ def normalised(x: torch.Tensor, affine: Affine) -> torch.Tensor:
     return line
 
 
-def reduced(grad: torch.Tensor, x: torch.Tensor, affine: Affine) -> Affine:
+def reduced(grad: torch.Tensor, x: torch.Tensor, affine: NormAffine) -> NormAffine:
     """Gradients of mean, scale and shift from that of the normalised tensor."""
     mean = affine.mean
     if x.is_cpu and memory_format_of(x) != torch.contiguous_format:
@@ -92,13 +92,13 @@ def _channel_sums(grad: torch.Tensor, x: torch.Tensor, mean: torch.Tensor) -> tu
     return products, total
 
 
-def activated(x: torch.Tensor, affine: Affine | None, relu: bool, dtype: torch.dtype) -> torch.Tensor:
+def activated(x: torch.Tensor, affine: NormAffine | None, relu: bool, dtype: torch.dtype) -> torch.Tensor:
     """relu((x - mean) * scale + shift) in `dtype`, without autograd; relu(x) if `affine` is None.
 
     The result is laid out as PyTorch's batch norm lays its own out, whatever computes it; `x` itself stays as it is.
 
     >>> one = torch.ones(1)
-    >>> activated(torch.tensor([[[1.0, 5.0]]]), Affine(3 * one, 2 * one, one), True, torch.float32)
+    >>> activated(torch.tensor([[[1.0, 5.0]]]), NormAffine(3 * one, 2 * one, one), True, torch.float32)
     tensor([[[0., 5.]]])
     """
     if affine is None:
@@ -114,8 +114,8 @@ def activated(x: torch.Tensor, affine: Affine | None, relu: bool, dtype: torch.d
 
 
 def activated_backward(
-    grad: torch.Tensor, x: torch.Tensor, affine: Affine, relu: bool, needs: Sequence[bool]
-) -> tuple[torch.Tensor | None, Affine | None]:
+    grad: torch.Tensor, x: torch.Tensor, affine: NormAffine, relu: bool, needs: Sequence[bool]
+) -> tuple[torch.Tensor | None, NormAffine | None]:
     """From the gradient of `activated`: that of x, and those of mean, scale and shift.
 
     Args:
@@ -156,7 +156,7 @@ def _forward(
     residual: torch.Tensor | None,
     relu: bool,
 ) -> torch.Tensor:
-    affine, layout = Affine(mean, scale, shift), memory_format_of(xs[0])
+    affine, layout = NormAffine(mean, scale, shift), memory_format_of(xs[0])
     given = [in_format(x, layout) for x in xs]
     added = None if residual is None else in_format(residual, layout)
     out = _empty(xs, residual)
@@ -196,7 +196,7 @@ def _backward(
     grad: torch.Tensor, xs: list[torch.Tensor], mean: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, *rest: Any
 ) -> list[torch.Tensor]:
     """`needs`: of xs, of the vectors, of the residual after a ReLU, which comes first."""
-    of_xs, of_vectors, masked = _gradients(grad, xs, Affine(mean, scale, shift), *rest)
+    of_xs, of_vectors, masked = _gradients(grad, xs, NormAffine(mean, scale, shift), *rest)
     return [*([] if masked is None else [masked]), *of_xs, *(of_vectors or ())]
 
 
@@ -205,13 +205,13 @@ def backward_(*arguments: Any) -> list[torch.Tensor]:
     return _backward(*arguments, True)
 
 
-_Gradients = tuple[list[torch.Tensor], Affine | None, torch.Tensor | None]
+_Gradients = tuple[list[torch.Tensor], NormAffine | None, torch.Tensor | None]
 
 
 def _gradients(
     grad: torch.Tensor,
     xs: Sequence[torch.Tensor],
-    affine: Affine,
+    affine: NormAffine,
     z: torch.Tensor | None,
     relu: bool,
     needs: Sequence[bool],
@@ -247,7 +247,7 @@ def _gradients(
 def _reference_gradients(
     grad: torch.Tensor,
     xs: Sequence[torch.Tensor],
-    affine: Affine,
+    affine: NormAffine,
     z: torch.Tensor | None,
     relu: bool,
     needs: Sequence[bool],

@@ -23,7 +23,7 @@ from shoal.kernels.norm.norm_act import activated, activated_backward, joined, p
 from shoal.kernels.norm.norm_conv_native import ConvWindow, NormConv
 from shoal.kernels.norm.norm_rows import native_row_stride
 from shoal.kernels.norm.norm_sweeps import affine_of
-from shoal.kernels.norm.statistics import Measured, by_channel, measure, whole_gradient, wide
+from shoal.kernels.norm.statistics import MeasuredNorm, by_channel, measure, whole_gradient, wide
 from shoal.lowlevel.direct_call import register_op
 from shoal.lowlevel.dispatch import DispatchedOp, Implementation, choose, register
 
@@ -154,7 +154,7 @@ def backward_onto(*operands: Any) -> list[torch.Tensor]:
     grad, of_mean, of_variance, xs, y, mean_y, *vectors, relu, weight = operands[:11]
     *moves, needs, factor, onto = operands[11:]
     measured = (
-        None if y is None or of_mean is None or of_variance is None else Measured(y, mean_y, of_mean, of_variance)
+        None if y is None or of_mean is None or of_variance is None else MeasuredNorm(y, mean_y, of_mean, of_variance)
     )
     layer = NormConv(affine_of(*vectors), relu, weight, None, ConvWindow(*moves))
     of_x, *of_vectors, of_weight, of_bias = convolve_backward(grad, measured, joined(xs), layer, needs, onto, factor)
@@ -166,7 +166,7 @@ def backward_onto(*operands: Any) -> list[torch.Tensor]:
 
 def convolve_backward(
     grad: torch.Tensor,
-    measured: Measured | None,
+    measured: MeasuredNorm | None,
     x: torch.Tensor,
     layer: NormConv,
     needs: Sequence[bool],

@@ -21,8 +21,8 @@ import torch
 
 from shoal.errors import InputError
 from shoal.kernels.norm.norm_rows import address, empty_rows, in_rows, native_row_stride, run_in_workspace, vector
-from shoal.kernels.norm.norm_sweeps import Affine
-from shoal.kernels.norm.statistics import Measured
+from shoal.kernels.norm.norm_sweeps import NormAffine
+from shoal.kernels.norm.statistics import MeasuredNorm
 from shoal.lowlevel.dispatch import allowed, level_number
 from shoal.lowlevel.native import levels
 
@@ -57,7 +57,7 @@ class NormConv(NamedTuple):
         window: of the convolution.
     """
 
-    affine: Affine | None
+    affine: NormAffine | None
     relu: bool
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -180,7 +180,7 @@ def forward(
 
 def backward(
     grad: torch.Tensor,
-    measured: Measured | None,
+    measured: MeasuredNorm | None,
     x: torch.Tensor,
     layer: NormConv,
     needs: Sequence[bool],
@@ -226,7 +226,7 @@ def backward(
     run_in_workspace("shoal_norm_conv_backward", call, "shoal_norm_conv_workspace_bytes", 1)
     found: tuple[torch.Tensor | None, ...] = (None, None, None)
     if needs[1] and affine is not None:
-        of_vectors = Affine(*vectors).gradients(of_scale, of_shift)
+        of_vectors = NormAffine(*vectors).gradients(of_scale, of_shift)
         found = tuple(of.to(to.dtype) for of, to in zip(of_vectors, affine, strict=True))
     of_bias = None
     if needs[3]:
@@ -236,7 +236,7 @@ def backward(
     return into if needs[0] else None, *found, of_weight if needs[2] else None, of_bias
 
 
-def vectors_of(x: torch.Tensor, affine: Affine | None) -> list[torch.Tensor]:
+def vectors_of(x: torch.Tensor, affine: NormAffine | None) -> list[torch.Tensor]:
     """Mean, scale and shift as the kernels read them."""
     channels = x.shape[1]
     return list(map(vector, affine or (torch.zeros(channels), torch.ones(channels), torch.zeros(channels))))

@@ -29,25 +29,25 @@ _BYTES = "shoal_norm_pass_workspace_bytes"
 _MAX_KNOWN = 4096  # forms of tensors whose parts are remembered
 
 
-class Affine(NamedTuple):
+class NormAffine(NamedTuple):
     """(x - mean) * scale + shift for each channel of x, (N, C, ...); the vectors are (C,)."""
 
     mean: torch.Tensor
     scale: torch.Tensor
     shift: torch.Tensor
 
-    def of(self, channels: slice) -> Affine:
+    def of(self, channels: slice) -> NormAffine:
         """The vectors of some channels."""
-        return Affine(*(values[channels] for values in self))
+        return NormAffine(*(values[channels] for values in self))
 
-    def gradients(self, of_scale: torch.Tensor, of_shift: torch.Tensor) -> Affine:
+    def gradients(self, of_scale: torch.Tensor, of_shift: torch.Tensor) -> NormAffine:
         """Gradients of all vectors, given those of scale and shift."""
-        return Affine(-self.scale * of_shift, of_scale, of_shift)
+        return NormAffine(-self.scale * of_shift, of_scale, of_shift)
 
 
-def affine_of(mean: torch.Tensor | None, scale: torch.Tensor | None, shift: torch.Tensor | None) -> Affine | None:
+def affine_of(mean: torch.Tensor | None, scale: torch.Tensor | None, shift: torch.Tensor | None) -> NormAffine | None:
     """The optional vectors of an op as one; None if they are: nothing is normalised."""
-    return None if mean is None or scale is None or shift is None else Affine(mean, scale, shift)
+    return None if mean is None or scale is None or shift is None else NormAffine(mean, scale, shift)
 
 
 class _NormSweepsPass(ctypes.Structure):
@@ -97,7 +97,7 @@ class _NormSweepsNative:
     def norm_act(
         self,
         x: torch.Tensor,
-        affine: Affine,
+        affine: NormAffine,
         residual: torch.Tensor | None,
         relu: bool,
         out: torch.Tensor,
@@ -124,7 +124,7 @@ class _NormSweepsNative:
         grad: torch.Tensor,
         z: torch.Tensor | None,
         x: torch.Tensor,
-        affine: Affine,
+        affine: NormAffine,
         relu: bool,
         grad_x: torch.Tensor | None,
         masked: torch.Tensor | None,
@@ -171,7 +171,7 @@ def _rows(tensor: torch.Tensor | None, x: torch.Tensor) -> tuple[int | None, int
 def _call(
     x: torch.Tensor, level: str | None, vectors: Sequence[torch.Tensor] = (), relu: bool = False
 ) -> _NormSweepsPass:
-    """What all have in common; it points into `x` and `vectors`, those of an `Affine`."""
+    """What all have in common; it points into `x` and `vectors`, those of an `NormAffine`."""
     rows = x.numel() // x.shape[1] if x.numel() else 0
     call = _NormSweepsPass(rows=rows, channels=x.shape[1], relu=relu, x=x.data_ptr(), ld_x=_row_stride(x))
     call.threads, call.level = max(1, min(torch.get_num_threads(), rows)), level_number(level)
@@ -223,7 +223,7 @@ class _NormSweepsTriton:
         return mean, variance
 
     def norm_act(
-        self, x: torch.Tensor, affine: Affine, residual: torch.Tensor | None, relu: bool, out: torch.Tensor
+        self, x: torch.Tensor, affine: NormAffine, residual: torch.Tensor | None, relu: bool, out: torch.Tensor
     ) -> None:
         def made() -> Launch:
             grid, strides = grid_of(x, residual, out)
@@ -239,7 +239,7 @@ class _NormSweepsTriton:
         grad: torch.Tensor,
         z: torch.Tensor | None,
         x: torch.Tensor,
-        affine: Affine,
+        affine: NormAffine,
         relu: bool,
         grad_x: torch.Tensor | None,
         masked: torch.Tensor | None,
@@ -271,7 +271,7 @@ class _NormSweepsTriton:
 
 def _try_on(device: torch.device) -> None:
     one = torch.ones((1, 1), device=device)
-    TRITON.norm_act(one, Affine(one[0], one[0], one[0]), None, True, torch.empty_like(one))
+    TRITON.norm_act(one, NormAffine(one[0], one[0], one[0]), None, True, torch.empty_like(one))
 
 
 TRITON_KERNELS = TritonKernels("shoal.kernels.norm.norm_triton_kernels", "PyTorch's own kernels", InputError, _try_on)

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import torch
 
 from shoal.kernels.memory_format import dense_in_format, in_format, memory_format_of
-from shoal.kernels.norm.norm_sweeps import Affine, sweeps
+from shoal.kernels.norm.norm_sweeps import NormAffine, sweeps
 from shoal.lowlevel.direct_call import register_op
 
 
-class Measured(NamedTuple):
+class MeasuredNorm(NamedTuple):
     """A tensor, (N, C, ...), its mean, and the gradients of its mean and variance, summed over their readers; (C,)."""
 
     x: torch.Tensor
@@ -69,7 +69,10 @@ def measure(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def whole_gradient(
-    grad: torch.Tensor | None, measured: Measured, dtype: torch.dtype | None = None, factor: torch.Tensor | None = None
+    grad: torch.Tensor | None,
+    measured: MeasuredNorm,
+    dtype: torch.dtype | None = None,
+    factor: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The gradient of a tensor whose statistics were used too: one affine map for all their readers.
 
@@ -89,7 +92,7 @@ def whole_gradient(
         if added is not None and factor is not None:
             into = whole if whole.dtype == torch.result_type(added, factor) else None
             added = torch.mul(added, by_channel(factor, added), out=into)
-        kernel.norm_act(x, Affine(mean, slope, constant), added, False, whole)
+        kernel.norm_act(x, NormAffine(mean, slope, constant), added, False, whole)
         return whole
     del whole, added
     if grad is not None and factor is not None:
@@ -104,7 +107,7 @@ def _forward_fake(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _backward(of_mean: torch.Tensor, of_variance: torch.Tensor, x: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
-    whole = whole_gradient(None, Measured(x, mean, of_mean, of_variance), x.dtype)
+    whole = whole_gradient(None, MeasuredNorm(x, mean, of_mean, of_variance), x.dtype)
     return dense_in_format(whole, memory_format_of(x))
 
 
