@@ -111,10 +111,10 @@ class Options:
         self._check_number("codec_seed", 0, "a seed from 0 to 2**63 - 1, or None to round to nearest")
         exempt = self.codec_exempt
         try:
-            known = not isinstance(exempt, str | Mapping) and EXEMPTIONS.issuperset(exempt)
+            is_known = not isinstance(exempt, str | Mapping) and EXEMPTIONS.issuperset(exempt)
         except TypeError:  # not iterable, or of values without a hash
-            known = False
-        if not known:
+            is_known = False
+        if not is_known:
             raise InputError(
                 f"codec_exempt={brief(exempt)}; expected some of {', '.join(sorted(EXEMPTIONS))}, or () for none"
             )
