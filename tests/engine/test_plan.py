@@ -296,8 +296,8 @@ class OfADict(nn.Module):
         return self.conv(batch["image"])
 
 
-def test_an_argument_that_is_no_tensor_is_given_in_a_tuple() -> None:
+def test_a_dict_that_is_one_argument_is_given_in_a_tuple() -> None:
     batch = {"image": torch.empty(2, 3, 8, 8)}
-    with raising(InputError, "example={'image'", "(example,)"):
-        shoal.plan(OfADict(), batch, "1GiB")  # type: ignore[arg-type]
+    with raising(InputError, "'batch'", "(example,)"):
+        shoal.plan(OfADict(), batch, "1GiB")
     assert shoal.plan(OfADict(), (batch,), "1GiB", allow="keep").predicted_peak_bytes > 0

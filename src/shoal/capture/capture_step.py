@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any, TypeVar
 
 import torch
@@ -30,7 +31,7 @@ from shoal.capture.failed_traces import line_of_failure
 from shoal.capture.fx_nodes import input_layers, parameter_places
 from shoal.capture.sizes_of_values import break_at_unknown_sizes
 from shoal.capture.step_reader import capture
-from shoal.errors import CaptureError
+from shoal.errors import CaptureError, InputError
 from shoal.lowlevel.torch_internals import eager_kernels
 
 Result = TypeVar("Result")
@@ -77,11 +78,13 @@ def in_dynamo(
         read: called with the graph and its inputs, while Dynamo waits for what its backend returns.
 
     Raises:
-        InputError: `example` is none of `arguments_of`.
+        InputError: `example` is none of `arguments_of`, or names other arguments than the model takes.
         CaptureError: the model is not one graph, or has no output that needs a gradient.
         InputRefused: the model raises an exception of its own.
     """
     args, kwargs = arguments_of(example)
+    if kwargs:
+        _reject_other_names(model, kwargs, name)
     modes = [(module, module.training) for module in model.modules()]
     if not model.training:
         model.train()
@@ -110,6 +113,13 @@ def in_dynamo(
         for module, training in modes:
             module.training = training
     raise CaptureError(_NO_STEP)
+
+
+def _reject_other_names(model: nn.Module, kwargs: Mapping[str, Any], name: str) -> None:
+    try:
+        signature(model.forward).bind(**kwargs)
+    except TypeError as error:
+        raise InputError(f"{name}.forward: {error}; type (example,) to pass a dict as its only argument") from None
 
 
 class InputRefused(CaptureError):
