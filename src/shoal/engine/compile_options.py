@@ -30,7 +30,7 @@ _OF_A_BACKEND = (
 
 @dataclass(frozen=True)
 class OffloadOptions:
-    """Where saved tensors may wait beside the device.
+    """Where saved tensors may wait other than on the device.
 
     Attributes:
         to: "host", a folder on a local disk, "auto" for "host" where the device has memory of its own, None for
@@ -206,7 +206,7 @@ class CompileOptions:
 
     @property
     def form_means(self) -> frozenset[str]:
-        """The means that the forms of a step may use: `joint` alone chooses how ops are computed."""
+        """The means that the forms of a step may use: only `joint` chooses how ops are computed."""
         return self.means if self.planner == DEFAULT_PLANNER else self.means - KERNEL_MEANS
 
     def offloading(self, device_type: str) -> Offloading | None:

@@ -30,7 +30,7 @@ Gradients = tuple[torch.Tensor | None, ...]
 
 
 def native_backward(grad: torch.Tensor, *rest: Any) -> Gradients:
-    """`aten.native_batch_norm_backward` in training mode, in so many pieces: of pixels (0) or of channels (1)."""
+    """`aten.native_batch_norm_backward` in training mode, in that many pieces: of pixels (0) or of channels (1)."""
     return native_backward_(grad.clone(), *rest)
 
 
@@ -63,7 +63,7 @@ def native_backward_(
 
 
 def cudnn_backward(grad: torch.Tensor, *rest: Any) -> Gradients:
-    """`cudnn_batch_norm.backward`, without a reserve, in so many pieces of channels."""
+    """`cudnn_batch_norm.backward`, without a reserve, in that many pieces of channels."""
     return cudnn_backward_(grad.clone(), *rest)
 
 

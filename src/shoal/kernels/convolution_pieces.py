@@ -37,7 +37,7 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *rest: Any) -> torch.Tensor:
-    """`aten.convolution` of the same arguments in so many pieces along `dim` of its result: 0, samples; 2, slabs.
+    """`aten.convolution` of the same arguments in that many pieces along `dim` of its result: 0, samples; 2, slabs.
 
     `rest`: options of the convolution, `dim`, and how many pieces.
     """

@@ -25,7 +25,7 @@ Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def backward(grad: torch.Tensor, *rest: Any) -> Gradients:
-    """`aten.native_group_norm_backward` of contiguous tensors, in so many pieces of each sample's groups."""
+    """`aten.native_group_norm_backward` of contiguous tensors, in that many pieces of each sample's groups."""
     return backward_(grad.clone(), *rest)
 
 

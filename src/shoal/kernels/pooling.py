@@ -111,7 +111,7 @@ class _PoolingByPyTorch:
 
 
 def _outputs(size: int, kernel: int, stride: int, padding: int, dilation: int, *, ceil_mode: bool) -> int:
-    """How many windows there are along an axis; rounding up makes none that begins in the padding behind the input."""
+    """How many windows there are along an axis; rounding up makes none that begins in the padding after the input."""
     room = size + 2 * padding - dilation * (kernel - 1) - 1
     count = (room + stride - 1 if ceil_mode else room) // stride + 1
     return count - (ceil_mode and (count - 1) * stride >= size + padding)

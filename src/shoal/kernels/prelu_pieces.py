@@ -23,7 +23,7 @@ Gradients = tuple[torch.Tensor, torch.Tensor]
 
 
 def backward(grad: torch.Tensor, x: torch.Tensor, *rest: Any) -> Gradients:
-    """`prelu.backward` of a dense input, in so many pieces: of elements (0) or of channels (1).
+    """`prelu.backward` of a dense input, in that many pieces: of elements (0) or of channels (1).
 
     The incoming gradient has its layout, or is some channels of a contiguous tensor, and the input is contiguous.
     """

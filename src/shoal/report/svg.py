@@ -89,7 +89,7 @@ class Chart:
         self._shapes["points"].append((kind, round(x, 1), round(y, 1), radius, words))
 
     def key(self, kind: str, words: str) -> None:
-        """The next one of the legend; a "bound" is a line, "budget-name" has words alone."""
+        """The next one of the legend; a "bound" is a line, "budget-name" has only words."""
         at = self._legend_end
         if kind == "bound":
             self.path("bound", f"M{at:.0f},70h22")

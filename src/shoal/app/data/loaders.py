@@ -74,7 +74,7 @@ class NoneLike:
 
 
 class Examples(Dataset[Any]):
-    """Samples as a network's inputs. Its random augmentation follows from (seed, epoch, index) alone."""
+    """Samples as a network's inputs. Its random augmentation follows only from (seed, epoch, index)."""
 
     def __init__(self, samples: Samples, source: Source, seed: int, augmented: bool) -> None:
         self.samples = samples
@@ -204,7 +204,7 @@ class Data:
     def set_epoch(self, epoch: int, first_batch: int = 0) -> None:
         """Set the epoch that `train` gives next; without it every epoch is the same.
 
-        Order and augmentation follow from (seed, epoch) alone, so a resumed run sees what the first would have seen.
+        Order and augmentation follow only from (seed, epoch), so a resumed run sees what the first would have seen.
 
         Args:
             epoch: from 0.

@@ -122,7 +122,7 @@ def _pictures(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def _sums(
     grad: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, activation: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of grad * (x - mean) and of grad, as an activation behind the norm lets it through: (C,)."""
+    """Of grad * (x - mean) and of grad, as an activation after the norm lets it through: (C,)."""
     affine = NormAffine(mean, scale, shift)
     if activation not in _IN_THE_SWEEP:
         grad = _let_through(grad, x, affine, activation, overwrite=False)
