@@ -2,7 +2,7 @@
 
 What a sample looks like follows only from (seed, epoch, index): not from the number of worker processes, nor from
 PyTorch's generator, which stays where it was. torchvision's data sets and transforms do not replace these: it cannot be
-imported beside every supported torch, such as the CPU build.
+imported with every supported torch, such as the CPU build.
 
 Imports `core`.
 """
