@@ -98,13 +98,10 @@ class GraphBreak(CaptureError):
         may_be_an_error: by what Dynamo says, the model may raise there without it too, as where an argument is missing.
     """
 
-    advice = (
-        "take data-dependent control flow, printing and calls into other libraries out of forward(), or compile the "
-        "submodule that is free of them"
-    )
+    advice = "take that line out of forward(), or compile a submodule without it"
 
     def __init__(self, reason: str, place: str, *, may_be_an_error: bool = False) -> None:
-        super().__init__(f"the model cannot be captured as one graph: {reason} at {place}; {self.advice}")
+        super().__init__(f"the model cannot be captured as one graph: {reason}; {self.advice}", details={"at": place})
         self.reason = reason
         self.place = place
         self.may_be_an_error = may_be_an_error

@@ -119,7 +119,7 @@ def examine(
     except GraphBreak as error:  # several graphs, unless the planned step says otherwise
         plain, found["breaks"] = None, (f"{error.place}: {error.reason}",)
     except CaptureError as error:
-        plain, found["uncaptured"] = None, error.message
+        plain, found["uncaptured"] = None, " ".join(str(error).split())
     left_bytes = (budget_bytes("auto", subject.device) or 0) + distinct_bytes([*model.parameters(), *model.buffers()])
     if plain is not None and plain.plain_peak_bytes > left_bytes:
         found |= {"plain_reason": "not taken, as the device has no room for it", "plan": plain}
@@ -143,7 +143,7 @@ def examine(
         found |= {"refused": error.message, "least_bytes": least_bytes}
         found["remedies"] = tuple(_remedies(subject, within_bytes, how, least_bytes, state_bytes))
     except CaptureError as error:
-        found |= {"uncaptured": error.message, "breaks": ()}
+        found |= {"uncaptured": " ".join(str(error).split()), "breaks": ()}
     return Examination(**{"plan": plain, **found})
 
 
