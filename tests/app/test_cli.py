@@ -41,11 +41,11 @@ def invoke(*arguments: str | Path) -> Result:
 
 
 def error_line(result: Result) -> str:
-    """The one line of a user's mistake, as reported on stderr with exit code 2."""
+    """A user's mistake, as reported on stderr with exit code 2."""
     assert result.exit_code == 2, result.output
     assert result.stdout == ""
-    assert result.stderr.count("\n") == 1
-    return result.stderr.strip()
+    assert result.stderr.startswith("shoal: ")
+    return " ".join(result.stderr.split())
 
 
 @pytest.fixture

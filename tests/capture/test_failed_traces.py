@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 import warnings
 
 import pytest
@@ -32,7 +31,7 @@ def test_an_error_in_the_gradients_names_the_line_and_nothing_else_is_printed(al
     line = f"test_failed_traces.py:{number} (y = self.one(x).tanh())"
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        with raising(CaptureError, re.escape(line)) as raised:
+        with raising(CaptureError, line) as raised:
             model(torch.randn(2, 4))
     assert not [one for one in warned if "Error detected" in str(one.message)]
     assert raised.value.__cause__ is None

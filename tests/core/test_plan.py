@@ -141,8 +141,7 @@ def encoding_plan() -> Plan:
     """Encodes the inputs of two convolutions in a network that also pools."""
     layers = [*chain(3, 4, 4, 6)]
     layers.insert(2, nn.MaxPool2d(2))
-    how = {"codec": "dynamic_tree", "block": None, "stochastic": 3}
-    return plan_encoding_everything(nn.Sequential(*layers), torch.zeros(2, 3, 32, 32), how)
+    return plan_encoding_everything(nn.Sequential(*layers), torch.zeros(2, 3, 32, 32), block_elems=0, seed=3)
 
 
 def test_it_tells_what_is_encoded_in_how_much_with_what_error(encoding_plan: Plan) -> None:

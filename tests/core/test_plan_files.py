@@ -64,8 +64,7 @@ def _recomputing_and_offloading() -> Plan:
 
 
 def _encoding() -> Plan:
-    how = {"codec": "linear", "stochastic": 3}
-    return plan_encoding_everything(chain(3, 4, 4), torch.zeros(1, 3, 8, 8), how)
+    return plan_encoding_everything(chain(3, 4, 4), torch.zeros(1, 3, 8, 8), "linear", seed=3)
 
 
 @pytest.fixture(scope="module", params=[_recomputing_and_offloading, _encoding], ids=["exact", "encoding"])

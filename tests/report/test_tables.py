@@ -162,7 +162,7 @@ def test_every_second_of_the_step_is_in_a_column(plan: Plan, offload_plan: Plan)
 
 
 def test_an_encoded_storage_says_in_what_and_how_small(tmp_path: Path) -> None:
-    plan = plan_encoding_everything(chain(3, 4, 4, 6), torch.zeros(2, 3, 16, 16), {"codec": "linear", "block": 512})
+    plan = plan_encoding_everything(chain(3, 4, 4, 6), torch.zeros(2, 3, 16, 16), "linear", block_elems=512)
     fates = [row.fate for row in largest_storages(plan, count=len(plan.graph.storages))]
     assert fates.count("Encoded in linear, 2.016 KiB, kept") == 2
     page = save_html(Report(plan.timeline, plan=plan), tmp_path / "page.html").read_text()

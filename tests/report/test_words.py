@@ -224,7 +224,7 @@ def test_speeds_for_people(bytes_per_second: float, text: str) -> None:
 @pytest.fixture(scope="module")
 def encoding_plan() -> Plan:
     """Encodes the inputs of two convolutions."""
-    return plan_encoding_everything(chain(3, 4, 4, 6), torch.zeros(2, 3, 16, 16), {"codec": "linear", "block": 512})
+    return plan_encoding_everything(chain(3, 4, 4, 6), torch.zeros(2, 3, 16, 16), "linear", block_elems=512)
 
 
 def test_what_is_encoded_is_told_with_its_bytes_time_and_error(encoding_plan: Plan) -> None:

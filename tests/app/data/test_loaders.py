@@ -131,7 +131,7 @@ def test_an_epoch_or_a_batch_that_is_not_there(arguments: tuple[int, int]) -> No
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
-        ("digit", {}, "unknown data 'digit': did you mean 'digits'\\? known are digits, image_folder"),
+        ("digit", {}, "unknown data 'digit': did you mean 'digits'? known are digits, image_folder"),
         ("mnist-of-mars", {}, "unknown data 'mnist-of-mars': known are digits"),
         ("digits", {"batch": 0}, "batch=0: expected an int from 1"),
         ("digits", {"workers": -1}, "workers=-1: expected an int from 0"),

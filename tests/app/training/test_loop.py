@@ -130,7 +130,7 @@ def test_so_does_one_with(tiny: Options, tmp_path: Path, change: dict[str, Any])
 def test_so_does_one_that_encodes_what_an_earlier_choice_encoded(tiny: Options, tmp_path: Path) -> None:
     """The whole run encodes as if codecs took no time; the rest of the interrupted one would choose by other times."""
     tiny = partial(tiny, planner="joint", batch=10)  # no short last batch, which would be planned too
-    roomy = run(tiny(budget_bytes=ROOMY, epochs=1, out=tmp_path / "roomy"))
+    roomy = run(tiny(allow="bitwise", budget_bytes=ROOMY, epochs=1, out=tmp_path / "roomy"))
     assert roomy.plan is not None
     lossy = {"allow": "bitwise, encode", "codec": "linear", "budget_bytes": int(0.85 * roomy.plan.predicted_peak_bytes)}
     part = tiny(**lossy, out=tmp_path / "parts")
@@ -199,7 +199,7 @@ def test_signals_act_as_before_once_the_run_is_over(tiny: Options) -> None:
 def test_shoal_and_plain_pytorch_train_the_same(tiny: Options, tmp_path: Path, whole: Callable[[str], Outcome]) -> None:
     plain = whole("none")
     log = Log()
-    planned = loop.train(tiny(planner="joint", budget_bytes=ROOMY, out=tmp_path / "shoal"), log)
+    planned = loop.train(tiny(planner="joint", allow="bitwise", budget_bytes=ROOMY, out=tmp_path / "shoal"), log)
     assert_same_training(planned, plain)
     assert len(log.states) == 1
     assert planned.plan is not None and planned.plan.planner == "joint"
@@ -262,9 +262,10 @@ def test_resuming_with_other_arguments_is_refused(tiny: Options) -> None:
 
 def test_a_network_that_answers_per_pixel_needs_labels_per_pixel(tmp_path: Path) -> None:
     with raising(InputError, "'digits'"):
-        run(TrainOptions(model="unet", data="digits", planner="none", out=tmp_path))
+        run(TrainOptions(model="examples.networks.unet:unet", data="digits", planner="none", out=tmp_path))
 
 
 def test_images_too_small_for_the_network_are_refused(tmp_path: Path) -> None:
     with raising(InputError, "16"):
-        run(TrainOptions(model="alexnet", data="synthetic", image=16, planner="none", out=tmp_path))
+        model = "examples.networks.alexnet:alexnet"
+        run(TrainOptions(model=model, data="synthetic", image=16, planner="none", out=tmp_path))

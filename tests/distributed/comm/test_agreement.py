@@ -226,7 +226,7 @@ def test_what_differs_between_ranks_is_refused_on_each_of_them() -> None:
     first, second = run_on_ranks(_set_up, 2, list(DIFFERENT), timeout_seconds=250)
     assert first == second
     for told, (name, (_, expected)) in zip(first, DIFFERENT.items(), strict=True):
-        assert f"got {expected}" in told, name
+        assert all(difference in told for difference in expected.split("; ")), name
         assert told.endswith("give every rank the same model, codec and options")
 
 

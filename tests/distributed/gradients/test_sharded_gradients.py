@@ -213,7 +213,7 @@ def _state_of_another_rank() -> str:
 
 
 def test_what_another_rank_owes_is_refused() -> None:
-    assert "expected that of rank 0" in run_on_ranks(_state_of_another_rank, 2)[0]
+    assert "expected rank 0 of 2" in run_on_ranks(_state_of_another_rank, 2)[0]
 
 
 def _partly_used() -> bool:

@@ -263,5 +263,5 @@ def test_an_archive_that_unpacks_to_gigabytes_is_refused_before_it_does(
 def test_a_batch_whose_pickle_asks_for_a_far_place_in_its_memory_gets_no_memory_for_it(tmp_path: Path) -> None:
     path = tmp_path / "data_batch_1"
     path.write_bytes(b"\x80\x02}r\x00\x00\x00\x70.")  # puts an empty dictionary at place 0x70000000
-    with raising(InputError, "CIFAR-10", ".KeyError", "'data'"):
+    with raising(InputError, "CIFAR-10", "KeyError: 'data'"):
         cifar10._read_batch(path)

@@ -25,7 +25,6 @@ from shoal.errors import InputError
 from shoal.kernels.memory_format import channels_last_format
 from shoal.lowlevel import cuda_calls
 from shoal.memory.budget import all_bytes
-from shoal.memory.cpu_allocator import use_caching_allocator
 from shoal.memory.limit import MemoryLimit, memory_limit
 from shoal.transforms.split.split import SplitModule
 
@@ -42,7 +41,7 @@ def device(name: str) -> torch.device:
 def use_allocator() -> None:
     """The caching allocator, where it can be had: the process is ours, and steps are faster."""
     try:
-        use_caching_allocator()
+        shoal.use_caching_allocator()
     except InputError as error:
         log.info("tensors keep torch's allocator: %s", error)
 

@@ -8,6 +8,7 @@ host wait for the device.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from threading import Lock
@@ -171,7 +172,7 @@ class Exchange:
         if self.ranks == 1:
             return
         if self._failure is not None:
-            raise TransferError(str(self._failure), silent_ranks=self._failure.silent_ranks)
+            raise copy.copy(self._failure)
         try:
             stage()
         except LostRankError as lost:
