@@ -50,7 +50,8 @@ class WorthCapturing(Generic[Graph, Made]):
             self._no_lower.add(variant)
             return "fewer patches need no fewer bytes, and nothing fits"
         whole = state.whole
-        slowed_share = state.best_seconds / whole.plain_seconds - 1
+        # An op that a clock cannot time takes 0 s, and so may a whole small step.
+        slowed_share = state.best_seconds / whole.plain_seconds - 1 if whole.plain_seconds else 0.0
         one_after_another = variant.slices or variant.slabs
         if one_after_another and not self.is_slow_enough(work, state.best_seconds):
             return "the other forms are slowed down little"
