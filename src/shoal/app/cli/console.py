@@ -77,17 +77,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def report_error(error: ShoalError | str) -> None:
-    """Print what happened on stderr in one line, and the details of an error below it, their values aligned."""
-    first, *more = str(error).splitlines() or [""]
-    errors.print(f"[bold red]shoal:[/] {escape(' '.join(first.split()))}", highlight=False, soft_wrap=True)
-    if not errors.is_terminal:
-        for line in more:
-            errors.print(Text(line), soft_wrap=True)
-    elif more:
-        facts = Table.grid(padding=(0, 2))
-        for line in more:
-            label, _, value = line.strip().partition(": ")
-            facts.add_row(Text(f"  {label}" + ":" * bool(value), style="dim"), Text(value))
+    """Print what happened on stderr and the details of an error below it, their values aligned."""
+    details = error.details if isinstance(error, ShoalError) else {}
+    text = str(ShoalError(*error.args)) if isinstance(error, ShoalError) else " ".join(error.split())
+    errors.print(f"[bold red]shoal:[/] {escape(text)}", highlight=False, soft_wrap=True)
+    facts = Table.grid(padding=(0, 2))
+    for label, value in details.items():
+        facts.add_row(Text(f"  {label}:", style="dim"), Text(str(value)))
+    if details:
         errors.print(facts)
 
 
