@@ -149,7 +149,7 @@ def step_in_hooks(model: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("use", "said"),
     [
-        (accumulate, r"gradients of the step before are still there.* optimizer.zero_grad\(\)"),
+        (accumulate, "gradients of the step before are still there"),
         (keep_zeros, r"set_to_none=True"),
         (call_twice, "called while an earlier call waits for its backward pass"),
         (go_back_twice, r"retain_graph=True"),
