@@ -117,13 +117,13 @@ def test_a_budget_that_cannot_be_met_names_the_least_and_a_batch_that_fits() -> 
     assert read["least_bytes"] > 680 * 2**10 and str(read["least_bytes"]) in read["refused"]
     assert read["remedies"] == ["a batch of 2 in place of 4"]
     less = json.loads(doctor("my_models.py:make_model", "--budget", "1KiB", "--json").stdout)
-    assert "before any activation" in less["refused"] and less["least_bytes"] > 680 * 2**10
+    assert "gradients and activations" in less["refused"] and less["least_bytes"] > 680 * 2**10
     assert f"budget={less['least_bytes']}, " in less["type"] and not less["remedies"]
 
 
 def test_a_model_of_several_graphs_below_what_parameters_take_has_no_least() -> None:
     read = json.loads(doctor("my_models.py:printing", "--budget", "1KiB", "--json").stdout)
-    assert "printing" in read["refused"].lower() and read["least_bytes"] is None
+    assert "gradients and activations" in read["refused"] and read["least_bytes"] is None
     assert not read["uncaptured"] and "my_models.py" in read["breaks"][0]
     assert read["type"] == "nothing yet: no budget was found that works"
 

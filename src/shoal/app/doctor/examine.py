@@ -14,7 +14,7 @@ from shoal.app.doctor.steps import Start, Taken, gradients_of, largest_differenc
 from shoal.app.doctor.subject import Subject
 from shoal.capture.dynamo import GraphBreak
 from shoal.core.sizes import MAX_BYTES, format_bytes
-from shoal.errors import BudgetError, CaptureError
+from shoal.errors import BudgetError, CaptureError, ShoalError
 from shoal.memory.budget import budget_bytes
 from shoal.memory.optimizer_state import declared_optimizer
 from shoal.memory.storage_bytes import distinct_bytes
@@ -119,7 +119,7 @@ def examine(
     except GraphBreak as error:  # several graphs, unless the planned step says otherwise
         plain, found["breaks"] = None, (f"{error.place}: {error.reason}",)
     except CaptureError as error:
-        plain, found["uncaptured"] = None, " ".join(str(error).split())
+        plain, found["uncaptured"] = None, _in_one_line(error)
     left_bytes = (budget_bytes("auto", subject.device) or 0) + distinct_bytes([*model.parameters(), *model.buffers()])
     if plain is not None and plain.plain_peak_bytes > left_bytes:
         found |= {"plain_reason": "not taken, as the device has no room for it", "plan": plain}
@@ -140,11 +140,15 @@ def examine(
         doing("what would help")
         standing_bytes = 2 * found["parameter_bytes"] + state_bytes
         least_bytes = error.minimum_bytes or _least_bytes(subject, standing_bytes, how)
-        found |= {"refused": error.message, "least_bytes": least_bytes}
+        found |= {"refused": _in_one_line(error), "least_bytes": least_bytes}
         found["remedies"] = tuple(_remedies(subject, within_bytes, how, least_bytes, state_bytes))
     except CaptureError as error:
-        found |= {"uncaptured": " ".join(str(error).split()), "breaks": ()}
+        found |= {"uncaptured": _in_one_line(error), "breaks": ()}
     return Examination(**{"plan": plain, **found})
+
+
+def _in_one_line(error: ShoalError) -> str:
+    return "; ".join(line.strip() for line in str(error).splitlines())
 
 
 def _planned(
