@@ -36,7 +36,7 @@ class ShoalError(Exception):
     """
 
     def __init__(self, message: str = "", *, details: Mapping[str, object] | None = None) -> None:
-        super().__init__(message)
+        # BaseException.__new__ has set `args`; Dynamo cannot trace a call of its __init__ in a model that raises.
         self.message, *self._more = _lines(message)
         self.details = dict(details or {})
 

@@ -66,7 +66,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
         (["--budget", "much"], "budget='much' is not a size"),
         (["--budget", "-5MiB"], "budget='-5MiB' is not a size"),
         (["--budget", "0"], "must be positive"),
-        (["--budget", "1MiB"], "budget 1.000 MiB is less than"),
+        (["--budget", "1MiB"], "the budget is 1.000 MiB"),
         ([], "no budget was given"),
         (["--planner", "none", "--enforce"], "no budget was given"),
         (["--budget", "1GiB", "--model", "resnet19"], "unknown model 'resnet19': did you mean 'resnet18'?"),

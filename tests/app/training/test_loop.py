@@ -267,5 +267,5 @@ def test_a_network_that_answers_per_pixel_needs_labels_per_pixel(tmp_path: Path)
 
 def test_images_too_small_for_the_network_are_refused(tmp_path: Path) -> None:
     with raising(InputError, "16"):
-        model = "examples.networks.alexnet:alexnet"
+        model = "examples.networks.alexnet:AlexNet"
         run(TrainOptions(model=model, data="synthetic", image=16, planner="none", out=tmp_path))

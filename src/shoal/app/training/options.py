@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import shoal
 from shoal.app.training.batch_norm_form import check_form
 from shoal.core.lossy import DEFAULT_CODEC
 from shoal.engine.compile_options import CompileOptions
-from shoal.engine.options import Options
 from shoal.errors import InputError, brief
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ class TrainOptions:
 
     def compile_keywords(self) -> dict[str, Any]:
         """Those of `shoal.compile`."""
-        options = Options(
+        options = shoal.Options(
             planner=self.planner,
             kernels=self.kernels,
             host_budget=self.host_budget_bytes,
