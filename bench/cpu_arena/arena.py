@@ -245,7 +245,7 @@ class Arena:
         )
         self._told_departure = True
         if sequence.departed_in_a_row == _PATIENCE:
-            log.warning("%d steps in a row departed from the arena's plan; it is made anew", _PATIENCE)
+            log.warning("%d steps in a row departed from the arena's plan; it is made again", _PATIENCE)
             sequence.record_again(self._library, self._handle)
 
     def _plan(self, sequence: _Sequence) -> None:
