@@ -74,10 +74,7 @@ def test_a_saved_plan_is_refused_where_the_references_alone_run(
     with monkeypatch.context() as patch, pytest.raises(PlanError) as refused:
         patch.setenv(dispatch.VARIABLE, "reference")
         shoal.compile(fusing(), options=shoal.Options(plan=shoal.Plan.load(path)))(batch).sum().backward()
-    assert str(refused.value) == (
-        "the plan was made with 'fuse' by native kernels, which SHOAL_KERNELS leaves out on cpu; unset SHOAL_KERNELS, "
-        "or plan it again"
-    )
+    assert all(name in str(refused.value) for name in ("'fuse'", "native", "SHOAL_KERNELS"))
     again = shoal.compile(fusing(), options=shoal.Options(plan=shoal.Plan.load(path)))
     again(batch).sum().backward()
     assert again.shoal.plan.kernels == ("native",)
