@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SOURCES = sorted(path for folder in ("src", "bench", "docs") for path in (ROOT / folder).rglob("*.py"))
+SOURCES = sorted(path for folder in ("src", "bench", "docs", "examples") for path in (ROOT / folder).rglob("*.py"))
 # A call that reads a file, and the keyword that says what it may make of it.
 READERS = {
     "Image.open": "formats",
