@@ -55,13 +55,13 @@ def _lines(message: str) -> list[str]:
     """The lines of a message, the first one broken between clauses if it is too long, as with a long path in it.
 
     >>> [len(line) for line in _lines(f"cannot write {'x' * 110}: no space left on device; give a writable folder")]
-    [148, 22]
+    [149, 22]
     """
     first, *more = message.splitlines() or [""]
     if len(first) > MESSAGE_CHARACTERS:
         found = {mark: first.rfind(mark, 0, MESSAGE_CHARACTERS) + 1 for mark in ("; ", ", ", ": ", " ")}
         end = found["; "] or max(found[", "], found[": "]) or found[" "] or MESSAGE_CHARACTERS
-        first, more = first[:end].rstrip("; "), [first[end:].strip(), *more]
+        first, more = first[:end].rstrip(), [first[end:].strip(), *more]
     return [first, *more]
 
 

@@ -200,7 +200,7 @@ def needed_by(forward_outputs: Iterable[Any]) -> set[fx.Node]:
 
 
 def _overwritten_inputs(graph: fx.Graph) -> set[fx.Node]:
-    """The inputs that get new values when the forward pass ends, by the notes AOTAutograd puts in addition to the
+    """The inputs that get new values when the forward pass ends, by the notes AOTAutograd puts next to the
     outputs."""
     notes = graph.output_node().meta.get("desc") or ()
     changed = [note.mutated_input for note in notes if isinstance(note, InputMutationAOTOutput)]

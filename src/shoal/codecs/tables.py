@@ -1,4 +1,4 @@
-"""The 8-bit data types: the 128 magnitudes that the seven bits in addition to the sign stand for, and the thresholds
+"""The 8-bit data types: the 128 magnitudes that the seven bits other than the sign stand for, and the thresholds
 between.
 
 Dettmers 2016, section 3.1.

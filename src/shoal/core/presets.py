@@ -7,7 +7,7 @@ as those papers give them. Rates are those of plain float32 with TF32 off. In fl
 convolutions and products run on tensor cores, of whose dense peak 40 % is taken: large 3-D convolutions reach 30 to
 50 %. A machine whose row names no such rate computes halves at the float32 rate.
 
-No data sheet says how long the host takes to launch an op: that is a matter of the processor in addition to the card
+No data sheet says how long the host takes to launch an op: that depends on the host's processor, not on the card
 and of PyTorch. It is taken as 7 µs for all: eager PyTorch's step of ResNet-50, 823 launches, takes 6 ms of a server
 core (AMD EPYC) with PyTorch's CUDA build over a driver that computes nothing (`tests/cuda_standin`).
 

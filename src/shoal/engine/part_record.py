@@ -77,7 +77,7 @@ class PartRun:
         same, fresh: as of `Part`.
         added: gradients of parameters that another run has made a gradient of before.
         gathered: as of `Part`.
-        tangents: those that its backward pass was given, in addition to their storages.
+        tangents: those that its backward pass was given, with their storages.
         held_tangents, held_results: as of `Part`.
         results: what its forward pass has handed to its caller.
     """

@@ -107,7 +107,7 @@ def choose(whole: Callable[..., Any], arguments: Sequence[Any]) -> Cut | None:
     count = min(_PIECES, x.shape[1]) if by_channels else _PIECES
     if count < 2:
         return None
-    # On the CPU the first lies over the incoming gradient already; in addition to a part of a larger one it has its own
+    # On the CPU the first lies over the incoming gradient already; if that is part of a larger tensor it has its own
     # memory.
     held = 2 if whole is not prelu.backward and grad.stride() == x.stride() else 1
     saved_bytes = held * x.nbytes - 2 * -(-x.nbytes // count)

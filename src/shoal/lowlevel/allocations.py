@@ -18,7 +18,7 @@ Result = TypeVar("Result")
 
 
 def is_busy() -> bool:
-    """Whether a profiler is already running on this thread; `record` cannot run in addition to it."""
+    """Whether a profiler is already running on this thread; `record` cannot run at the same time."""
     return bool(_profiler_enabled())
 
 

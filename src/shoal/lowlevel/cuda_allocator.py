@@ -55,7 +55,7 @@ def stop_record() -> None:
 
 
 def label(text: str) -> None:
-    """What stands in addition to each entry of the record from here on."""
+    """What is recorded with each entry of the record from here on."""
     torch._C._cuda_setMemoryMetadata(text)
 
 

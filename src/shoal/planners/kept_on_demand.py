@@ -1,8 +1,8 @@
 """Which storages stay in a plan that recomputes everything else on demand: those with which the peak is low.
 
 No rule is best for every step. What is much smaller than its way should stay; but much of it at once is a lot, and
-where batch norms join slices of a batch, one joined tensor is small compared with all slices together, not in addition
-to each of them. So sets by several rules are tried, and a schedule says what each takes.
+where batch norms join slices of a batch, one joined tensor is small compared with all slices together, not with each
+of them. So sets by several rules are tried, and a schedule says what each takes.
 """
 
 from __future__ import annotations

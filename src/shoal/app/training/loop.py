@@ -77,7 +77,7 @@ def train(options: TrainOptions, watcher: Watcher, ranks: Ranks | None = None) -
             prepare.use_allocator()
         # Entered before the model is made, so that its parameters count.
         meter = prepare.open_memory_limit(stack, device, options.enforce)
-        before_bytes = 0 if meter is None else meter.live_bytes  # of models that this process has in addition
+        before_bytes = 0 if meter is None else meter.live_bytes  # of other models of this process
         model = shoal.app.models.build(options.model, num_classes=data.num_classes, seed=options.seed)
         model.to(device=device, memory_format=layout)  # type: ignore[call-overload]  # its stub knows no memory_format
         model = prepare.divided(options, model)

@@ -68,7 +68,7 @@ def choose_encoded(
         budget_bytes: most bytes in use at any position.
         plan: plans such a step, or raises BudgetError.
         before: storages that an earlier run of this step encoded: taken again if a plan of them fits.
-        encoding: which plans are asked for; in addition to one that is known the exact step is not planned.
+        encoding: which plans are asked for; if one is known, the exact step is not planned.
         in_loop: a step of `steps` → the same with what the training loop holds, to be planned.
 
     Raises:

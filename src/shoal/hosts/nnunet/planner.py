@@ -35,7 +35,7 @@ class ShoalPlanning:
     nnU-Net's own search goes on as it does, from the median shape down, and so does its topology; only its estimate is
     replaced by `shoal.plan` of network and loss, two samples (or the least that nnU-Net takes), with deep supervision,
     autocast and the state of SGD. Nothing is run. The batch is the largest that fits, within nnU-Net's share of the
-    data set. What nnU-Net's own estimate chooses is printed in addition to it and noted in the plans file.
+    data set. What nnU-Net's own estimate chooses is also printed, and noted in the plans file.
 
     SHOAL_HARDWARE of the environment names the preset whose rates count, by default the smallest card that has the
     target's bytes; "cpu" plans float32 for this machine, on which ops are timed. SHOAL_ALLOW is what plans may use.

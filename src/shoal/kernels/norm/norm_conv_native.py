@@ -28,7 +28,7 @@ from shoal.lowlevel.native import levels
 
 _ONES = [1, 1]
 _WIDE = 1 << 16  # channels in times channels out: a weight that is not much smaller than L2
-_WIDE_BACKWARD = 1 << 14  # and with its gradient in addition to it
+_WIDE_BACKWARD = 1 << 14  # and with its gradient
 _FEW_CHANNELS, _FEW_TILES = 16, 32
 _MUCH_WORK = 1 << 24  # multiplications for one element of the kernel
 

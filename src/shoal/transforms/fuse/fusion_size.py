@@ -25,7 +25,7 @@ MIN_ELEMS = 1 << 20
 networks, whose scatter separated only the ends; one layer in the cache lost up to 2^19.
 
 A smaller map (4 MiB of float32) stays in the last cache, where the passes over it that fusing saves are worth less than
-what calling an op written in Python costs in addition to PyTorch's own."""
+what calling an op written in Python costs compared with one of PyTorch's."""
 
 MIN_BLOCK_ELEMS = MIN_ELEMS // 8
 """The same for all channels of a dense block: one call there, and no concatenation is written for any of its layers."""
