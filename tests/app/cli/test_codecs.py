@@ -31,7 +31,7 @@ def error_line(result: Result) -> str:
     """A user's mistake, as reported on stderr with exit code 2."""
     assert result.exit_code == 2, result.output
     assert result.stdout == ""
-    assert result.stderr.startswith("shoal: ")
+    assert result.stderr.startswith("shoal: ") and not any(line.endswith(" ") for line in result.stderr.splitlines())
     return " ".join(result.stderr.split())
 
 

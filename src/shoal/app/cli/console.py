@@ -13,6 +13,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from shoal.core.columns import aligned
 from shoal.errors import InputError, ShoalError
 
 WRONG = 2
@@ -81,10 +82,14 @@ def report_error(error: ShoalError | str) -> None:
     details = error.details if isinstance(error, ShoalError) else {}
     text = str(ShoalError(*error.args)) if isinstance(error, ShoalError) else " ".join(error.split())
     errors.print(f"[bold red]shoal:[/] {escape(text)}", highlight=False, soft_wrap=True)
-    facts = Table.grid(padding=(0, 2))
-    for label, value in details.items():
-        facts.add_row(Text(f"  {label}:", style="dim"), Text(str(value)))
-    if details:
+    rows = [(f"  {label}:", str(value)) for label, value in details.items()]
+    if not errors.is_terminal:
+        for line in aligned(rows):  # one fact a line, whatever the width
+            errors.print(Text(line), soft_wrap=True)
+    elif rows:
+        facts = Table.grid(padding=(0, 2))
+        for label, value in rows:
+            facts.add_row(Text(label, style="dim"), Text(value))
         errors.print(facts)
 
 
