@@ -42,9 +42,15 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) ->
 def split_cnn_with_hmms() -> None:
     with torch.device("meta"):
         patched = shoal.split(layers(), 0.5, (2, 2))
-        plan = shoal.plan(patched, torch.empty(8, 3, 32, 32), "1GiB", hardware=HARDWARE, planner="hmms")
+        plan = shoal.plan(
+            patched, torch.empty(8, 3, 32, 32), "1GiB", hardware=HARDWARE, options=shoal.Options(planner="hmms")
+        )
     assert plan.offloaded and plan.predicted_peak_bytes < plan.plain_peak_bytes
-    trained(shoal.compile(shoal.split(layers(), 0.5, (2, 2)), "1GiB", planner="hmms", rehearse=HARDWARE))
+    trained(
+        shoal.compile(
+            shoal.split(layers(), 0.5, (2, 2)), "1GiB", options=shoal.Options(planner="hmms", rehearse=HARDWARE)
+        )
+    )
 
 
 def offloading_with_invertible_batch_norm() -> None:
@@ -53,7 +59,8 @@ def offloading_with_invertible_batch_norm() -> None:
     with shoal.offload_activations(min_bytes=1):
         trained(inverted)
     inverted = shoal.invert_norm(layers(), slope=0.01)
-    trained(shoal.compile(inverted, "1GiB", planner="examples.planners.hascoet:hascoet", rehearse=HARDWARE))
+    options = shoal.Options(planner="examples.planners.hascoet:hascoet", rehearse=HARDWARE)
+    trained(shoal.compile(inverted, "1GiB", options=options))
     assert inverted.shoal.plan.offloaded
 
 

@@ -92,5 +92,6 @@ def test_part_of_a_batch_is_refused(
 
 def test_every_way_is_named_for_its_codec() -> None:
     assert all(
-        way.startswith(lossy.codec) and ("stochastic" in way) == (lossy.seed is not None) for way, lossy in WAYS.items()
+        way.startswith(str(options.codec)) and ("stochastic" in way) == (options.codec_seed is not None)
+        for way, options in WAYS.items()
     )

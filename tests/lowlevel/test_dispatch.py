@@ -75,7 +75,7 @@ def test_the_variable_narrows_the_choice(monkeypatch: pytest.MonkeyPatch, value:
         ("cuda", "'cuda' is none of them"),
         ("native,,triton", "'' is none of them"),
         ("Native", "'Native' is none of them"),
-        ("reference,native", "reference is self-contained"),
+        ("reference,native", "reference excludes other words"),
         ("avx2,avx512", "avx2 and avx512 exclude each other"),
         ("triton,avx2", "are for native kernels, so add native"),
         ("triton,no-winograd", "are for native kernels, so add native"),

@@ -199,7 +199,9 @@ def test_a_plan_that_computes_little_again_is_not_searched_further_in_a_large_st
 ) -> None:
     graph = resnet_like((1, 2, 2, 1))
     searches: list[object] = []
-    monkeypatch.setattr("shoal.planners.joint._Search._local_searches", lambda self, choice: searches.append(choice))
+    monkeypatch.setattr(
+        "shoal.planners.joint._JointSearch._local_searches", lambda self, choice: searches.append(choice)
+    )
     monkeypatch.setattr("shoal.planners.joint.plans_on_demand", lambda *args: pytest.fail("it recomputes little"))
     for large_ops in (0, 10**6):
         searches.clear()
@@ -219,7 +221,7 @@ def test_a_choice_whose_reruns_leave_no_room_is_where_local_search_begins() -> N
     budget_bytes = fewest + (plain_peak_bytes(graph) - fewest) * 15 // 100
     for finds in (False, True):
         limits = Limits(local_search=finds)
-        search = joint_module._Search(HERE, budget_bytes, graph.plain_seconds, limits, Guard(limits.guard_seconds))
+        search = joint_module._JointSearch(HERE, budget_bytes, graph.plain_seconds, limits, Guard(limits.guard_seconds))
         found = search._program(recompute_choice(graph))
         assert (found is not None) == finds
     assert found is not None and found.peak_bytes <= budget_bytes and found.seconds < 1.25 * graph.plain_seconds
@@ -238,9 +240,9 @@ def test_a_step_of_many_ops_is_searched_locally_before_the_program_where_recompu
     asked: list[str] = []
 
     def watch(part: str) -> None:
-        made = getattr(joint_module._Search, part)
+        made = getattr(joint_module._JointSearch, part)
         watched = lambda self, choice: asked.append(part) or made(self, choice)  # noqa: E731
-        monkeypatch.setattr(joint_module._Search, part, watched)
+        monkeypatch.setattr(joint_module._JointSearch, part, watched)
 
     watch("_program"), watch("_local_searches")
     usual = joint(graph, HERE, budget_bytes, limits=Limits(many_ops=10**6))

@@ -68,9 +68,9 @@ def open_data(options: TrainOptions, ranks: Ranks) -> Data:
     fitting: dict[str, Any] = {}
     if options.data == "synthetic":
         with torch.device("meta"), torch.no_grad():
-            network = shoal.app.models.build(options.model).eval()
+            network = shoal.app.models.build(options.model)
             shape = shoal.app.models.example_shape(network, 1, options.image or 32)
-            outputs = network(torch.empty(shape))
+            outputs = _outputs(options, network, shape)
         fitting = {"in_channels": shape[1], "dims": len(shape) - 2, "dense": outputs.dim() > 2}
     data = shoal.app.data.open(
         options.data,
@@ -108,15 +108,9 @@ def check_fits(options: TrainOptions, data: Data) -> tuple[int, ...]:
         network = shoal.app.models.build(options.model, num_classes=data.num_classes)
     shape = shoal.app.models.example_shape(network, options.batch // (options.ranks or 1), data.image)
     check_in_memory(shape, torch.device(options.device))
-    try:
-        with torch.device("meta"), torch.no_grad():
-            outputs = network.eval()(torch.empty(shape))
-            in_patches = divided(options, network)
-    except RuntimeError as error:
-        raise InputError(
-            f"{options.model} cannot take images of {data.image} pixels a side "
-            f"({str(error).strip().splitlines()[0][:60]}); give a larger --image"
-        ) from error
+    with torch.device("meta"), torch.no_grad():
+        outputs = _outputs(options, network, shape)
+        in_patches = divided(options, network)
     if not isinstance(outputs, torch.Tensor):
         raise InputError(f"{options.model} returns a {type(outputs).__name__}; expected a tensor of scores")
     if outputs.dim() != 2 and options.data != "synthetic":
@@ -124,6 +118,16 @@ def check_fits(options: TrainOptions, data: Data) -> tuple[int, ...]:
     if isinstance(in_patches, SplitModule):
         in_patches.check(shape[2:], shape[0])
     return shape
+
+
+def _outputs(options: TrainOptions, network: nn.Module, shape: tuple[int, ...]) -> Any:
+    try:
+        return network.eval()(torch.empty(shape))
+    except RuntimeError as error:
+        raise InputError(
+            f"{options.model} cannot take images of {shape[-1]} pixels a side "
+            f"({str(error).strip().splitlines()[0][:60]}); give a larger --image"
+        ) from error
 
 
 def divided(options: TrainOptions, model: nn.Module) -> nn.Module:

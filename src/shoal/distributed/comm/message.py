@@ -68,7 +68,7 @@ def read_header(received: torch.Tensor) -> MessageHeader | None:
     """The header in (HEADER_BYTES,) uint8 bytes, or None where they are none.
 
     >>> read_header(MessageHeader(3, 100, 7, "bucket 0").to_tensor())
-    Header(sequence=3, length_bytes=100, checksum=7, text='bucket 0', gave_up=False)
+    MessageHeader(sequence=3, length_bytes=100, checksum=7, text='bucket 0', gave_up=False)
     """
     data = received.cpu().numpy().tobytes()
     magic, kind, sequence, length_bytes, checksum = _FIXED.unpack_from(data)

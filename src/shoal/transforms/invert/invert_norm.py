@@ -54,7 +54,7 @@ def invert_norm(model: nn.Module, slope: float | None = 0.01, *, limit: float | 
     layer  was                           now              inexact to
     1      InstanceNorm3d and LeakyReLU  LeakyReLU(0.01)  3e-06
     4      GroupNorm and ReLU            LeakyReLU(0.01)  3e-06
-    7      kept: its result is the network's, there is no activation after it
+    7  kept: its result is the network's, there is no activation after it
     >>> list(inverted.state_dict()) == list(net.state_dict())
     True
 
