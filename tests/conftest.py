@@ -36,9 +36,6 @@ _NO_CONSTANTS = providers.Constants()
 providers._get_local_constants = lambda: _NO_CONSTANTS
 
 made_up_machine.put_in_place()
-# Laws compare bits with plain PyTorch's; a test of other techniques passes allow=. Under the default, "exact", tests of
-# searches in tests/engine expect other minima.
-os.environ["SHOAL_ALLOW"] = "bitwise"
 os.environ["SHOAL_CHECK_PLANS"] = "1"  # Shoal's own plans are held against the rules before they run
 # Pytest hangs its handlers on every logger that passes nothing on, six times a test. Torch has sixty of them, and with
 # a handler one would write down all that torch.compile traces.
