@@ -101,7 +101,7 @@ def network_table(result: Mapping[str, Any]) -> Table:
         form = "{share:g} %, {budget_bytes:bytes} | {met} | {predicted} | {measured_peak_bytes:bytes} | "
         form += "{difference_percent:+.2f} % | {added_percent:+.1f} % | {lower_bound_percent:.1f} % | "
         form += "{planning_seconds:.1f} s"
-        predicted = cells("{predicted_peak_bytes:bytes} | ≥ {minimum_bytes:bytes}", ours)
+        predicted = cells("{predicted_peak_bytes:bytes} | ≥ {least_feasible_bytes:bytes}", ours)
         shown = cells(form, {**row, **ours}, met=_met(ours), predicted=predicted[0] or predicted[1])
         shown.append("-" if row["monet_percent"] is None else f"{row['monet_percent']:+.1f} %")
         if exact:

@@ -10,7 +10,7 @@ buffers and the generator are compared bit for bit. What differs from plain PyTo
 PyTorch's; what differs from both is ours if it is further from float64 than plain PyTorch. With `--allow bitwise` other
 bits are ours, too; where `aot_eager` fails or draws other noise there, a difference that is no further from float64 is
 said to be unclear. The peak is counted from the profiler's events and held against budget and prediction, and what
-`BudgetError.minimum_bytes` names is typed back, and must train. Each finding comes with a script that shows it
+`BudgetError.least_feasible_bytes` names is typed back, and must train. Each finding comes with a script that shows it
 by itself, shrunk for the first ones of its kind. Exit code 1 where a finding is ours.
 """
 

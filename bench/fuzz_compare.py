@@ -224,7 +224,7 @@ class Comparison:
                 budget_bytes, named = int(needed[1]), ""
                 continue
             after = " after a repair" if attempt.repairs else " at the first step" if attempt.began else " at once"
-            least_bytes = error.minimum_bytes
+            least_bytes = error.least_feasible_bytes
             if named:
                 details = f"{budget_bytes} named{named}, then refused{after}: {least_bytes} named"
                 found.append(Finding(LEAST, f"least named{named} is refused{after}", details, setting))

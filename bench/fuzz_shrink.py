@@ -162,8 +162,8 @@ def planned(budget):
             print(f"budget {budget}: (measured, predicted) {peaks}, {model.shoal.repairs} repairs")
             return budget, found
         except shoal.BudgetError as error:
-            print(f"budget {budget}: refused, {error.minimum_bytes} named")
-            named = error.minimum_bytes
+            print(f"budget {budget}: refused, {error.least_feasible_bytes} named")
+            named = error.least_feasible_bytes
             budget = named if named else 2 * budget + 12 * sum(p.numel() for p in model.parameters())
     raise SystemExit("no named budget is feasible")
 

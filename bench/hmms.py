@@ -184,7 +184,7 @@ def least_budget(graph: StepGraph) -> int:
     try:
         planners.get("joint")(graph, paper_machine(), graph.resident_bytes + 1)
     except BudgetError as error:
-        return error.minimum_bytes
+        return error.least_feasible_bytes
     return graph.resident_bytes + 1
 
 

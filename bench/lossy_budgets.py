@@ -136,7 +136,7 @@ def measure_network(
         key = (share, contender)
         if key in refused:
             error = refused[key]
-            return {"feasible": False, "minimum_bytes": error.minimum_bytes}
+            return {"feasible": False, "least_feasible_bytes": error.least_feasible_bytes}
         run = runs[key]
         return {
             "feasible": True,
@@ -183,7 +183,7 @@ def network_table(result: dict[str, Any]) -> Table:
 
 def _times(columns: dict[str, Any]) -> list[str]:
     if not columns["feasible"]:
-        return ["infeasible", f"≥ {format_bytes(columns['minimum_bytes'])}"]
+        return ["infeasible", f"≥ {format_bytes(columns['least_feasible_bytes'])}"]
     return [f"{columns['added_percent']:+.1f} %", f"{columns['predicted_added_percent']:+.1f} %"]
 
 

@@ -205,7 +205,7 @@ def _trained(plain: _Plain, budget_bytes: int, allow: str) -> dict[str, Any]:
                 worst = max(worst, _difference(ours, plain.gradients[seed]))
             free_gradients(ours)
         except ShoalError as error:
-            least_bytes = error.minimum_bytes if isinstance(error, BudgetError) else None
+            least_bytes = error.least_feasible_bytes if isinstance(error, BudgetError) else None
             found = {"result": f"refused: {type(error).__name__}", "reason": str(error), "wrong": False}
             return found | {"least_bytes": least_bytes, "said": said.lines}
         except Exception as error:

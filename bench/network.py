@@ -230,7 +230,7 @@ class _Network:
         except Unsettled as error:
             run = error
         except BudgetError as error:  # the measured peak was over it, and with that set aside nothing fits
-            budget_bytes = error.minimum_bytes
+            budget_bytes = error.least_feasible_bytes
             run = self._ours(plain.share_percent(budget_bytes), budget_bytes)
         found: dict[str, Any] = {}
         if isinstance(run, Ours):
@@ -271,7 +271,7 @@ def refusal_columns(error: BudgetError | Unsettled) -> dict[str, Any]:
         "error": str(error).splitlines()[0],
     }
     if isinstance(error, BudgetError):
-        columns["minimum_bytes"] = error.minimum_bytes
+        columns["least_feasible_bytes"] = error.least_feasible_bytes
     return columns
 
 

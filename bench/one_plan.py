@@ -132,7 +132,7 @@ def measure_network(
             try:
                 runs[allow] = run_within(plain, budget_bytes, check=partial(check, plain, allow), allow=allow)
             except (BudgetError, Unsettled) as error:
-                runs[allow] = least.of(allow) if getattr(error, "minimum_bytes", 0) is None else error
+                runs[allow] = least.of(allow) if getattr(error, "least_feasible_bytes", 0) is None else error
         fit = {allow: run for allow, run in runs.items() if isinstance(run, Ours)}
         advance(f"{share:g} %: timing {1 + len(fit)} contenders in turns")
         times = plain.in_turns({allow: run.forward for allow, run in fit.items()}, repeats, clock=clock)
@@ -205,7 +205,7 @@ def network_table(result: Mapping[str, Any]) -> Table:
             form += "{added_percent:+.1f} % | {predicted_added_percent:+.1f} % | {lower_bound_percent:+.1f} % | "
             form += "{step_off_percent:+.0f} % | {planning_seconds:.1f} s | {monet_percent:+.1f} %"
             shown += cells(form, found, monet_percent=row["monet_percent"])
-            shown[4] = shown[4] or cells("≥ {minimum_bytes:bytes}", found)[0]
+            shown[4] = shown[4] or cells("≥ {least_feasible_bytes:bytes}", found)[0]
             table.add_row(*map(escape, shown))
             budget = ""
         table.add_section()

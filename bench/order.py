@@ -199,7 +199,7 @@ def _planned(graph: StepGraph, budget_bytes: int, order: bool) -> dict[str, Any]
     try:
         plan = _checked(graph, joint(graph, HARDWARE, budget_bytes, limits=Limits(order=order)))
     except BudgetError as refused:
-        return {"least_bytes": refused.minimum_bytes, "seconds": time.perf_counter() - started}
+        return {"least_bytes": refused.least_feasible_bytes, "seconds": time.perf_counter() - started}
     return {
         "added_percent": 100 * plan.added_seconds / plan.plain_seconds,
         "seconds": time.perf_counter() - started,

@@ -123,6 +123,6 @@ def least_budget(workload: Workload, planner: str, known_bytes: int) -> int:
             known_bytes = min(asked_bytes, made.predicted_peak_bytes)
         except BudgetError as error:
             hopeless_bytes = asked_bytes
-            if asked_bytes < error.minimum_bytes < known_bytes:
-                known_bytes = error.minimum_bytes
+            if asked_bytes < error.least_feasible_bytes < known_bytes:
+                known_bytes = error.least_feasible_bytes
     return known_bytes

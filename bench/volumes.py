@@ -157,7 +157,7 @@ def measured_table(name: str, precision: str, found: Mapping[str, Any], when: st
         form += "{added_percent:+.1f} % | {step_off_percent:+.0f} % | {planning_seconds:.0f} s | {variant} | "
         form += "{exactness}"
         shown += cells(form, ours)
-        shown[2] = shown[2] or cells("≥ {minimum_bytes:bytes}", ours)[0]
+        shown[2] = shown[2] or cells("≥ {least_feasible_bytes:bytes}", ours)[0]
         shown += [_peer(row.get(CHECKPOINT)), _peer(row.get(ACTIVATION_MEMORY_BUDGET))]
         table.add_row(*map(escape, shown))
     return table

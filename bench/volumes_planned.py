@@ -69,7 +69,7 @@ def least_share(
     try:
         least_bytes = planned.inside(hopeless_bytes).predicted_peak_bytes
     except BudgetError as error:
-        least_bytes = error.minimum_bytes
+        least_bytes = error.least_feasible_bytes
     return {
         **planned.columns,
         "least_bytes": least_bytes,
@@ -194,7 +194,7 @@ def largest_patch(
                 options=Options(planner=_searched_shortly),
             )
         except BudgetError as error:
-            return error.minimum_bytes
+            return error.least_feasible_bytes
         return made[side].predicted_peak_bytes
 
     first = int((prod(plain.patch) * 100 / least_percent) ** (1 / 3)) // step * step

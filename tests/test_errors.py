@@ -66,7 +66,12 @@ def test_a_budget_error_says_what_to_type_and_that_is_enough(needed_bytes: int) 
     typed = error.message.partition("budget='")[2].partition("'")[0]
     assert typed == budget_text(needed_bytes)
     assert needed_bytes <= parse_bytes(typed) <= 1.1 * needed_bytes
-    assert (error.minimum_bytes, error.budget_bytes, error.op, error.persistent_bytes) == (needed_bytes, 600, "conv", 5)
+    assert (error.least_feasible_bytes, error.budget_bytes, error.op, error.persistent_bytes) == (
+        needed_bytes,
+        600,
+        "conv",
+        5,
+    )
     assert str(needed_bytes) in error.details["minimum"]
     more = over_budget("image and text", needed_bytes, 600, is_minimum=False)
-    assert isinstance(more, BudgetError) and more.minimum_bytes is None
+    assert isinstance(more, BudgetError) and more.least_feasible_bytes is None

@@ -74,7 +74,7 @@ class BudgetError(ShoalError):
 
     Attributes:
         budget_bytes: what was asked for.
-        minimum_bytes: the smallest budget for which a plan was found: that budget works. None if none was searched for.
+        least_feasible_bytes: the smallest budget for which a plan was found: that budget works. None if none was searched for.
         persistent_bytes: of it, parameters, buffers, gradients, optimizer state and inputs: in use whatever the plan.
             None if not known.
         op, phase, layer: the op at the peak of the plan with the minimum, its pass and the layer it belongs to.
@@ -88,7 +88,7 @@ class BudgetError(ShoalError):
         *,
         details: Mapping[str, object] | None = None,
         budget_bytes: int = 0,
-        minimum_bytes: int | None = None,
+        least_feasible_bytes: int | None = None,
         persistent_bytes: int | None = None,
         op: str = "",
         phase: str = "",
@@ -98,7 +98,7 @@ class BudgetError(ShoalError):
     ) -> None:
         super().__init__(message, details=details)
         self.budget_bytes = budget_bytes
-        self.minimum_bytes = minimum_bytes
+        self.least_feasible_bytes = least_feasible_bytes
         self.persistent_bytes = persistent_bytes
         self.op = op
         self.phase = phase

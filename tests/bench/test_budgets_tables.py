@@ -18,7 +18,7 @@ def row(
     share: float, added: float | None, checkpoint: float | None = None, monet: float | None = None
 ) -> dict[str, Any]:
     if added is None:
-        ours: dict[str, Any] = {"met": False, "exceeded": False, "minimum_bytes": 2**20, "error": "no plan"}
+        ours: dict[str, Any] = {"met": False, "exceeded": False, "least_feasible_bytes": 2**20, "error": "no plan"}
     else:
         ours = {
             "met": True,

@@ -14,7 +14,7 @@ from bench.lossy_budgets import summary_line, verdict
 
 def row(exact: float | None, lossy: float | None) -> dict[str, Any]:
     def columns(added: float | None) -> dict[str, Any]:
-        return {"feasible": added is not None, "added_percent": added, "minimum_bytes": 7}
+        return {"feasible": added is not None, "added_percent": added, "least_feasible_bytes": 7}
 
     return {"exact": columns(exact), "lossy": columns(lossy)}
 

@@ -38,7 +38,7 @@ from tests.raising import raising
 
 def found(added: float | None, **more: Any) -> dict[str, Any]:
     if added is None:
-        return {"met": False, "exceeded": False, "minimum_bytes": 7 * 2**20}
+        return {"met": False, "exceeded": False, "least_feasible_bytes": 7 * 2**20}
     return {
         "met": True,
         "exceeded": False,
@@ -161,7 +161,7 @@ def test_a_run_that_was_interrupted_goes_on_and_a_budget_below_the_parameters_sa
     for row in again["rows"]:
         found = row["contenders"]["recompute"]
         assert row["budget_bytes"] < again["plain"]["parameter_bytes"] and not found["met"]
-        assert 2 * again["plain"]["parameter_bytes"] < found["minimum_bytes"] < again["plain"]["peak_bytes"]
+        assert 2 * again["plain"]["parameter_bytes"] < found["least_feasible_bytes"] < again["plain"]["peak_bytes"]
 
 
 @pytest.mark.slow

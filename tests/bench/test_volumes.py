@@ -97,7 +97,7 @@ def test_what_budgets_add_is_beside_plain_pytorchs_step_and_the_least_share_is_b
     assert inside["fits"] and inside["predicted_peak_bytes"] <= inside["budget_bytes"]
     assert inside["predicted_added_percent"] >= inside["lower_bound_percent"] and inside["variant"] == "unmodified"
     least = least_share(*how, "rtx-3060-12gb", "recompute", 0)
-    assert not hopeless["fits"] and hopeless["minimum_bytes"] == least["least_bytes"]
+    assert not hopeless["fits"] and hopeless["least_feasible_bytes"] == least["least_bytes"]
     assert least["least_bytes"] < 0.7 * found["plain_peak_bytes"] and found["plain_seconds"] > 0
     table = volumes.added_table("Small", FLOAT32, found)
     assert "time added to plain PyTorch's" in str(table.title) and table.row_count == 2

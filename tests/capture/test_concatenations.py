@@ -127,7 +127,7 @@ def test_it_needs_no_kernel_of_this_machine() -> None:
     def least(allow: str) -> int:
         with pytest.raises(shoal.BudgetError) as refused:
             shoal.plan(net, x, whole // 100, allow=allow, hardware="rtx-4090-24gb", offload_to=None)
-        assert refused.value.minimum_bytes
-        return refused.value.minimum_bytes
+        assert refused.value.least_feasible_bytes
+        return refused.value.least_feasible_bytes
 
     assert least("recompute, order, direct") < 0.9 * least("recompute, order")

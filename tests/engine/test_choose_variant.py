@@ -50,7 +50,7 @@ def test_where_convolutions_may_be_in_pieces_it_is_traced_once(traces: list[str]
     with pytest.raises(BudgetError) as refused:
         shoal.plan(volumes(), *batch, budget=1)
     traces.clear()
-    model = shoal.compile(volumes(), budget=refused.value.minimum_bytes)
+    model = shoal.compile(volumes(), budget=refused.value.least_feasible_bytes)
     found = train(model, batch)
     assert traces == ["compiled"]
     assert model.shoal.plan.candidates and not differences(found, train(volumes(), batch))

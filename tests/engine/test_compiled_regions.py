@@ -104,7 +104,7 @@ def test_a_budget_holds_and_the_prediction_is_exact(monkeypatch: pytest.MonkeyPa
     roomy = shoal.plan(net, batch, options=shoal.Options(kernels="compiled"))
     with pytest.raises(BudgetError) as refused:  # what a region takes for itself, op by op, differs by processor
         shoal.plan(net, batch, budget=1, options=shoal.Options(kernels="compiled"))
-    budget_bytes = (refused.value.minimum_bytes + roomy.predicted_peak_bytes) // 2
+    budget_bytes = (refused.value.least_feasible_bytes + roomy.predicted_peak_bytes) // 2
     planned = shoal.compile(
         copy.deepcopy(net), budget=budget_bytes, allow="bitwise", options=shoal.Options(kernels="compiled")
     )

@@ -96,7 +96,7 @@ def test_it_finds_the_largest_image_too() -> None:
 def test_where_not_even_one_fits_the_least_is_told() -> None:
     with pytest.raises(BudgetError) as refused:
         shoal.fit(network(), images, 6000, first=2, **HOW)
-    least_bytes = refused.value.minimum_bytes
+    least_bytes = refused.value.least_feasible_bytes
     assert least_bytes is not None and fits(1, least_bytes) and not fits(1, least_bytes - 1)
 
 
@@ -174,7 +174,7 @@ def test_it_stops_at_the_largest_patch_that_it_may_take() -> None:
 def test_where_no_patch_fits_the_smallest_and_its_least_are_told() -> None:
     with raising(BudgetError, "1x4x4") as refused:
         shoal.fit(halving(), volumes, 3000, patch=(8, 16, 16), **HOW)
-    least_bytes = refused.value.minimum_bytes
+    least_bytes = refused.value.least_feasible_bytes
     assert least_bytes is not None and patch_fits((1, 4, 4), least_bytes) and not patch_fits((1, 4, 4), least_bytes - 1)
 
 

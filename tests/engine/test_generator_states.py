@@ -68,7 +68,7 @@ def test_the_least_budget_of_a_plan_is_enough_to_train_in_beside_what_the_loop_h
     net = dropping(4)
     with pytest.raises(BudgetError) as refused:
         shoal.plan(net, X, "1KiB", allow="bitwise")
-    least_bytes = refused.value.minimum_bytes
+    least_bytes = refused.value.least_feasible_bytes
     assert least_bytes is not None
     model: Any = shoal.compile(copy.deepcopy(net), least_bytes + 2 * X.nbytes, allow="bitwise")
     for _ in range(3):

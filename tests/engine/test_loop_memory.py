@@ -80,7 +80,7 @@ def test_a_step_in_any_loop_is_a_step_that_can_be_planned(graph: StepGraph, loop
     try:
         plan = joint(seen, HARDWARE, int(0.8 * simulate(seen, {}).peak_bytes))
     except BudgetError as refused:
-        plan = joint(seen, HARDWARE, refused.minimum_bytes or 0)
+        plan = joint(seen, HARDWARE, refused.least_feasible_bytes or 0)
     known = {s.name for s in graph.storages}
     assert plan.residences.keys() <= known, "what the loop holds is nothing to plan"
     check_order(seen, plan.graph)
@@ -228,6 +228,6 @@ def test_no_planner_gives_up_an_output_before_the_loss_has_read_it(graph: StepGr
     try:
         plan = planners.get(planner)(seen, HARDWARE, int(0.6 * simulate(seen, {}).peak_bytes))
     except BudgetError as refused:
-        plan = planners.get(planner)(seen, HARDWARE, refused.minimum_bytes or 0)
+        plan = planners.get(planner)(seen, HARDWARE, refused.least_feasible_bytes or 0)
     read = {graph.storages[s].name for op in graph.ops if op.phase == "loss" for s in op.reads}
     assert not read & {name for name, residence in plan.residences.items() if isinstance(residence, Recompute)}

@@ -69,13 +69,13 @@ def test_they_are_inside_the_budget_or_refused_with_one_that_works(graph: StepGr
     try:
         plan = planned(calls, graph, budget_bytes)
     except BudgetError as refused:
-        assert refused.minimum_bytes is not None
-        budget_bytes = refused.minimum_bytes
+        assert refused.least_feasible_bytes is not None
+        budget_bytes = refused.least_feasible_bytes
         try:
             plan = planned(calls, graph, budget_bytes)
         except BudgetError as again:  # what one call needs was named; now it is known what all need
-            assert again.minimum_bytes is not None and again.minimum_bytes > budget_bytes
-            budget_bytes = again.minimum_bytes
+            assert again.least_feasible_bytes is not None and again.least_feasible_bytes > budget_bytes
+            budget_bytes = again.least_feasible_bytes
             plan = planned(calls, graph, budget_bytes)
     assert max(plan.predicted_peak_bytes, peak_of(calls, plan, graph)) <= budget_bytes
 

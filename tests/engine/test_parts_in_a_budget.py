@@ -243,7 +243,7 @@ def test_a_first_step_over_the_budget_says_so_and_what_eager_code_needs_is_refus
     assert "the step was not planned yet" in said
     with pytest.raises(BudgetError) as caught:
         mean_square(model, x)
-    least = caught.value.minimum_bytes
+    least = caught.value.least_feasible_bytes
     assert caught.value.op.startswith("eager") and least is not None and least > 1 << 22
     budget = least + (1 << 15)  # for what capturing allocates in the first step
     model = shoal.compile(Chain(takes_much), budget=budget)

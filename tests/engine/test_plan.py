@@ -245,7 +245,7 @@ def test_a_budget_that_no_plan_fits_is_refused_with_the_least_that_one_does() ->
     net = classifier(3, 8, 8)
     with pytest.raises(BudgetError) as caught:
         shoal.plan(net, BATCH, "20KiB", hardware=P100)
-    least = caught.value.minimum_bytes
+    least = caught.value.least_feasible_bytes
     assert shoal.plan(net, BATCH, least, hardware=P100).predicted_peak_bytes == least
     with pytest.raises(BudgetError):
         shoal.plan(net, BATCH, least - 1, hardware=P100)

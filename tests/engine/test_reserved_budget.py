@@ -74,7 +74,7 @@ BUDGET = 1000
 def planned(aside_bytes: int) -> Planned:
     """A plan that fills what is not set aside."""
     if BUDGET - aside_bytes < 400:
-        raise BudgetError("no plan", budget_bytes=BUDGET, minimum_bytes=BUDGET + 1)
+        raise BudgetError("no plan", budget_bytes=BUDGET, least_feasible_bytes=BUDGET + 1)
     own_bytes = BUDGET - 100 - aside_bytes
     return Planned(Plan(Graph(100 + aside_bytes), own_bytes), Basis(100 + aside_bytes))
 

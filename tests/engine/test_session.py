@@ -176,7 +176,7 @@ def test_where_gradients_of_an_earlier_step_fill_the_budget_the_error_says_how_t
     with raising(BudgetError, "optimizer.zero_grad()") as caught:
         planned(batches[1])
     assert "gradients of an earlier step" in caught.value.details
-    assert caught.value.minimum_bytes > planned.shoal.budget_bytes
+    assert caught.value.least_feasible_bytes > planned.shoal.budget_bytes
     assert caught.value.op and caught.value.largest
     planned.zero_grad()
     mean_square(planned(batches[1])).backward()
@@ -226,13 +226,13 @@ def test_where_nothing_can_be_repaired_the_error_says_what_would_do(forgetful: i
     net, (batch, *_) = large_enough()
     with pytest.raises(BudgetError) as caught:
         shoal.compile(copy.deepcopy(net), budget="100KiB")(batch)
-    hoped = caught.value.minimum_bytes
+    hoped = caught.value.least_feasible_bytes
     planned = shoal.compile(net, budget=hoped)
     with pytest.raises(BudgetError) as caught:  # when the loss is known, or else in the next step
         mean_square(planned(batch)).backward()
         planned.zero_grad()
         planned(batch)
-    assert caught.value.minimum_bytes == pytest.approx(hoped + forgetful, rel=0.001)
+    assert caught.value.least_feasible_bytes == pytest.approx(hoped + forgetful, rel=0.001)
 
 
 @needs_compiler

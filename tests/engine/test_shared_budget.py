@@ -200,7 +200,7 @@ def test_a_budget_too_small_is_refused_with_the_models_and_with_the_least_that_i
     with pytest.raises(BudgetError) as caught:
         take(models)
     del loops_own
-    least = caught.value.minimum_bytes
+    least = caught.value.least_feasible_bytes
     assert least is not None
     shared, models = encoders(int(1.01 * least))  # the first turn, with nothing known, may need that much more
     loops_own = torch.zeros(120_000)

@@ -30,7 +30,7 @@ def test_a_plan_leaves_what_is_spare_where_there_is_one_that_can(monkeypatch: py
     net = torch.nn.Sequential(*blocks(3, 16, 16, 16, 16))
     with pytest.raises(BudgetError) as refused:
         planned(net, 300_000)
-    least_bytes = refused.value.minimum_bytes
+    least_bytes = refused.value.least_feasible_bytes
     assert least_bytes is not None
     spare_bytes = least_bytes // 10
     monkeypatch.setattr("shoal.engine.session.spare_bytes", lambda *_: spare_bytes)

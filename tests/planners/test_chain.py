@@ -55,7 +55,7 @@ def test_below_the_least_peak_it_says_so(graph: StepGraph) -> None:
     least = smallest_peak(graph, HARDWARE).predicted_peak_bytes
     with pytest.raises(BudgetError) as caught:
         chain(graph, HARDWARE, least - 1)
-    assert caught.value.minimum_bytes == least
+    assert caught.value.least_feasible_bytes == least
     assert caught.value.budget_bytes == least - 1
     assert chain(graph, HARDWARE, least).predicted_peak_bytes <= least
 

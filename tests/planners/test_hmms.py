@@ -203,7 +203,7 @@ def test_the_budget_decides_only_whether_there_is_a_plan() -> None:
     assert hmms(graph, HARDWARE, free.predicted_peak_bytes).residences == free.residences
     with pytest.raises(BudgetError) as refused:
         hmms(graph, HARDWARE, free.predicted_peak_bytes - 1)
-    assert refused.value.minimum_bytes == free.predicted_peak_bytes
+    assert refused.value.least_feasible_bytes == free.predicted_peak_bytes
 
 
 def test_a_step_without_a_link_is_the_callers_mistake() -> None:

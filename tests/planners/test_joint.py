@@ -48,7 +48,7 @@ def test_every_plan_is_inside_its_budget_and_passes_the_independent_check(graph:
     try:
         plan = joint(graph, HERE, budget_bytes)
     except BudgetError as error:
-        assert error.minimum_bytes > budget_bytes
+        assert error.least_feasible_bytes > budget_bytes
         return
     assert (
         check_runs(plan.graph, plan.residences, schedule(plan.graph, plan.residences), budget_bytes)
@@ -106,7 +106,7 @@ def test_the_least_of_a_vgg_is_two_of_its_first_activations_and_what_a_pooling_l
     for order in (False, True):
         with pytest.raises(BudgetError) as refused:
             joint(graph, HERE, graph.resident_bytes + gradient_bytes, limits=Limits(order=order))
-        least_bytes[order] = refused.value.minimum_bytes
+        least_bytes[order] = refused.value.least_feasible_bytes
     first_bytes = 32 * 64 * 32 * 32 * 4
     # The convolution's output and its gradient, in addition to the pooling's gradient (a quarter) and its codes (a
     # sixteenth).
@@ -136,7 +136,7 @@ def test_no_plan_needs_fewer_bytes_than_its_ops_alone(graph: StepGraph) -> None:
     with pytest.raises(BudgetError) as refused:
         joint(graph, HERE, 1)
     fewest = fewest_bytes(graph)
-    assert graph.resident_bytes <= fewest <= refused.value.minimum_bytes
+    assert graph.resident_bytes <= fewest <= refused.value.least_feasible_bytes
     assert fewest <= smallest_peak(graph, HERE).predicted_peak_bytes
 
 
@@ -144,7 +144,7 @@ def test_the_smallest_peak_is_estimated_by_plans_that_recompute_more_than_once()
     graph = conv_bn_relu_chain(6)
     with pytest.raises(BudgetError) as refused:
         joint(graph, HERE, 1)
-    least_bytes = refused.value.minimum_bytes
+    least_bytes = refused.value.least_feasible_bytes
     assert least_bytes <= least_peak_bytes(graph) < 1.01 * least_bytes
     assert least_peak_bytes(graph, limits=Limits(on_demand=False)) > 3 * least_bytes, "by those that do so once"
 
@@ -172,7 +172,7 @@ def test_a_budget_below_the_least_is_refused_with_that_least_and_what_fills_it()
     graph = resnet_like((1, 1))
     with pytest.raises(BudgetError) as refused:
         joint(graph, HERE, graph.resident_bytes + 1)
-    least_bytes = refused.value.minimum_bytes
+    least_bytes = refused.value.least_feasible_bytes
     assert refused.value.op and refused.value.largest
     assert joint(graph, HERE, least_bytes).predicted_peak_bytes <= least_bytes
 
@@ -181,7 +181,7 @@ def test_a_budget_below_the_least_is_refused_with_that_least_and_what_fills_it()
 def test_the_budget_that_is_named_in_a_moment_works(graph: StepGraph) -> None:
     with pytest.raises(BudgetError) as refused:
         refuse_in_a_moment(graph, HERE, 1)
-    enough_bytes = refused.value.minimum_bytes or 0
+    enough_bytes = refused.value.least_feasible_bytes or 0
     assert joint(graph, HERE, enough_bytes).predicted_peak_bytes <= enough_bytes <= plain_peak_bytes(graph)
 
 

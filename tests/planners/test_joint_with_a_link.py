@@ -99,7 +99,7 @@ def test_its_plan_is_legal_inside_both_budgets_and_never_above_what_the_papers_p
     try:
         plan = joint(graph, HERE, budget_bytes)
     except BudgetError as error:
-        assert error.minimum_bytes > budget_bytes
+        assert error.least_feasible_bytes > budget_bytes
         return
     assert (
         check_runs(plan.graph, plan.residences, schedule(plan.graph, plan.residences), budget_bytes)
@@ -146,7 +146,7 @@ def test_the_least_that_fits_is_no_more_with_a_link_than_without(recomputable: b
     for name, link in (("without", None), ("with", Link("link", 100.0, 100.0, 0.0))):
         with pytest.raises(BudgetError) as refused:
             joint(replace(alone, link=link), HERE, alone.resident_bytes + 1)
-        least[name] = refused.value.minimum_bytes
+        least[name] = refused.value.least_feasible_bytes
     assert least["with"] <= least["without"]
     assert recomputable or least["with"] < least["without"]  # what cannot be recomputed can leave
 

@@ -36,4 +36,4 @@ def test_a_budget_of_its_peak_is_met_and_a_byte_less_is_refused(graph: StepGraph
     if peak_bytes > 1:
         with pytest.raises(BudgetError) as caught:
             keep_all(graph, HARDWARE, peak_bytes - 1)
-        assert caught.value.minimum_bytes == peak_bytes
+        assert caught.value.least_feasible_bytes == peak_bytes

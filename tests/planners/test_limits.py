@@ -85,7 +85,7 @@ def test_a_clock_that_jumps_changes_no_plan(monkeypatch: pytest.MonkeyPatch, nam
         try:
             found.append(joint(graph, HARDWARE, budget, limits=QUICK))
         except BudgetError as error:
-            found.append(error.minimum_bytes)
+            found.append(error.least_feasible_bytes)
         monkeypatch.undo()
     assert all(other == found[0] for other in found[1:])
     assert all(not plan.stopped_early for plan in found if isinstance(plan, Plan))
@@ -140,7 +140,7 @@ def test_a_part_that_is_turned_off_takes_no_part_and_the_plan_is_valid(
         try:
             plan = joint(graph, HARDWARE, budget, limits=limits)
         except BudgetError as error:
-            assert error.minimum_bytes > budget
+            assert error.least_feasible_bytes > budget
             continue
         assert check_runs(plan.graph, plan.residences, schedule(plan.graph, plan.residences), budget) <= budget
         assert plan.lower_bound_seconds == 0 or switch != "lower_bound"
@@ -156,7 +156,7 @@ def test_with_every_part_off_there_is_a_plan_or_an_error(linked: bool) -> None:
     limits = Limits(**dict.fromkeys(SWITCHES, False))
     with pytest.raises(BudgetError) as refused:
         joint(graph, HARDWARE, graph.resident_bytes + 1, limits=limits)
-    budget = refused.value.minimum_bytes
+    budget = refused.value.least_feasible_bytes
     plan = joint(graph, HARDWARE, budget, limits=limits)
     assert check_runs(plan.graph, plan.residences, schedule(plan.graph, plan.residences), budget) <= budget
 
@@ -177,5 +177,5 @@ def test_few_nodes_for_the_smallest_peak_still_name_a_budget_that_is_enough() ->
     limits = replace(QUICK, max_peak_entries=1)
     with pytest.raises(BudgetError) as refused:
         joint(graph, HARDWARE, 1, limits=limits)
-    least_bytes = refused.value.minimum_bytes
+    least_bytes = refused.value.least_feasible_bytes
     assert joint(graph, HARDWARE, least_bytes, limits=limits).predicted_peak_bytes <= least_bytes

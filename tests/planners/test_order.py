@@ -180,7 +180,7 @@ def test_joint_finds_a_smaller_least_budget_and_reaches_it() -> None:
     for order in (False, True):
         with pytest.raises(BudgetError) as refused:
             joint(graph, HARDWARE, graph.resident_bytes, limits=Limits(order=order))
-        least[order] = refused.value.minimum_bytes or 0
+        least[order] = refused.value.least_feasible_bytes or 0
     assert least[True] < least[False]
     plan = joint(graph, HARDWARE, least[True])
     check_order(graph, plan.graph)

@@ -121,9 +121,9 @@ def trains_in_less(build: Callable[[], Network], share: float = 0.85) -> None:
     try:
         training.within(int(share * plain_bytes))
     except shoal.BudgetError as error:
-        assert error.minimum_bytes is not None, error
-        assert error.minimum_bytes < plain_bytes, error
-        training.within(error.minimum_bytes)
+        assert error.least_feasible_bytes is not None, error
+        assert error.least_feasible_bytes < plain_bytes, error
+        training.within(error.least_feasible_bytes)
 
 
 def _peak_bytes(network: Network) -> int:
@@ -156,7 +156,7 @@ def outcome(build: Callable[[], Network]) -> str:
                 break
             except shoal.BudgetError as error:
                 assert named_bytes is None, f"{named_bytes} bytes named, then: {error}"
-                named_bytes = error.minimum_bytes
+                named_bytes = error.least_feasible_bytes
                 budget_bytes = named_bytes or 2 * budget_bytes
     except shoal.ShoalError as error:
         return f"refused: {type(error).__name__}: {error}"

@@ -46,6 +46,6 @@ def over_budget(
             **{label: value for label, value in (details or {}).items() if label not in figures},
         },
         budget_bytes=budget_bytes,
-        minimum_bytes=needed_bytes if is_minimum else None,
+        least_feasible_bytes=needed_bytes if is_minimum else None,
         **attributes,
     )

@@ -139,9 +139,9 @@ class KnownTurn:
         steps = [node.step for node in self.nodes if node.step is not None]
         beside_bytes = self.grown_bytes + self.learnt_bytes
         first_bytes = max(least_bytes(step.graph, step.device, step.in_use_bytes + beside_bytes) for step in steps)
-        if error.minimum_bytes is None or first_bytes <= error.minimum_bytes:
+        if error.least_feasible_bytes is None or first_bytes <= error.least_feasible_bytes:
             return error
-        later = format_bytes(error.minimum_bytes)
+        later = format_bytes(error.least_feasible_bytes)
         return over_budget(
             self.name,
             first_bytes,

@@ -98,7 +98,7 @@ def _with_the_most_aside(
     try:
         return budget_bytes, make(budget_bytes)
     except BudgetError as error:
-        least_bytes = (error.minimum_bytes or 0) - budget_bytes
+        least_bytes = (error.least_feasible_bytes or 0) - budget_bytes
     aside_bytes = budget_bytes - least_bytes
     plan = make(aside_bytes)
     others_bytes = bytes_of_others(plan)

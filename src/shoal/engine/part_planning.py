@@ -101,7 +101,7 @@ def first_share(
             least_bytes = aside_bytes
         except BudgetError as error:
             if found is None:
-                needed_bytes = (error.minimum_bytes or room_bytes) + budget_bytes - room_bytes
+                needed_bytes = (error.least_feasible_bytes or room_bytes) + budget_bytes - room_bytes
                 raise over_budget(
                     graph.model,
                     needed_bytes,

@@ -259,7 +259,7 @@ class PartSequence(ABC):
     def plan_less_far(self, refused: BudgetError) -> bool:
         """Plan for sizes that are nearer to those seen, or for each by itself; False where that is done already."""
         budget_bytes = self.session.status.budget_bytes or 1
-        needed_share = max(1.0, (refused.minimum_bytes or budget_bytes) / budget_bytes)
+        needed_share = max(1.0, (refused.least_feasible_bytes or budget_bytes) / budget_bytes)
         if all(seen.fixed for seen in self._sizes.values()):
             return False
         for seen in self._sizes.values():

@@ -34,16 +34,16 @@ def with_optimistic(refused: BudgetError, optimistic: BudgetError) -> BudgetErro
         refused: of the loop as far as it is known.
         optimistic: of the loop that holds the minimum.
 
-    >>> refused, optimistic = BudgetError("no", minimum_bytes=2048), BudgetError("no", minimum_bytes=1024)
+    >>> refused, optimistic = BudgetError("no", least_feasible_bytes=2048), BudgetError("no", least_feasible_bytes=1024)
     >>> with_optimistic(refused, optimistic).details, with_optimistic(optimistic, refused).details
     ({'minimum if the loss frees the outputs': '1.000 KiB, as in criterion(model(x), y).backward()'}, {})
     """
-    minimum_bytes = optimistic.minimum_bytes or 0
-    if not 0 < minimum_bytes < (refused.minimum_bytes or 0):
+    least_feasible_bytes = optimistic.least_feasible_bytes or 0
+    if not 0 < least_feasible_bytes < (refused.least_feasible_bytes or 0):
         return refused
     return refused.with_detail(
         "minimum if the loss frees the outputs",
-        f"{format_bytes(minimum_bytes)}, as in criterion(model(x), y).backward()",
+        f"{format_bytes(least_feasible_bytes)}, as in criterion(model(x), y).backward()",
     )
 
 

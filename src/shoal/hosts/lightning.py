@@ -141,7 +141,7 @@ class ShoalBudget(Callback):
             except BudgetError as error:
                 if self in trainer.callbacks or _batch_size(args, kwargs) <= 1:  # a finder takes all callbacks away
                     raise
-                needed = error.minimum_bytes or 0
+                needed = error.least_feasible_bytes or 0
                 raise torch.OutOfMemoryError(
                     f"no plan for this batch fits {format_bytes(error.budget_bytes)}, it needs {format_bytes(needed)}: "
                     "in the words that Lightning's finder looks for, CUDA out of memory"

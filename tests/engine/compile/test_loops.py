@@ -116,15 +116,15 @@ def test_calls_that_cannot_fit_together_are_refused_with_a_budget_that_works() -
     loop = calls_before_a_backward(batches)
     with pytest.raises(BudgetError) as alone:
         shoal.compile(copy.deepcopy(net), budget="100KiB")(batches[0])
-    planned = shoal.compile(copy.deepcopy(net), budget=alone.value.minimum_bytes)
+    planned = shoal.compile(copy.deepcopy(net), budget=alone.value.least_feasible_bytes)
     with pytest.raises(BudgetError) as refused:
         loop(planned)
     assert refused.value.details["calls before a backward pass"] == 2
-    enough = shoal.compile(copy.deepcopy(net), budget=refused.value.minimum_bytes)
+    enough = shoal.compile(copy.deepcopy(net), budget=refused.value.least_feasible_bytes)
     for _ in range(3):
         loop(enough)
     enough.zero_grad()
-    assert true_peak(enough, lambda: loop(enough), batches) <= refused.value.minimum_bytes
+    assert true_peak(enough, lambda: loop(enough), batches) <= refused.value.least_feasible_bytes
 
 
 @pytest.mark.parametrize(
@@ -205,19 +205,19 @@ def test_a_budget_that_only_a_loop_without_held_outputs_meets_is_tried_and_refus
     with pytest.raises(BudgetError) as refused:
         shoal.compile(copy.deepcopy(net), budget="60KiB")(batch)
     assert "minimum if the loss frees the outputs" in refused.value.details
-    budget = refused.value.minimum_bytes - 1
+    budget = refused.value.least_feasible_bytes - 1
     frugal = shoal.compile(copy.deepcopy(net), budget=budget)
     loop = dense_loop(False, batch, labels, 2)
     loop(frugal), loop(frugal)
     frugal.zero_grad()
     assert true_peak(frugal, lambda: loop(frugal), [batch]) <= budget
-    tight = refused.value.minimum_bytes * 3 // 5
+    tight = refused.value.least_feasible_bytes * 3 // 5
     holding = shoal.compile(copy.deepcopy(net), budget=tight)
     with pytest.raises(BudgetError) as held:
         dense_loop(True, batch, labels, 4)(holding)
-    enough = shoal.compile(copy.deepcopy(net), budget=held.value.minimum_bytes)
+    enough = shoal.compile(copy.deepcopy(net), budget=held.value.least_feasible_bytes)
     dense_loop(True, batch, labels, 4)(enough)
-    assert enough.shoal.measured_peak_bytes <= held.value.minimum_bytes
+    assert enough.shoal.measured_peak_bytes <= held.value.least_feasible_bytes
 
 
 def counting(made: list[int]) -> Callable[[StepGraph, Hardware, int], Plan]:
@@ -297,7 +297,7 @@ def test_an_undeclared_optimizer_for_whose_state_there_is_no_room_is_refused_by_
     with raising(BudgetError, "optimizer=") as refused:
         shoal.compile(copy.deepcopy(net), budget="400KiB")(batch)
     optimizer = torch.optim.Adam(net.parameters())
-    shoal.compile(net, budget=refused.value.minimum_bytes)
+    shoal.compile(net, budget=refused.value.least_feasible_bytes)
     net(batch).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()

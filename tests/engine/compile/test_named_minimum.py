@@ -60,8 +60,8 @@ def refused(net: nn.Module, budget: int, loss_of: Loss) -> int:
     with pytest.raises(BudgetError) as error:
         train(trained, budget, loss_of)
     assert all(map(torch.equal, trained.parameters(), net.parameters()))
-    assert error.value.minimum_bytes is not None
-    return error.value.minimum_bytes
+    assert error.value.least_feasible_bytes is not None
+    return error.value.least_feasible_bytes
 
 
 @pytest.mark.parametrize(("views", "loss_of"), [(4, lambda y: y.pow(2).mean()), (1, lambda y: ((y - 1) ** 2).mean())])
@@ -145,8 +145,8 @@ def named_for_words(net: nn.Module, budget: int, with_logits: bool = False) -> i
     with pytest.raises(BudgetError) as error:
         train_on_words(shoal.compile(trained, budget=budget), with_logits=with_logits)
     assert all(map(torch.equal, trained.parameters(), net.parameters()))
-    assert error.value.minimum_bytes is not None
-    return error.value.minimum_bytes
+    assert error.value.least_feasible_bytes is not None
+    return error.value.least_feasible_bytes
 
 
 @pytest.mark.parametrize("with_logits", [False, True])

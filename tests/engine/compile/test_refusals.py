@@ -162,7 +162,7 @@ def test_a_budget_below_parameters_and_their_gradients_is_refused_with_one_that_
     x = torch.randn(2, 3, 16, 16)
     with pytest.raises(BudgetError) as refused:
         shoal.compile(copy.deepcopy(net), budget=held_bytes + gradient_bytes)(x)
-    enough_bytes = refused.value.minimum_bytes
+    enough_bytes = refused.value.least_feasible_bytes
     assert refused.value.persistent_bytes > held_bytes + gradient_bytes and "searched" in refused.value.details
     assert enough_bytes is not None and enough_bytes > held_bytes + gradient_bytes + x.nbytes
     model: Any = shoal.compile(net, budget=enough_bytes)
@@ -205,7 +205,7 @@ def test_a_budget_below_parameters_and_optimizer_state_is_refused_at_once() -> N
     need = 2 * 40_000  # weight, momentum
     with pytest.raises(BudgetError) as caught:
         shoal.compile(net, budget=need - 1, optimizer=optimizer)
-    assert (caught.value.budget_bytes, caught.value.minimum_bytes) == (need - 1, None)
+    assert (caught.value.budget_bytes, caught.value.least_feasible_bytes) == (need - 1, None)
     assert caught.value.persistent_bytes == need
     assert not hasattr(net, "shoal")
     assert shoal.compile(net, budget=need, optimizer=optimizer) is net
@@ -244,11 +244,11 @@ def test_an_infeasible_budget_names_what_would_do_and_nothing_is_run() -> None:
     assert len(error.largest) == 3
     assert all(layer in dict(net.named_modules()) and nbytes > 0 for _, layer, nbytes in error.largest)
 
-    enough = shoal.compile(copy.deepcopy(net), budget=error.minimum_bytes)
+    enough = shoal.compile(copy.deepcopy(net), budget=error.least_feasible_bytes)
     enough(batches[0]).square().mean().backward()
     assert enough.shoal.repairs == 0
-    assert enough.shoal.measured_peak_bytes <= error.minimum_bytes
-    less = shoal.compile(copy.deepcopy(net), budget=int(0.9 * error.minimum_bytes))
+    assert enough.shoal.measured_peak_bytes <= error.least_feasible_bytes
+    less = shoal.compile(copy.deepcopy(net), budget=int(0.9 * error.least_feasible_bytes))
     with pytest.raises(BudgetError):
         less(batches[0])
 

@@ -44,7 +44,7 @@ class Refusing:
     def price(self, variant: Variant) -> Priced[None]:
         def plan(budget_bytes: int) -> tuple[None, Plan]:
             self.asked.append(variant)
-            raise BudgetError("no plan fits", minimum_bytes=self.needed_bytes[variant])
+            raise BudgetError("no plan fits", least_feasible_bytes=self.needed_bytes[variant])
 
         step = conv_bn_relu_chain(2 + len(self.asked) + list(self.needed_bytes).index(variant))
         return Priced(replace(step, static_bytes=1000), plan)
@@ -68,7 +68,7 @@ class OnPatches(Refusing):
     def price(self, variant: Variant) -> Priced[None]:
         def plan(budget_bytes: int) -> tuple[None, Plan]:
             self.asked.append(variant)
-            raise BudgetError("no plan fits", minimum_bytes=self.held_bytes[variant])
+            raise BudgetError("no plan fits", least_feasible_bytes=self.held_bytes[variant])
 
         self.captured.append(variant)
         step = conv_bn_relu_chain(1 + len(self.captured))

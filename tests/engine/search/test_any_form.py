@@ -58,8 +58,8 @@ def test_it_is_so_where_a_plan_for_speed_fits(step: StepGraph, share: float) -> 
     except BudgetError as refused:
         with pytest.raises(BudgetError) as error:
             any_form(forms := OfOneStep(step), forms.price, budget_bytes, "net")
-        named_bytes = error.value.minimum_bytes  # 190 where the other search names 176, on one step: both run
-        assert named_bytes and refused.minimum_bytes
+        named_bytes = error.value.least_feasible_bytes  # 190 where the other search names 176, on one step: both run
+        assert named_bytes and refused.least_feasible_bytes
         assert joint(step, HARDWARE, named_bytes).predicted_peak_bytes <= named_bytes
     else:
         found = any_form(forms := OfOneStep(step), forms.price, budget_bytes, "net")
@@ -98,7 +98,7 @@ def test_where_none_fits_the_lowest_peak_that_was_found_is_told() -> None:
     forms = Holding(9_000_000, 5_000_000)
     with raising(BudgetError, "(1000 bytes)") as refused:
         any_form(forms, forms.price, 1_000, "net")
-    lowest_bytes = refused.value.minimum_bytes
+    lowest_bytes = refused.value.least_feasible_bytes
     assert lowest_bytes is not None and 5_000_000 < lowest_bytes < 6_000_000
     assert f"({lowest_bytes} bytes)" in str(refused.value)
 

@@ -211,7 +211,7 @@ def test_keep_alone_keeps_everything_or_refuses() -> None:
     model = normalised()
     with pytest.raises(BudgetError) as refused:
         shoal.plan(model, torch.empty(IMAGES), share_of_plain(normalised, 0.9), allow="keep")
-    least_bytes = refused.value.minimum_bytes
+    least_bytes = refused.value.least_feasible_bytes
     assert least_bytes is not None
     plan = shoal.plan(model, torch.empty(IMAGES), least_bytes, allow="keep")
     assert not plan.recomputed and not plan.offloaded and plan.predicted_peak_bytes == least_bytes
@@ -225,8 +225,8 @@ def test_what_fits_as_it_is_and_has_nothing_to_fuse_stays_whole() -> None:
 def least_bytes(model: nn.Module, **options: Any) -> int:
     with pytest.raises(BudgetError) as refused:
         shoal.plan(model, torch.empty(IMAGES), 100_000, **options)
-    assert refused.value.minimum_bytes is not None
-    return refused.value.minimum_bytes
+    assert refused.value.least_feasible_bytes is not None
+    return refused.value.least_feasible_bytes
 
 
 @cache
@@ -252,7 +252,7 @@ def trained_in_less(network: Callable[[], nn.Module], x: torch.Tensor, share: fl
     model, plain, exact = network(), network(), network().double()
     with pytest.raises(BudgetError) as whole:
         shoal.plan(model, x, 100_000, allow="bitwise")
-    budget_bytes = int(share * whole.value.minimum_bytes)  # type: ignore[operator]
+    budget_bytes = int(share * whole.value.least_feasible_bytes)  # type: ignore[operator]
     model = shoal.compile(model, budget_bytes, allow="bitwise, exact_split")
     for _ in range(2):  # the first shows what the loop leaves
         for one in (model, plain, exact):

@@ -173,12 +173,12 @@ def test_where_nothing_fits_one_set_is_searched_and_no_set_needs_less() -> None:
     with pytest.raises(BudgetError) as refused:
         choose_encoded(steps(costs(0.01)), budget, plan)
     assert len(made) == 1
-    least = refused.value.minimum_bytes
+    least = refused.value.least_feasible_bytes
     names = [offer.storage for offer in offers(step(), LOSSY)]
     for subset in joined.from_iterable(combinations(names, size) for size in range(len(names) + 1)):
         with pytest.raises(BudgetError) as of_it:
             joint(costs(0.01)(encoded(step(), subset, LOSSY)), HARDWARE, budget)
-        assert least is not None and least <= (of_it.value.minimum_bytes or 0)
+        assert least is not None and least <= (of_it.value.least_feasible_bytes or 0)
 
 
 def test_with_all_encoded_by_free_codecs_a_step_is_bounded_whatever_is_encoded() -> None:

@@ -41,13 +41,13 @@ class Encoding(InSeconds):
             self.asked_encoded.append((variant, below_seconds))
             seconds = self.encoded_seconds[variant]
             if math.isinf(seconds):
-                raise BudgetError("no plan fits", minimum_bytes=budget_bytes + 1)
+                raise BudgetError("no plan fits", least_feasible_bytes=budget_bytes + 1)
             if seconds >= below_seconds:
                 raise NotFaster
             return None, Plan(taking(seconds, place), {}, "joint")
 
         def refused(budget_bytes: int) -> tuple[None, Plan]:
-            raise BudgetError("no plan fits", minimum_bytes=budget_bytes + 2)
+            raise BudgetError("no plan fits", least_feasible_bytes=budget_bytes + 2)
 
         bound = self.bounds.get(variant, self.seconds[variant][0])
         priced = replace(super().price(variant), encoded=Encodable(lambda share: taking(bound, place), encoded))
@@ -78,7 +78,7 @@ def test_where_nothing_fits_exactly_each_form_is_asked_until_one_fits_encoded() 
     forms = Encoding(nothing, **kept)
     with pytest.raises(BudgetError) as refused:
         best_variant(forms, forms.price, 2**40, "")
-    assert refused.value.minimum_bytes == 2**40 + 1
+    assert refused.value.least_feasible_bytes == 2**40 + 1
 
 
 def test_a_form_that_does_not_fit_exactly_is_encoded_only_where_its_bound_says_that_it_may_be_faster_so() -> None:

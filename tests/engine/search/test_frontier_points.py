@@ -89,7 +89,7 @@ def test_the_laws(whole: StepGraph, fused: StepGraph, fewer: StepGraph, n_points
 def test_the_first_point_is_what_the_planner_calls_the_least(whole: StepGraph) -> None:
     with pytest.raises(BudgetError) as refused:
         joint(whole, HARDWARE, 1)
-    assert found(Forms({WHOLE: whole})).points[0].budget_bytes == refused.value.minimum_bytes
+    assert found(Forms({WHOLE: whole})).points[0].budget_bytes == refused.value.least_feasible_bytes
 
 
 def test_budgets_are_evenly_spaced_and_the_users_is_one_more() -> None:

@@ -23,7 +23,7 @@ class Line:
     def __call__(self, batch: int) -> int:
         self.asked.append(batch)
         if self.bytes_of(batch) > self.budget:
-            raise BudgetError(f"{batch} do not fit", minimum_bytes=self.bytes_of(batch) ** self.misleads)
+            raise BudgetError(f"{batch} do not fit", least_feasible_bytes=self.bytes_of(batch) ** self.misleads)
         return self.bytes_of(batch) if self.misleads == 1 else self.budget
 
 
@@ -62,7 +62,7 @@ def test_where_not_even_one_fits_the_smallest_is_told() -> None:
     line = Line(100, 10, 50)
     with pytest.raises(BudgetError) as refused:
         largest(line, 8)
-    assert refused.value.minimum_bytes == 110 and refused.value.details["batch"] == 1 and line.asked[-1] == 1
+    assert refused.value.least_feasible_bytes == 110 and refused.value.details["batch"] == 1 and line.asked[-1] == 1
 
 
 @pytest.mark.parametrize(("first", "error"), [(8, BudgetError), (1, CaptureError)])

@@ -74,7 +74,7 @@ def test_no_side_of_the_answer_can_grow(times: Patch, multiple: Patch, budget: i
 
     def plan_of(one: Patch) -> None:
         if needed(one) > budget:
-            raise BudgetError("too small", minimum_bytes=needed(one) if tells_least else None)
+            raise BudgetError("too small", least_feasible_bytes=needed(one) if tells_least else None)
 
     steps = ladder(patch, multiple, None, 8 * max(budget, prod(patch)))
     tried: list[Patch] = []

@@ -35,8 +35,8 @@ def volume() -> torch.Tensor:
 def least_bytes(allow: str) -> int:
     with pytest.raises(BudgetError) as refused:
         shoal.plan(network(), volume(), 1, allow=allow)
-    assert refused.value.minimum_bytes is not None
-    return refused.value.minimum_bytes
+    assert refused.value.least_feasible_bytes is not None
+    return refused.value.least_feasible_bytes
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +131,7 @@ def test_for_a_gpu_that_is_not_here_gradients_of_norms_are_cut_where_that_needs_
     for allow in ("recompute", "recompute, pieces"):
         with pytest.raises(BudgetError) as refused:
             planned(4 << 20, allow)
-        needed.append(refused.value.minimum_bytes)
+        needed.append(refused.value.least_feasible_bytes)
     assert needed[1] is not None and needed[0] is not None and needed[1] < needed[0]
     plan = planned(needed[1], "recompute, pieces")
     assert plan.predicted_peak_bytes <= needed[1]
@@ -153,8 +153,8 @@ def test_gradients_of_prelus_in_pieces_train_in_less_and_are_no_further_from_flo
     for allow in ("recompute, pieces", "recompute, pieces, direct"):
         with pytest.raises(BudgetError) as refused:
             shoal.plan(*rectified(), 1, allow=allow)
-        assert refused.value.minimum_bytes is not None
-        needed.append(refused.value.minimum_bytes)
+        assert refused.value.least_feasible_bytes is not None
+        needed.append(refused.value.least_feasible_bytes)
     assert needed[1] < 0.85 * needed[0]
     model, x = rectified()
     model = shoal.compile(model, needed[1] + 4096, allow="recompute, pieces, direct")
@@ -196,8 +196,8 @@ def test_attention_in_pieces_trains_in_less_with_the_same_bits_but_for_its_biase
     for allow in ("recompute, pieces", "recompute, pieces, direct"):
         with pytest.raises(BudgetError) as refused:
             shoal.plan(*made(), 1, allow=allow)
-        assert refused.value.minimum_bytes is not None
-        needed.append(refused.value.minimum_bytes)
+        assert refused.value.least_feasible_bytes is not None
+        needed.append(refused.value.least_feasible_bytes)
     assert needed[1] < 0.5 * needed[0]
     model, x = made()
     model = shoal.compile(model, needed[1] + 4096, allow="recompute, pieces, direct")

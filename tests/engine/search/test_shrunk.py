@@ -48,7 +48,7 @@ def test_with_room_nothing_is_shrunk_and_where_it_is_tight_what_fits_in_less_or_
     assert [row.variant for row in roomy.candidates] == [roomy.variant] == [WHOLE]
     with pytest.raises(BudgetError) as refused:
         planned(1 << 20)
-    least_bytes = refused.value.minimum_bytes
+    least_bytes = refused.value.least_feasible_bytes
     assert least_bytes is not None
     tight = planned(least_bytes)
     assert tight.variant == Variant(shrunk=True)
@@ -62,7 +62,7 @@ def test_a_shrunk_step_trains_with_the_bits_of_eager_pytorch_and_is_taken_from_a
     eager = UNet()
     with pytest.raises(BudgetError) as refused:
         shoal.plan(UNet(), images, 1 << 20, allow="recompute")
-    budget = refused.value.minimum_bytes
+    budget = refused.value.least_feasible_bytes
     assert budget is not None
     model = shoal.compile(copy.deepcopy(eager), budget=budget, allow="recompute")
     for network in (eager, model):

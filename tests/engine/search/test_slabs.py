@@ -57,8 +57,8 @@ def _small_tensors_too(monkeypatch: pytest.MonkeyPatch) -> None:
 def needed_bytes(allow: str) -> int:
     with pytest.raises(BudgetError) as refused:
         shoal.plan(*made(), 1, allow=allow)
-    assert refused.value.minimum_bytes is not None
-    return refused.value.minimum_bytes
+    assert refused.value.least_feasible_bytes is not None
+    return refused.value.least_feasible_bytes
 
 
 def test_a_step_trains_in_a_budget_that_recomputing_does_not_meet() -> None:
@@ -107,5 +107,5 @@ def test_a_network_that_enters_autocast_needs_what_it_needs_when_called_under_it
         shoal.plan(UnderAutocast(), x, 1, allow="recompute")
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(BudgetError) as called:
         shoal.plan(model, x, 1, allow=ALLOW)
-    needed = [error.value.minimum_bytes or 0 for error in (entering, called, whole)]
+    needed = [error.value.least_feasible_bytes or 0 for error in (entering, called, whole)]
     assert needed[0] - needed[1] in range(1024) and needed[1] < 0.9 * needed[2]  # its result leaves in float32

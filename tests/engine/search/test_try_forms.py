@@ -73,7 +73,7 @@ class UpTo(InSeconds):
     def price(self, variant: Variant) -> Priced[None]:
         def refuse(budget_bytes: int) -> tuple[None, Plan]:
             self.asked.append(variant)
-            raise BudgetError("no plan fits", minimum_bytes=budget_bytes + 1)
+            raise BudgetError("no plan fits", least_feasible_bytes=budget_bytes + 1)
 
         priced = super().price(variant)
         return replace(priced, plan=refuse) if variant.fuse and variant.up_to > self.fits_up_to else priced

@@ -16,7 +16,7 @@ def test_the_least_of_every_form_is_told_whichever_it_is() -> None:
         forms = Refusing(**{name: 10**9 - (name == least) for name in ("whole", "bnff", "icf")})
         with pytest.raises(BudgetError) as refused:
             best_variant(forms, forms.price, 1, "")
-        assert refused.value.minimum_bytes == 10**9 - 1
+        assert refused.value.least_feasible_bytes == 10**9 - 1
         assert ("variant with the minimum" in refused.value.details) == (least != "whole")
         assert sorted(map(str, forms.asked)) == sorted(map(str, forms.needed_bytes))
 
@@ -25,7 +25,7 @@ def test_a_form_whose_ops_alone_need_more_than_another_form_is_not_asked() -> No
     forms = Refusing(whole=1001, bnff=1, icf=1)
     with pytest.raises(BudgetError) as refused:
         best_variant(forms, forms.price, 1, "")
-    assert forms.asked == [WHOLE] and refused.value.minimum_bytes == 1001
+    assert forms.asked == [WHOLE] and refused.value.least_feasible_bytes == 1001
 
 
 def test_of_many_ops_a_budget_below_what_stays_in_every_form_is_refused_before_another_form_is_captured() -> None:
@@ -45,4 +45,4 @@ def test_where_nothing_fits_patches_become_finer_while_they_need_less_and_one_fo
         best_variant(forms, forms.price, 1, "")
     _, two, three, _ = forms.held_bytes
     assert forms.captured == [WHOLE, two, three] and forms.asked == [two]
-    assert refused.value.minimum_bytes == 5 * million
+    assert refused.value.least_feasible_bytes == 5 * million

@@ -61,7 +61,7 @@ def test_an_infeasible_budget_names_the_peak_and_what_fills_it() -> None:
     error = caught.value
     message = str(error)
     assert "conv_bn_relu_chain_16" in message and "4000 bytes" in message
-    assert str(error.minimum_bytes) in message
+    assert str(error.least_feasible_bytes) in message
     assert error.op in message and error.layer in message
     assert len(error.largest) == 3
     for name, layer, nbytes in error.largest:

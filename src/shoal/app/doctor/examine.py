@@ -139,7 +139,7 @@ def examine(
     except BudgetError as error:
         doing("what would help")
         standing_bytes = 2 * found["parameter_bytes"] + state_bytes
-        least_bytes = error.minimum_bytes or _least_bytes(subject, standing_bytes, how)
+        least_bytes = error.least_feasible_bytes or _least_bytes(subject, standing_bytes, how)
         found |= {"refused": _in_one_line(error), "least_bytes": least_bytes}
         found["remedies"] = tuple(_remedies(subject, within_bytes, how, least_bytes, state_bytes))
     except CaptureError as error:
@@ -182,7 +182,7 @@ def _least_bytes(subject: Subject, standing_bytes: int, how: Mapping[str, Any]) 
     try:
         return shoal.plan(subject.model, subject.example, standing_bytes, **how).predicted_peak_bytes
     except BudgetError as error:
-        return error.minimum_bytes
+        return error.least_feasible_bytes
     except CaptureError:
         return None
 

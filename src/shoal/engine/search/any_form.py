@@ -117,7 +117,7 @@ class _AnyFormSearch(Generic[Graph, Made]):
                 try:
                     peak_bytes = way.form.priced.smallest(self._state.budget_bytes)[1].predicted_peak_bytes
                 except BudgetError as error:
-                    peak_bytes = error.minimum_bytes or MAX_BYTES
+                    peak_bytes = error.least_feasible_bytes or MAX_BYTES
                 yield peak_bytes, way.form.variant
 
     def _is_worth_capturing(self, variant: Variant) -> bool:

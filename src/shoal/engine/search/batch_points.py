@@ -99,7 +99,7 @@ class _KeptPlans:
         try:
             yield
         except BudgetError as error:
-            least_bytes = error.minimum_bytes
+            least_bytes = error.least_feasible_bytes
             self._unfit[batch] = f"needs {format_bytes(least_bytes)}" if least_bytes else "does not fit"
             raise
         except (CaptureError, InputError) as error:

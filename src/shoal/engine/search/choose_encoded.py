@@ -289,7 +289,9 @@ class _ChooseEncodedSearch:
     def _leading(self) -> _Set:
         def rank(chosen: _Set) -> tuple[float, float]:
             made = self._plans[chosen]
-            return (0.0, made.predicted_seconds) if isinstance(made, Plan) else (made.minimum_bytes or 0, math.inf)
+            return (
+                (0.0, made.predicted_seconds) if isinstance(made, Plan) else (made.least_feasible_bytes or 0, math.inf)
+            )
 
         return min(self._plans, key=rank)
 

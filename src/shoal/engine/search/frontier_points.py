@@ -49,7 +49,7 @@ class _Form:
         try:
             return replace(self.priced.plan(budget_bytes)[1], variant=self.variant)
         except BudgetError as error:
-            self.too_small_bytes = max(budget_bytes + 1, error.minimum_bytes or 0)
+            self.too_small_bytes = max(budget_bytes + 1, error.least_feasible_bytes or 0)
             return None
 
     def plan_encoded(self, budget_bytes: int, below_seconds: float) -> Plan | None:
@@ -63,7 +63,7 @@ class _Form:
             return None
         except BudgetError as error:
             if math.isinf(below_seconds):
-                self.too_small_encoded_bytes = max(budget_bytes + 1, error.minimum_bytes or 0)
+                self.too_small_encoded_bytes = max(budget_bytes + 1, error.least_feasible_bytes or 0)
             return None
 
     def note_the_least(self) -> int | None:
@@ -74,7 +74,7 @@ class _Form:
             else:
                 self.priced.plan(1)
         except BudgetError as error:
-            least_bytes = error.minimum_bytes
+            least_bytes = error.least_feasible_bytes
             if self.priced.encoded is None:
                 self.too_small_bytes = least_bytes or 0
             self.too_small_encoded_bytes = least_bytes or 0

@@ -42,7 +42,7 @@ def largest_fitting(
     Example:
         >>> def peak_of(batch):
         ...     if 100 + 7 * batch > 1000:
-        ...         raise BudgetError("too small", minimum_bytes=100 + 7 * batch)
+        ...         raise BudgetError("too small", least_feasible_bytes=100 + 7 * batch)
         ...     return 100 + 7 * batch
         >>> largest_fitting(peak_of, 100, 1000, first=16)
         (128, 129)
@@ -57,7 +57,7 @@ def largest_fitting(
             peak_bytes = peak_of(batch)
         except BudgetError as error:
             too_many, unfit = batch, error
-            narrowing.learn(batch, error.minimum_bytes or 0)
+            narrowing.learn(batch, error.least_feasible_bytes or 0)
         except (CaptureError, InputError) as error:
             if not fits:  # for no batch at all; or, below one that does not fit, for none so small
                 refusal: ShoalError = unfit or error

@@ -154,7 +154,7 @@ def largest_patch(
         >>> def plan_of(patch):
         ...     needed = 1000 + 10 * patch[0] * patch[1]
         ...     if needed > 90_000:
-        ...         raise BudgetError("too small", minimum_bytes=needed)
+        ...         raise BudgetError("too small", least_feasible_bytes=needed)
         >>> steps = ladder((32, 32), (16, 16), None, 10**6)
         >>> largest_patch(plan_of, steps, (32, 32), (16, 16), None, fixed_bytes=1000, budget_bytes=90_000)
         Largest(patch=(96, 80), too_large=(112, 80))
@@ -170,7 +170,7 @@ def largest_patch(
             plan_of(steps[at])
         except BudgetError as error:
             too_large, unfit = at, error
-            needed = (voxels[at], error.minimum_bytes) if error.minimum_bytes else None
+            needed = (voxels[at], error.least_feasible_bytes) if error.least_feasible_bytes else None
         except (CaptureError, InputError) as error:
             if fits < 0:  # for no patch at all; or, below one that does not fit, for none so small
                 refusal: ShoalError = error if unfit is None else _smallest(unfit, steps[too_large])

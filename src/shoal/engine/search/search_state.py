@@ -113,7 +113,7 @@ class SearchState(Generic[Graph, Made]):
     def refuse(self, variant: Variant, error: BudgetError, encoded: bool = False) -> str:
         """Note what a form needs; in words."""
         self.refused[variant, encoded] = error
-        least_bytes = error.minimum_bytes
+        least_bytes = error.least_feasible_bytes
         return f"needs {format_bytes(least_bytes)}" if least_bytes else "does not fit"
 
     def take_if_faster(self, found: Best[Graph, Made]) -> None:

@@ -45,7 +45,7 @@ def plan_unfit(state: SearchState[Graph, Made], is_encoded: Callable[[Variant], 
 
 def nearest(state: SearchState[Graph, Made]) -> BudgetError:
     """Of the refusals, the one that names the least."""
-    (variant, _), error = min(state.refused.items(), key=lambda one: one[1].minimum_bytes or math.inf)
+    (variant, _), error = min(state.refused.items(), key=lambda one: one[1].least_feasible_bytes or math.inf)
     return error if replace(variant, shrunk=False) == WHOLE else error.with_detail("variant with the minimum", variant)
 
 
@@ -80,4 +80,4 @@ def _planned(way: Way[Graph, Made], budget_bytes: int) -> Best[Graph, Made]:
 
 def _enough_bytes(state: SearchState[Graph, Made]) -> float:
     """The least that any form was found to need."""
-    return min((error.minimum_bytes or math.inf for error in state.refused.values()), default=math.inf)
+    return min((error.least_feasible_bytes or math.inf for error in state.refused.values()), default=math.inf)

@@ -172,7 +172,7 @@ class ShoalPlanning:
             if all(side < 4 * self.UNet_featuremap_min_edge_length for side in patch):  # type: ignore[attr-defined]
                 smallest = "x".join(map(str, patch))
                 raise error.with_detail("smallest patch tried", f"{smallest}; give -gpu_memory_target more") from None
-            least_bytes = error.minimum_bytes or 2 * self._budget_bytes
+            least_bytes = error.least_feasible_bytes or 2 * self._budget_bytes
             self._least[len(patch)] = (voxels, least_bytes)
             return max(least_bytes, self._budget_bytes + 1)
 
