@@ -241,7 +241,7 @@ def _trained(kind: str, share: float) -> tuple[list[bytes], int, int]:
     plain = torch.nn.Sequential(*layers)
     images = torch.randn(4, 3, 64, 64)
     plain_bytes = shoal.plan(plain, images).plain_peak_bytes
-    model = shoal.compile(plain, budget=int(share * plain_bytes))
+    model = shoal.compile(plain, budget=int(share * plain_bytes), allow="bitwise")
     for _ in range(2):
         model(images).square().mean().backward()
         assert active() == kind  # compile leaves it as it is
