@@ -74,7 +74,8 @@ class BudgetError(ShoalError):
 
     Attributes:
         budget_bytes: what was asked for.
-        least_feasible_bytes: the smallest budget for which a plan was found: that budget works. None if none was searched for.
+        least_feasible_bytes: the smallest budget for which a plan was found: that budget works. None if none was
+            searched for.
         persistent_bytes: of it, parameters, buffers, gradients, optimizer state and inputs: in use whatever the plan.
             None if not known.
         op, phase, layer: the op at the peak of the plan with the minimum, its pass and the layer it belongs to.
