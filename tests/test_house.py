@@ -113,7 +113,7 @@ def test_the_library_imports_nothing_of_the_project_around_it() -> None:
 
 
 def test_the_wheel_holds_the_library_only() -> None:
-    settings = tomllib.loads(Path("pyproject.toml").read_text())["tool"]["scikit-build"]
+    settings = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["tool"]["scikit-build"]
     assert settings["wheel"]["packages"] == ["src/shoal"]
     assert {"bench", "examples", "tests"} <= set(settings["sdist"]["exclude"])
 

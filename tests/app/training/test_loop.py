@@ -269,3 +269,17 @@ def test_images_too_small_for_the_network_are_refused(tmp_path: Path) -> None:
     with raising(InputError, "16"):
         model = "examples.networks.alexnet:AlexNet"
         run(TrainOptions(model=model, data="synthetic", image=16, planner="none", out=tmp_path))
+
+
+@pytest.mark.parametrize("data", ["synthetic", "digits"])
+def test_a_network_that_returns_no_tensor_is_refused_whatever_the_data(data: str, tmp_path: Path) -> None:
+    (tmp_path / "pair.py").write_text(
+        "from torch import nn\n"
+        "class Pair(nn.Conv2d):\n"
+        "    def forward(self, x):\n"
+        "        return super().forward(x), x\n"
+        "def pair():\n"
+        "    return Pair(1, 10, 3)\n"
+    )
+    with raising(InputError, "tuple"):
+        run(TrainOptions(model=f"{tmp_path}/pair.py:pair", data=data, planner="none", out=tmp_path / "out"))

@@ -111,8 +111,6 @@ def check_fits(options: TrainOptions, data: Data) -> tuple[int, ...]:
     with torch.device("meta"), torch.no_grad():
         outputs = _outputs(options, network, shape)
         in_patches = divided(options, network)
-    if not isinstance(outputs, torch.Tensor):
-        raise InputError(f"{options.model} returns a {type(outputs).__name__}; expected a tensor of scores")
     if outputs.dim() != 2 and options.data != "synthetic":
         raise InputError(f"{options.model} has an output per pixel, data {options.data!r} per image; give 'synthetic'")
     if isinstance(in_patches, SplitModule):
@@ -120,14 +118,22 @@ def check_fits(options: TrainOptions, data: Data) -> tuple[int, ...]:
     return shape
 
 
-def _outputs(options: TrainOptions, network: nn.Module, shape: tuple[int, ...]) -> Any:
+def _outputs(options: TrainOptions, network: nn.Module, shape: tuple[int, ...]) -> torch.Tensor:
+    """What the network returns for images of that shape, on the device that is the default.
+
+    Raises:
+        InputError: it cannot take them, or returns something other than a tensor.
+    """
     try:
-        return network.eval()(torch.empty(shape))
+        outputs = network.eval()(torch.empty(shape))
     except RuntimeError as error:
         raise InputError(
             f"{options.model} cannot take images of {shape[-1]} pixels a side "
             f"({str(error).strip().splitlines()[0][:60]}); give a larger --image"
         ) from error
+    if not isinstance(outputs, torch.Tensor):
+        raise InputError(f"{options.model} returns a {type(outputs).__name__}; expected a tensor of scores")
+    return outputs
 
 
 def divided(options: TrainOptions, model: nn.Module) -> nn.Module:
