@@ -145,13 +145,11 @@ def test_models_train_as_in_plain_pytorch_inside_one_budget(loop: str, caplog: p
         assert "over the budget" in caplog.text
     assert shared.status is not None and shared.status.repairs == 0
     assert shared.peak_bytes is not None
-    if loop == "two losses":
-        assert "backward passes run twice" in caplog.text
-    else:
-        assert shared.predicted_peak_bytes is not None
-        assert max(peak for peak, _ in found[1:]) <= shared.predicted_peak_bytes <= budget
-        assert shared.predicted_peak_bytes <= 1.03 * max(peak for peak, _ in found[1:])
-        assert any(plan.recomputed for plan in shared.status.plans)
+    assert shared.predicted_peak_bytes is not None
+    assert max(peak for peak, _ in found[1:]) <= shared.predicted_peak_bytes <= budget
+    close = 1.12 if loop == "two losses" else 1.03  # nothing counts as freed before the last backward pass
+    assert shared.predicted_peak_bytes <= close * max(peak for peak, _ in found[1:])
+    assert any(plan.recomputed for plan in shared.status.plans)
 
 
 def train(models: Models, step: Loop, steps: int = 3) -> list[tuple[int, dict[str, Any]]]:

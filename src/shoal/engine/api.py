@@ -34,10 +34,10 @@ from shoal.engine.backend import compile_step
 from shoal.engine.compile_options import CompileOptions
 from shoal.engine.early_gradients import EarlyGradients
 from shoal.engine.eval_steps import EvalSteps
+from shoal.engine.iteration.run import Iterations
 from shoal.engine.model_call import ModelCall, raise_as_plain, reject_function_transforms
 from shoal.engine.model_refusals import reject_compiled, reject_hopeless
 from shoal.engine.options import Options, options_of
-from shoal.engine.parts import PartedSteps
 from shoal.engine.repair import run_again_where_repaired
 from shoal.engine.reserved_budget import grow_segments
 from shoal.engine.search.without_effect import A_MODEL, in_several_graphs
@@ -173,7 +173,7 @@ class _Caller(ModelCall):
         super().__init__(model)
         self.session = session
         self._may_break = not strict and session.ready_plan is None
-        self._parts: PartedSteps | None = None
+        self._parts: Iterations | None = None
         self._before_first: SetUp | None = None  # how the model was before it broke at its first call
         self._planned: dict[Any, Callable[..., Any]] = {}
         self._logging: Collection[Callable[..., Any]] = ()
@@ -232,7 +232,7 @@ class _Caller(ModelCall):
         try:
             with settings(self._logging), one_graph():
                 if self._parts is not None:
-                    return self._parts.call(model, self._planned, kind, args, kwargs)
+                    return self._parts.call(self.session.name, self._planned, kind, args, kwargs)
                 planned = self._planned.get(kind)
                 if planned is not None:
                     return planned(*args, **kwargs, **drawn_for(model, args))
@@ -271,11 +271,13 @@ class _Caller(ModelCall):
                 )
         self._planned.clear()
         self._before_first = SetUp(model)
-        self._parts = PartedSteps(session, f"{why.place}: {why.reason}")
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        models: weakref.WeakValueDictionary[str, nn.Module] = weakref.WeakValueDictionary({session.name: model})
+        self._parts = Iterations(session, device, models, shared=False, broken=f"{why.place}: {why.reason}")
         return self._begin_in_parts(self._parts, why, kind, args, kwargs)
 
     def _begin_in_parts(
-        self, parts: PartedSteps, why: GraphBreak, kind: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, parts: Iterations, why: GraphBreak, kind: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         """The first step of several graphs. Where they do not fit, and it has set the model up, one graph may.
 
@@ -284,7 +286,7 @@ class _Caller(ModelCall):
         before = Snapshot(self.model)
         try:
             with settings(self._logging), one_graph():
-                outputs = parts.call(self.model, self._planned, kind, args, kwargs)
+                outputs = parts.call(self.session.name, self._planned, kind, args, kwargs)
         except BudgetError as refused:
             error = refused.with_traceback(None)
         except (ShoalError, torch.OutOfMemoryError):  # the next call keeps less

@@ -11,7 +11,7 @@ from torch import nn
 
 from shoal.core.columns import aligned
 from shoal.core.sizes import format_bytes
-from shoal.engine.known_turn import KnownTurn
+from shoal.engine.iteration.known import KnownIteration
 from shoal.memory.static_memory import StaticMemory
 from shoal.memory.storage_bytes import storage_sizes
 from shoal.planners.infeasible import at_peak
@@ -70,7 +70,7 @@ class BudgetFigures(Protocol):
     def predicted_peak_bytes(self) -> int | None: ...
 
 
-def table(budget: BudgetFigures, persistent: Sequence[PersistentMemory], turns: Sequence[KnownTurn]) -> str:
+def table(budget: BudgetFigures, persistent: Sequence[PersistentMemory], turns: Sequence[KnownIteration]) -> str:
     """A line of the budget, one for each model, and one for each iteration.
 
     Args:
@@ -105,7 +105,7 @@ def table(budget: BudgetFigures, persistent: Sequence[PersistentMemory], turns: 
     )
 
 
-def _row(turn: KnownTurn) -> tuple[str, ...]:
+def _row(turn: KnownIteration) -> tuple[str, ...]:
     plans = turn.planned.plans if turn.planned is not None else ()
     return (
         turn.name,
@@ -116,7 +116,7 @@ def _row(turn: KnownTurn) -> tuple[str, ...]:
     )
 
 
-def _at_the_peak(turns: Iterable[KnownTurn]) -> dict[str, int]:
+def _at_the_peak(turns: Iterable[KnownIteration]) -> dict[str, int]:
     """What each model has in use, in addition to persistent memory, at the highest predicted peak."""
     planned = [(turn, turn.planned) for turn in turns if turn.planned is not None]
     if not planned:

@@ -93,7 +93,10 @@ class Metering:
     Attributes:
         calls: those that are not over.
         gradients_are_used: whether the optimizer has stepped since the last backward pass; whoever knows sets it.
+        follows_iterations: whether several calls may be one iteration, with a plan for all of them.
     """
+
+    follows_iterations = False
 
     def __init__(
         self,

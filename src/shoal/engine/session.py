@@ -147,7 +147,8 @@ class Session:
         static.gradients_pass = used and self.loop.drops_late
         if self.ready_plan is None:
             self._hold_over(distinct_bytes(there) if static.gradients_pass else 0)
-            self._make_room_for_calls()
+            if not self.metering.follows_iterations:
+                self._make_room_for_calls()
         return bool(there) and not static.gradients_pass
 
     def _hold_over(self, gradient_bytes: int) -> None:

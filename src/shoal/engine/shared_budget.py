@@ -28,12 +28,12 @@ from shoal.core.over_budget import over_budget
 from shoal.core.sizes import format_bytes
 from shoal.engine.budget_table import PersistentMemory, table
 from shoal.engine.compile_options import CompileOptions
+from shoal.engine.iteration.run import Iterations
 from shoal.engine.model_call import ModelCall, raise_as_plain, reject_function_transforms
 from shoal.engine.options import Options
-from shoal.engine.search.without_effect import A_TURN, in_several_graphs
+from shoal.engine.search.without_effect import SEVERAL_MODELS, in_several_graphs
 from shoal.engine.session import Session
 from shoal.engine.status import Status
-from shoal.engine.turns import TurnSteps
 from shoal.errors import InputError, brief
 from shoal.lowlevel.torch_state import active_ddp_module, in_trace, is_exporting
 from shoal.memory.budget import budget_bytes
@@ -84,7 +84,7 @@ class Budget:
         self._asked = budget
         self._process = os.getpid()
         self._models: weakref.WeakValueDictionary[str, nn.Module] = weakref.WeakValueDictionary()
-        self._steps: TurnSteps | None = None
+        self._steps: Iterations | None = None
         self._options: CompileOptions | None = None
         self._device = torch.device("cpu")
 
@@ -162,8 +162,8 @@ class Budget:
             )
         if steps is None:
             session = Session(Status(known_bytes), options)
-            session.say_without_effect(in_several_graphs(options, A_TURN))
-            steps = TurnSteps(session, device, self._models)
+            session.say_without_effect(in_several_graphs(options, SEVERAL_MODELS))
+            steps = Iterations(session, device, self._models, shared=True)
             steps.metering.open()
             weakref.finalize(self, steps.close)
             self._steps, self._options, self._device = steps, options, device
@@ -241,7 +241,7 @@ class SharedCall(ModelCall):
         name: the model's.
     """
 
-    def __init__(self, model: nn.Module, budget: Budget, steps: TurnSteps, name: str) -> None:
+    def __init__(self, model: nn.Module, budget: Budget, steps: Iterations, name: str) -> None:
         super().__init__(model)
         self.budget = budget  # lives as long as a model that shares it
         self.name = name

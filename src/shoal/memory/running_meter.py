@@ -9,8 +9,10 @@ import torch
 
 from shoal.core.joined_step import Interval
 from shoal.lowlevel.cuda_allocator import Refusals
+from shoal.lowlevel.torch_state import allocated_bytes
 from shoal.memory import reads
 from shoal.memory.limit import MemoryLimit, memory_limit
+from shoal.memory.step_meter import WeakStorage
 from shoal.memory.storage_bytes import bytes_on, distinct_bytes
 
 
@@ -40,6 +42,8 @@ class RunningMeter:
         self._others_bytes = 0  # on CUDA: in use since before, but not named
         self._peak_bytes = 0
         self._there: set[int] = set()
+        self._passing: tuple[WeakStorage, ...] = ()
+        self._passing_bytes = 0  # when the last interval began
 
     @property
     def is_running(self) -> bool:
@@ -58,12 +62,21 @@ class RunningMeter:
             self._before_bytes, self._there = 0, set()
             self._others_bytes = self._counter.stale_bytes
 
-    def restart_from(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Of what was there before the meter ran, count these tensors and nothing else."""
+    def restart_from(self, tensors: Iterable[torch.Tensor], passing: Iterable[WeakStorage] = ()) -> None:
+        """Of what was there before the meter ran, count these tensors, these storages while they are alive, and nothing
+        else."""
         self._before_bytes, self._there = 0, set()
         if self._counter is not None and self.device.type == "cuda":
             self._others_bytes = self._counter.stale_bytes
         self.count(tensors)
+        self._passing = tuple({held.key: held for held in passing if held.key not in self._there}.values())
+        self._there.update(held.key for held in self._passing)
+        self._passing_bytes = self._passing_now_bytes()
+        if self.device.type == "cuda":
+            self._others_bytes = max(0, self._others_bytes - self._passing_bytes)
+
+    def _passing_now_bytes(self) -> int:
+        return sum(allocated_bytes(held.nbytes, self.device) for held in self._passing if held.is_alive)
 
     def count(self, tensors: Iterable[torch.Tensor]) -> int:
         """Count these tensors too; how many bytes of theirs were not counted yet."""
@@ -108,17 +121,24 @@ class RunningMeter:
             return counter.live_bytes - self._others_bytes
         self._peak_bytes = max(self._peak_bytes, self._before_bytes + counter.fresh_peak_bytes)
         counter.reset_fresh_peak()
-        return self._before_bytes + counter.fresh_peak_bytes
+        return self._before_bytes + self._passing_now_bytes() + counter.fresh_peak_bytes
 
     def refused(self, refusals: Refusals) -> int:
         """The bytes that it would have taken to go on, when an allocation was refused; 0 where it does not run."""
         if self._counter is None:
             return 0
-        own_bytes = -self._others_bytes if self.device.type == "cuda" else self._before_bytes
+        own_bytes = self._before_bytes + self._passing_now_bytes()
+        if self.device.type == "cuda":
+            own_bytes = -self._others_bytes
         return own_bytes + refusals.in_use_bytes + refusals.last_bytes
 
-    def mark(self) -> Interval:
-        """What was in use since the last mark, and what is now."""
+    def mark(self, *, passed: bool = False) -> Interval:
+        """What was in use since the last mark, and what is now.
+
+        Args:
+            passed: whether storages that pass were freed, where they were, before all else: eager code between two
+                passes drops old gradients before it computes a loss.
+        """
         counter = self._counter
         if counter is None:
             return Interval(0, 0)
@@ -126,14 +146,15 @@ class RunningMeter:
             measured = Interval(counter.peak_bytes - self._others_bytes, counter.live_bytes - self._others_bytes)
             counter.reset_peak()
             return measured
-        end_bytes = self.in_use_bytes()
-        measured = Interval(max(self._peak_bytes, end_bytes), end_bytes)
-        self._peak_bytes = 0
+        end_bytes, now_bytes = self.in_use_bytes(), self._passing_now_bytes()
+        passing_bytes = now_bytes if passed else self._passing_bytes
+        measured = Interval(max(self._peak_bytes + passing_bytes, end_bytes), end_bytes)
+        self._peak_bytes, self._passing_bytes = 0, now_bytes
         return measured
 
     def close(self) -> None:
         """Count no longer."""
-        self._counter = None
+        self._counter, self._passing, self._passing_bytes = None, (), 0
         self._entered.close()
 
     def _is_counted(self, counter: MemoryLimit, tensor: torch.Tensor) -> bool:

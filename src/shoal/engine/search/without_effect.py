@@ -8,7 +8,7 @@ from shoal.engine.search.variants import Variants
 
 _OF_JOINT = {*KERNEL_MEANS, "order"}
 A_MODEL = "a model of several graphs"
-A_TURN = "a turn of several models"
+SEVERAL_MODELS = "an iteration of several models"
 
 
 def without_effect(variants: Variants, options: CompileOptions, *, leaves: bool, runs_here: bool) -> tuple[str, ...]:
@@ -40,7 +40,7 @@ def in_several_graphs(options: CompileOptions, what: str) -> tuple[str, ...]:
 
     Args:
         options: as for `without_effect`.
-        what: is several graphs, `A_MODEL` or `A_TURN`.
+        what: is several graphs, `A_MODEL` or `SEVERAL_MODELS`.
     """
     return tuple(
         f"{name!r} is without effect: {what} is planned only with recompute"

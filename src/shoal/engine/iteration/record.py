@@ -1,4 +1,4 @@
-"""How the parts of a step ran while it was metered: in what order, and what they handed to each other."""
+"""How the graphs of an iteration ran while it was metered: in what order, and what they handed to each other."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class Ports:
         )
 
 
-class MeteredPart(Metered, Protocol):
-    """A part as it runs here.
+class MeteredGraph(Metered, Protocol):
+    """A graph as it runs here.
 
     Attributes:
         graph: its step, with costs.
@@ -68,12 +68,11 @@ class MeteredPart(Metered, Protocol):
 
 
 @dataclass(eq=False)
-class PartRun:
-    """One run of a part within a step.
+class GraphRun:
+    """One run of a graph within an iteration.
 
     Attributes:
         step: the part.
-        call: number of the model's call that it belongs to.
         same, fresh: as of `Part`.
         added: gradients of parameters that another run has made a gradient of before.
         gathered: as of `Part`.
@@ -82,8 +81,7 @@ class PartRun:
         results: what its forward pass has handed to its caller.
     """
 
-    step: MeteredPart
-    call: int
+    step: MeteredGraph
     same: dict[int, Place] = field(default_factory=dict)
     fresh: set[int] = field(default_factory=set)
     added: set[int] = field(default_factory=set)
@@ -120,19 +118,17 @@ class PartRun:
 
 
 class Record:
-    """The parts of one step as they ran while it was metered.
+    """The graphs of one iteration as they ran while it was metered.
 
     Attributes:
         runs: of parts, in the order of their forward passes.
         passes: what ran when.
-        static_bytes: of parameters, buffers, optimizer state and gradients that were there when it began.
-        arguments: of the model's last call.
+        arguments: of the models' calls.
     """
 
-    def __init__(self, static_bytes: int = 0) -> None:
-        self.static_bytes = static_bytes
+    def __init__(self) -> None:
         self.arguments: Sequence[WeakStorage] = ()
-        self.runs: list[PartRun] = []
+        self.runs: list[GraphRun] = []
         self.passes: list[Pass] = []
         self._made: dict[int, tuple[WeakStorage, Place]] = {}
         self._has_gradient: set[Place] = set()
@@ -143,15 +139,9 @@ class Record:
         """Of arguments that no part was given: only eager code reads them, as a detector's transform its images."""
         return sum({held.key: held.nbytes for held in self.arguments if held.key not in self._given}.values())
 
-    def of_last_call(self) -> list[int]:
-        """Which runs belong to the last call of the model."""
-        last = max((run.call for run in self.runs), default=0)
-        return [number for number, run in enumerate(self.runs) if run.call == last]
-
     def went_forward(
         self,
-        step: MeteredPart,
-        call: int,
+        step: MeteredGraph,
         arguments: Sequence[WeakStorage | None],
         fresh: Sequence[bool],
         outputs: Sequence[Any],
@@ -161,14 +151,13 @@ class Record:
 
         Args:
             step: the part.
-            call: number of the model's call.
             arguments: what it was given; None for what is no tensor.
             fresh: which of them were made during the step.
             outputs: what its graph returned.
             lasting: keys of the parameters that are there all step; any other is gathered. None: all are.
         """
         number = len(self.runs)
-        this = PartRun(step, call)
+        this = GraphRun(step)
         self.runs.append(this)
         self.passes.append((number, "forward"))
         parameters = {s.id for s in step.graph.storages if s.kind == "parameter"} if lasting is not None else set()
@@ -189,7 +178,7 @@ class Record:
         this.results = [(storage, held) for storage, held in own if storage not in this.same]
         self._note(number, step.ports.outputs, outputs)
 
-    def goes_back(self, step: MeteredPart, arguments: Sequence[Any]) -> int | None:
+    def goes_back(self, step: MeteredGraph, arguments: Sequence[Any]) -> int | None:
         """A part's backward pass begins; the number of its run, None where none is known that has not gone back."""
         number = self._number_of(step)
         if number is None:
@@ -217,7 +206,7 @@ class Record:
         this.held_results = {storage for storage, held in this.results if held.is_alive}
         self._note(number, self.runs[number].step.ports.gradients, gradients)
 
-    def _recall(self, this: PartRun, storage: int, held: WeakStorage) -> bool:
+    def _recall(self, this: GraphRun, storage: int, held: WeakStorage) -> bool:
         """Whether the memory has been seen in this step; then it is noted whose it is."""
         known = self._made.get(held.key)
         if known is None or not known[0].is_alive:
@@ -234,7 +223,7 @@ class Record:
                 if known is None or not known[0].is_alive:
                     self._made[held.key] = held, (number, storage)
 
-    def _number_of(self, step: MeteredPart) -> int | None:
+    def _number_of(self, step: MeteredGraph) -> int | None:
         """The run whose backward pass begins: the latest of this part that has not gone back."""
         gone = {number for number, phase in self.passes if phase == "backward"}
         runs = enumerate(self.runs)

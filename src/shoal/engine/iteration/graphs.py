@@ -1,4 +1,4 @@
-"""The graphs of a step in the order in which they run: captured by Dynamo, each compiled for its place in the step."""
+"""The graphs of an iteration in the order in which they run: captured by Dynamo, each compiled for its place."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ from shoal.core.variant import WHOLE, Pieces, Variant
 from shoal.cost.profile import profile_step
 from shoal.engine.backend import PlannedStep
 from shoal.engine.choose_variant import in_form
+from shoal.engine.iteration.first import fits_easily
+from shoal.engine.iteration.record import Ports
 from shoal.engine.many_shapes import compile_for_shapes
 from shoal.engine.once_differentiable import once_differentiable
-from shoal.engine.part_planning import fits_easily
-from shoal.engine.part_record import Ports
 from shoal.engine.session import Session
 from shoal.engine.step_planning import CompiledVariant
 from shoal.errors import BudgetError
 from shoal.lowlevel.constant_numbers import as_constants, constant_numbers, is_number
+from shoal.memory import reads
 from shoal.memory.limit import no_memory_limit
 
 
@@ -68,7 +69,7 @@ class Node:
     after: dict[DynamoGraph, Node] = field(default_factory=dict)
     share: Mapping[str, Residence] | None = None
     pieces: tuple[Pieces, ...] | None = None
-    step: PartStep | None = None
+    step: GraphStep | None = None
     run: Callable[..., Any] | None = None
 
     def followed_by(self, part: DynamoGraph) -> Node:
@@ -87,7 +88,7 @@ class Node:
         return path[::-1]
 
 
-class PartStep(PlannedStep):
+class GraphStep(PlannedStep):
     """One part at one place, as AOTAutograd compiles it.
 
     Attributes:
@@ -103,7 +104,7 @@ class PartStep(PlannedStep):
     ports: Ports
     in_use_bytes: int
 
-    def __init__(self, steps: PartSequence, node: Node, places: InputPlaces) -> None:
+    def __init__(self, steps: GraphSequence, node: Node, places: InputPlaces) -> None:
         super().__init__(steps.session, places, self._in_its_form)
         self.steps = steps
         self.node = node
@@ -143,7 +144,7 @@ class PartStep(PlannedStep):
         return captured
 
     def bytes_in_call(self) -> Mapping[str, int]:
-        """As of `MeteredPart`."""
+        """As of `MeteredGraph`."""
         return {} if self._captured is None or not self._numbers else bytes_at(self._captured, self._numbers)
 
 
@@ -167,7 +168,7 @@ def described(plan: Plan, nodes: Sequence[Node], without_effect: tuple[str, ...]
     )
 
 
-class PartSequence(ABC):
+class GraphSequence(ABC):
     """Compiles the graphs of a step one after another, each for the place at which it runs.
 
     Args:
@@ -277,8 +278,8 @@ class PartSequence(ABC):
         part = node.part
         assert part is not None
         self.compiled += 1
-        node.step = PartStep(self, node, part.places)
-        with preparing(self.session.name), tracing(part.context), as_constants(part.constants):
+        node.step = GraphStep(self, node, part.places)
+        with preparing(self.session.name), tracing(part.context), as_constants(part.constants), reads.paused():
             node.run = once_differentiable(node.step.compile(part.graph, part.inputs))
         if not node.step.trains:
             node.share = {}  # it does not train: nothing is decided

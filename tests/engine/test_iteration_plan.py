@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.core.joined_step import Pass, are_in_order
-from shoal.engine.turn_planning import InOrder, in_order
+from shoal.engine.iteration.plan import InOrder, in_order
 
 
 @st.composite

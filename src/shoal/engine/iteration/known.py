@@ -1,24 +1,33 @@
-"""A turn of several models that has run: how it was measured, what it is planned for, and its plans."""
+"""An iteration that has run: how it was measured, what it is planned for, and its plans."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from shoal.core.joined_step import joined_step
 from shoal.core.over_budget import over_budget
 from shoal.core.sizes import format_bytes
 from shoal.engine.compile_options import CompileOptions
-from shoal.engine.part_planning import least_bytes, moment_before
-from shoal.engine.part_sequence import Node, described
-from shoal.engine.search.without_effect import A_TURN, in_several_graphs
-from shoal.engine.turn_planning import MeasuredTurn, PlannedTurn, Share, plan_turn
+from shoal.engine.iteration.first import least_bytes
+from shoal.engine.iteration.graphs import Node, described
+from shoal.engine.iteration.plan import (
+    MeasuredIteration,
+    PlannedIteration,
+    Share,
+    Surroundings,
+    moment_before,
+    plan_iteration,
+)
+from shoal.engine.search.without_effect import in_several_graphs
 from shoal.errors import BudgetError
+from shoal.memory.static_memory import StaticMemory
 from shoal.memory.step_meter import WeakStorage
 
 
 @dataclass(eq=False)
-class KnownTurn:
-    """A turn that has run.
+class KnownIteration:
+    """An iteration that has run.
 
     Attributes:
         nodes: its parts.
@@ -33,29 +42,34 @@ class KnownTurn:
         peak_bytes: the highest that was measured.
         to_meter: how many more are metered.
         results: of its last run.
+        has_run_planned: whether its last run was under the plan. keeps_little: whether its first was with the minimum.
+        broken: where its model breaks into graphs, as far as that is known.
         as_it_ran: whether its parts keep what they kept, for they cannot be planned as one.
         refused: why it cannot be planned, and what it was to be planned for.
     """
 
     nodes: tuple[Node, ...]
     models: tuple[str, ...]
-    measured: MeasuredTurn | None
+    measured: MeasuredIteration | None
     begin_bytes: int
     grown_bytes: int = 0
     held_bytes: int = 0
     planned_bytes: tuple[int, int] = (0, 0)
     stayed: set[str] = field(default_factory=set)
-    planned: PlannedTurn | None = None
+    planned: PlannedIteration | None = None
     learnt_bytes: int = 0
     peak_bytes: int = 0
     to_meter: int = 1
     results: list[WeakStorage] = field(default_factory=list)
+    broken: str = ""
+    has_run_planned: bool = False
+    keeps_little: bool = True
     as_it_ran: bool = False
     refused: tuple[BudgetError, tuple[int, int]] | None = None
 
     @property
     def name(self) -> str:
-        """The models whose parts run, in order."""
+        """The models whose graphs run, in order."""
         return " and ".join(dict.fromkeys(self.models))
 
     @property
@@ -65,12 +79,14 @@ class KnownTurn:
             return self.peak_bytes + self.grown_bytes
         return self.planned.predicted_peak_bytes + max(0, self.grown_bytes - self.planned_bytes[0])
 
-    def has_to_be_planned(self, budget_bytes: int) -> bool:
-        """Whether it cannot run as its parts are."""
-        return (self.planned is None and not self.as_it_ran) or self.predicted_bytes > budget_bytes
+    def has_to_be_planned(self, budget_bytes: int | None) -> bool:
+        """Whether it cannot run as its graphs are."""
+        if self.planned is None:
+            return not self.as_it_ran
+        return budget_bytes is not None and self.predicted_bytes > budget_bytes
 
     def eager_takes_more(self, place: int, used_bytes: int) -> int:
-        """Memory ran out before a pass of the turn, by its place: how much more the eager code there takes than was
+        """Memory ran out before a pass of it, by its place: how much more the eager code there takes than was
         measured, which is noted. 0 where it does not, or is within a step inside of another.
 
         Args:
@@ -87,15 +103,22 @@ class KnownTurn:
         return more_bytes
 
     def plan(
-        self, options: CompileOptions, to_come_bytes: int, decided: Mapping[Node, Share], *, fixed: bool
-    ) -> PlannedTurn | None:
+        self,
+        options: CompileOptions,
+        static: StaticMemory,
+        what: str,
+        decided: Mapping[Node, Share],
+        *,
+        fixed: bool,
+    ) -> PlannedIteration | None:
         """Plan it for what is in use now.
 
         Args:
             options: what the plans are to be.
-            to_come_bytes: of optimizers' state that is not there yet.
-            decided: shares that some of its parts have in the plan of another turn.
-            fixed: whether the parts keep the shares under which they were measured.
+            static: of the models.
+            what: as of `in_several_graphs`.
+            decided: shares that some of its graphs have in the plan of another iteration.
+            fixed: whether the graphs keep the shares under which they were measured.
 
         Returns:
             The plans; None where it cannot be planned as one.
@@ -106,21 +129,19 @@ class KnownTurn:
         measured = self.measured
         if measured is None:
             return None
+        to_come_bytes = max(0, static.state_bytes() - static.state_there_bytes())
         now = self.grown_bytes + self.learnt_bytes + to_come_bytes, self.held_bytes
+        around = Surroundings(options, *now)
+        if measured.begin_bytes is None:
+            whole = joined_step("", measured.parts, measured.passes)
+            around = Surroundings(options, self.learnt_bytes, persistent_bytes=static.bytes_beside(whole))
         if self.refused is not None and self.refused[1] == now:
             raise self.refused[0].with_traceback(None)
         back = {run for run, phase in measured.passes if phase == "backward"}  # what others keep nothing for
         taken = {run: decided[node] for run, node in enumerate(self.nodes) if node in decided and run in back}
         shares = tuple(taken.get(run, share) for run, share in enumerate(measured.shares))
         try:
-            planned = plan_turn(
-                replace(measured, shares=shares),
-                options,
-                self.models,
-                more_bytes=now[0],
-                held_bytes=now[1],
-                fixed=fixed or bool(taken),
-            )
+            planned = plan_iteration(replace(measured, shares=shares), around, self.models, fixed=fixed or bool(taken))
         except BudgetError as error:
             if taken:
                 raise
@@ -130,12 +151,12 @@ class KnownTurn:
         if planned is None:
             return None
         made = zip(planned.plans, planned.runs, strict=True)
-        lines = in_several_graphs(options, A_TURN)
-        plans = tuple(described(plan, [self.nodes[run] for run in runs], lines) for plan, runs in made)
+        lines = in_several_graphs(options, what)
+        plans = tuple(described(plan, [self.nodes[run] for run in runs], lines, self.broken) for plan, runs in made)
         return replace(planned, plans=plans)
 
     def _with_first_run(self, error: BudgetError) -> BudgetError:
-        """The error with a least budget in which the turn also runs before it is planned."""
+        """The error with a minimum in which the iteration also runs before it is planned."""
         steps = [node.step for node in self.nodes if node.step is not None]
         beside_bytes = self.grown_bytes + self.learnt_bytes
         first_bytes = max(least_bytes(step.graph, step.device, step.in_use_bytes + beside_bytes) for step in steps)

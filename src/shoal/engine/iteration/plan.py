@@ -1,0 +1,476 @@
+"""One plan for an iteration: the passes of all its graphs between two moments without a pending backward pass.
+
+Graphs whose forward passes all come before their backward passes are one step (`shoal.core.joined_step`). A step inside
+of another one, such as a discriminator's while a generator's result waits, is to the outer one an eager interval; the
+outer one is planned first, and what it holds there counts in the inner one's budget.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from shoal.core.hardware import Hardware
+from shoal.core.joined_step import (
+    STRETCH,
+    Interval,
+    Part,
+    Pass,
+    Place,
+    grown,
+    joined_residences,
+    joined_step,
+    residences_of,
+    with_arguments,
+    with_held,
+    with_measured,
+)
+from shoal.core.over_budget import over_budget
+from shoal.core.plan import Plan
+from shoal.core.residence import Keep, Residence
+from shoal.core.simulate import simulate
+from shoal.core.step import StepGraph
+from shoal.core.timeline import WAITS, Moment
+from shoal.core.validate_plan import check_own_plan
+from shoal.cost.measure import measure
+from shoal.engine.compile_options import CompileOptions
+from shoal.engine.generator_states import counting_states, repeated
+from shoal.engine.step_planning import allowed
+from shoal.errors import BudgetError
+from shoal.kernels.generator import state_bytes
+from shoal.planners import Planner
+from shoal.planners import get as planner_called
+from shoal.planners.infeasible import infeasible
+
+_ROUNDS = 4  # of planning, where the shares of the graphs take more than the plan of the whole
+Share = Mapping[str, Residence]
+
+
+@dataclass(frozen=True)
+class InOrder:
+    """A step within an iteration.
+
+    Attributes:
+        places: of its passes among those of the iteration.
+        inner: steps that begin and end between two of its passes.
+        first: where it or its first inner step begins.
+    """
+
+    places: tuple[int, ...]
+    inner: tuple[InOrder, ...]
+    first: int
+
+
+def in_order(passes: Sequence[Pass]) -> InOrder | None:
+    """The iteration as a step with steps inside; None where they overlap otherwise.
+
+    >>> inner = [(1, "forward"), (1, "backward")]
+    >>> step = in_order([(0, "forward"), *inner, (2, "forward"), (2, "backward"), (0, "backward")])
+    >>> step.places, [one.places for one in step.inner]
+    ((0, 3, 4, 5), [(1, 2)])
+    """
+    return _in_order(range(len(passes)), passes) if len(set(passes)) == len(passes) else None
+
+
+def _in_order(places: Sequence[int], passes: Sequence[Pass]) -> InOrder | None:
+    """Runs whose backward pass comes after the last forward pass, or never, are the step; others lie inside."""
+    last_forward = max(place for place in places if passes[place][1] == "forward")
+    early = {passes[place][0] for place in places if passes[place][1] == "backward" and place < last_forward}
+    own: list[int] = []
+    inner: list[InOrder] = []
+    segment: list[int] = []
+    outstanding: set[int] = set()
+    for place in places:
+        run = passes[place][0]
+        if run not in early:
+            if outstanding:
+                return None
+            own.append(place)
+            continue
+        segment.append(place)
+        outstanding ^= {run}
+        if not outstanding:
+            step = _in_order(segment, passes)
+            if step is None:
+                return None
+            inner.append(step)
+            segment = []
+    return InOrder(tuple(own), tuple(inner), places[0])
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """A step of several graphs as it was metered, all forward passes before all backward passes.
+
+    Attributes:
+        parts, passes: as of `joined_step`.
+        shares: residences of each graph.
+        intervals: as of `with_measured`.
+        begin_bytes: in use when it began.
+        device: where it runs.
+        sizes: where the sizes of a graph vary: what its storages took when the step was metered, by name. Its graph has
+            what they may take at most.
+        eager_argument_bytes: as of `Record`.
+    """
+
+    parts: tuple[Part, ...]
+    passes: tuple[Pass, ...]
+    shares: tuple[Share, ...]
+    intervals: tuple[Interval, ...]
+    begin_bytes: int
+    device: torch.device
+    sizes: tuple[Mapping[str, int], ...] = ()
+    eager_argument_bytes: int = 0
+
+    @property
+    def has_backward(self) -> set[int]:
+        """The graphs, by number, that have a backward pass."""
+        return {part for part, phase in self.passes if phase == "backward"}
+
+    @property
+    def residences(self) -> dict[str, Residence]:
+        """Under which the joined step ran. A graph without a backward pass recomputed nothing."""
+        back = self.has_backward
+        return joined_residences(share if part in back else {} for part, share in enumerate(self.shares))
+
+    @property
+    def states_bytes(self) -> list[int]:
+        """Of the random generator's states with which each graph repeated its random ops: they wait between its passes.
+        Under another plan a step keeps others."""
+        back, each_bytes = self.has_backward, state_bytes(self.device)
+        return [
+            each_bytes * repeated(self.parts[n].graph, share) if n in back else 0 for n, share in enumerate(self.shares)
+        ]
+
+    def intervals_without_states(self) -> list[Interval]:
+        """The intervals less what those states took."""
+        waiting_bytes, found = 0, []
+        for place, one in enumerate(self.intervals):
+            found.append(Interval(one.peak_bytes - waiting_bytes, one.end_bytes - waiting_bytes))
+            if place % 2 and place // 2 < len(self.passes):
+                part, phase = self.passes[place // 2]
+                waiting_bytes += self.states_bytes[part] * (1 if phase == "forward" else -1)
+        return found
+
+    def bare(self) -> StepGraph:
+        """The joined step, of the sizes with which it was metered, without what eager code uses."""
+        return with_arguments(joined_step("", self._as_metered(), self.passes), self.eager_argument_bytes)
+
+    def graph(self, model: str) -> StepGraph:
+        """The step, with what eager code was measured to use. Its static memory is not known here."""
+        bare = replace(self.bare(), model=model)
+        as_measured = replace(bare, static_bytes=max(0, self.begin_bytes - bare.resident_bytes))
+        measured = with_measured(as_measured, self.residences, self.intervals_without_states())
+        largest = joined_step(model, self.parts, self.passes)
+        return replace(grown(measured, largest) if any(self.sizes) else measured, static_bytes=0)
+
+    def in_use_before(self, graph: StepGraph, residences: Share, place: int) -> int:
+        """Bytes in use when the eager interval before a pass ends."""
+        moment = moment_before(graph, residences, self.passes, place)
+        return moment.total_bytes - moment.workspace_bytes
+
+    def without_old_inputs(self) -> MeasuredStep:
+        """The step without inputs that eager code is said to have made, where nothing came into use: they are older."""
+        step = self
+        for place, (number, phase) in enumerate(step.passes):
+            fresh = set(step.parts[number].fresh)
+            if phase != "forward" or not fresh:
+                continue
+            bare = step.bare()
+            bare = replace(bare, static_bytes=max(0, step.begin_bytes - bare.resident_bytes))
+            seen_bytes = step.in_use_before(bare, step.residences, place)
+            short_bytes = seen_bytes - step.intervals_without_states()[2 * place].end_bytes
+            sizes = {s.id: s.nbytes for s in step.parts[number].graph.storages}
+            for storage in sorted(fresh, key=lambda s: (-sizes[s], s)):
+                if sizes[storage] <= 2 * short_bytes:  # eager code may have made something small as well
+                    short_bytes -= sizes[storage]
+                    fresh.discard(storage)
+            parts = list(step.parts)
+            parts[number] = replace(parts[number], fresh=frozenset(fresh))
+            step = replace(step, parts=tuple(parts))
+        return step
+
+    def _as_metered(self) -> Sequence[Part]:
+        def sized(part: Part, sizes: Mapping[str, int]) -> Part:
+            storages = tuple(replace(s, nbytes=sizes.get(s.name, s.nbytes)) for s in part.graph.storages)
+            return replace(part, graph=replace(part.graph, storages=storages))
+
+        if not any(self.sizes):
+            return self.parts
+        return [sized(part, sizes) for part, sizes in zip(self.parts, self.sizes, strict=True)]
+
+
+@dataclass(frozen=True)
+class MeasuredIteration:
+    """An iteration as it was metered.
+
+    Attributes:
+        parts, passes: as of `joined_step`, in any order.
+        shares: residences of each graph.
+        intervals: of the eager interval before each pass, and of the pass; one more of an interval after the last.
+        begin_bytes: in use when it began; None where that cannot be measured.
+        device: where it runs.
+        sizes, eager_argument_bytes: as of `MeasuredStep`.
+        again: whether backward passes run a second time, as with retain_graph=True: what they read is kept meanwhile.
+    """
+
+    parts: tuple[Part, ...]
+    passes: tuple[Pass, ...]
+    shares: tuple[Share, ...]
+    intervals: tuple[Interval, ...]
+    begin_bytes: int | None
+    device: torch.device
+    sizes: tuple[Mapping[str, int], ...] = ()
+    eager_argument_bytes: int = 0
+    again: bool = False
+
+    def with_more_before(self, place: int, more_bytes: int) -> MeasuredIteration:
+        """The same with that many more bytes in use, at its peak, in the eager interval before a pass."""
+        changed = list(self.intervals)
+        changed[2 * place] = replace(changed[2 * place], peak_bytes=changed[2 * place].peak_bytes + more_bytes)
+        return replace(self, intervals=tuple(changed))
+
+    def runs_of(self, step: InOrder) -> tuple[int, ...]:
+        """The graphs of a step, by number, in the order of their forward passes."""
+        return tuple(dict.fromkeys(self.passes[place][0] for place in step.places))
+
+    def measured(self, step: InOrder, *, whole: bool) -> MeasuredStep:
+        """One step of it.
+
+        Args:
+            step: of the iteration.
+            whole: whether it begins and ends where the iteration does.
+        """
+        runs = self.runs_of(step)
+        number_of = {run: number for number, run in enumerate(runs)}
+        intervals: list[Interval] = []
+        before = step.first - 1
+        for place in step.places:
+            begin = 2 * (before + 1) if intervals or whole else 2 * step.first + 1
+            eager = self.intervals[begin : 2 * place + 1]
+            end_bytes = self.intervals[2 * place].end_bytes
+            intervals += [
+                Interval(max((one.peak_bytes for one in eager), default=end_bytes), end_bytes),
+                self.intervals[2 * place + 1],
+            ]
+            before = place
+        if whole and step.places[-1] == len(self.passes) - 1:
+            intervals += self.intervals[2 * len(self.passes) :]
+        return MeasuredStep(
+            self._own(runs, number_of),
+            tuple((number_of[self.passes[place][0]], self.passes[place][1]) for place in step.places),
+            tuple(self.shares[run] for run in runs),
+            tuple(intervals),
+            (self.begin_bytes or 0) if whole else self.intervals[2 * step.first].end_bytes,
+            self.device,
+            tuple(self.sizes[run] for run in runs) if self.sizes else (),
+            self.eager_argument_bytes if whole else 0,
+        ).without_old_inputs()
+
+    def _own(self, runs: Sequence[int], number_of: Mapping[int, int]) -> tuple[Part, ...]:
+        """The graphs, without what they have of graphs that are not among them; the first that has it takes its
+        place."""
+        origins: dict[Place, Place] = {}
+        parts = []
+        for run in runs:
+            same: dict[int, Place] = {}
+            for storage in self.parts[run].same:
+                origin = self._origin((run, storage))
+                if origin[0] in number_of:
+                    same[storage] = number_of[origin[0]], origin[1]
+                elif origin in origins:
+                    same[storage] = origins[origin]
+                else:
+                    origins[origin] = number_of[run], storage
+            parts.append(replace(self.parts[run], same=same))
+        return tuple(parts)
+
+    def _origin(self, place: Place) -> Place:
+        seen = {place}
+        while (nearer := self.parts[place[0]].same.get(place[1])) is not None and nearer not in seen:
+            seen.add(nearer)
+            place = nearer
+        return place
+
+
+def moment_before(graph: StepGraph, residences: Share, passes: Sequence[Pass], place: int) -> Moment:
+    """The moment of a step of several graphs at which the eager interval before a pass runs."""
+    first_backward = next((i for i, (_, phase) in enumerate(passes) if phase == "backward"), None)
+    name = "loss" if place == first_backward else f"{STRETCH}{place}"
+    return next(m for m in simulate(graph, residences).moments if m.op == name and m.phase not in WAITS)
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What an iteration is planned for, other than what was measured in it.
+
+    Attributes:
+        options: what the plans are to be.
+        more_bytes: in use throughout, in addition to what was when it was metered.
+        held_bytes: of what is in use when it begins, what is freed before its first backward pass.
+        persistent_bytes: in use throughout; None: as it was measured.
+    """
+
+    options: CompileOptions
+    more_bytes: int = 0
+    held_bytes: int = 0
+    persistent_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class PlannedIteration:
+    """The plans of an iteration.
+
+    Attributes:
+        plans: of each step, the outermost first. runs: the graphs of each, by number.
+        shares: residences of each graph.
+    """
+
+    plans: tuple[Plan, ...]
+    runs: tuple[tuple[int, ...], ...]
+    shares: tuple[Share, ...]
+
+    @property
+    def predicted_peak_bytes(self) -> int:
+        """Of all steps."""
+        return max(plan.predicted_peak_bytes for plan in self.plans)
+
+
+def plan_iteration(
+    iteration: MeasuredIteration, around: Surroundings, models: Sequence[str], *, fixed: bool
+) -> PlannedIteration | None:
+    """Plan all steps of an iteration.
+
+    Args:
+        iteration: as it was metered.
+        around: what it is planned for.
+        models: whose each graph is.
+        fixed: whether the graphs keep the shares under which they were measured.
+
+    Returns:
+        The plans; None where the iteration is no step with steps inside.
+
+    Raises:
+        BudgetError: no plan fits.
+    """
+    whole = in_order(iteration.passes)
+    if whole is None:
+        return None
+    plans: list[Plan] = []
+    runs: list[tuple[int, ...]] = []
+    shares = list(iteration.shares)
+
+    def plan(step: InOrder, more_bytes: int, held_bytes: int, *, is_whole: bool) -> None:
+        measured = iteration.measured(step, whole=is_whole)
+        own = iteration.runs_of(step)
+        name = " and ".join(dict.fromkeys(models[run] for run in own))
+        bare = measured.graph(name)
+        begin_bytes = max(0, measured.begin_bytes - bare.resident_bytes)
+        if is_whole and around.persistent_bytes is not None:
+            begin_bytes = around.persistent_bytes
+        static_bytes = max(0, begin_bytes + more_bytes - held_bytes)
+        graph = replace(with_held(bare, held_bytes), static_bytes=static_bytes)
+
+        def planned(*, fixed: bool) -> Plan:
+            made, own_shares = _planned(measured, graph, around.options, fixed=fixed, retains=iteration.again)
+            for run, share in zip(own, own_shares, strict=True):
+                shares[run] = share
+            return made
+
+        try:
+            made = planned(fixed=fixed)
+        except BudgetError:
+            if is_whole or fixed:
+                raise
+            made = planned(fixed=True)  # it fits as it was metered, for the outer plan has left as much
+        plans.append(made)
+        runs.append(own)
+        was = replace(bare, static_bytes=begin_bytes + sum(measured.states_bytes))
+        for inner in step.inner:
+            after = next(i for i, place in enumerate(step.places) if place > inner.places[-1])
+            before_bytes = measured.in_use_before(was, measured.residences, after)
+            now_bytes = measured.in_use_before(made.graph, made.residences, after)
+            plan(inner, now_bytes - before_bytes, 0, is_whole=False)
+
+    plan(whole, around.more_bytes, around.held_bytes, is_whole=True)
+    return PlannedIteration(tuple(plans), tuple(runs), tuple(shares))
+
+
+def _planned(
+    measured: MeasuredStep, graph: StepGraph, options: CompileOptions, *, fixed: bool, retains: bool
+) -> tuple[Plan, tuple[Share, ...]]:
+    """The plan of a step of several graphs, and the share that each has in it.
+
+    Args:
+        measured, graph: the step, and with what is in use around it.
+        options: what the plan is to be.
+        fixed: as of `plan_iteration`.
+        retains: whether what backward passes read is kept for another backward pass.
+
+    Raises:
+        BudgetError: no plan fits.
+    """
+    started = time.perf_counter()
+    hardware, budget_bytes = measure(measured.device), options.budget_bytes or 0
+    each_state_bytes = state_bytes(measured.device)
+    planner: Planner
+    if fixed:
+        planner = counting_states(partial(_as_measured, measured.residences), each_state_bytes)
+    elif options.budget_bytes is None:
+        planner = planner_called("keep_all")
+    else:
+        planner = allowed(options.means - {"order"}, options.planner, each_state_bytes)
+    first: Plan | None = None
+    aim_bytes = budget_bytes
+    for _ in range(_ROUNDS):
+        plan = planner(graph, hardware, aim_bytes)
+        first = first or plan
+        shares = tuple(residences_of(part, graph, plan.residences) for part in range(len(measured.parts)))
+        residences = joined_residences(shares)
+        retained_bytes = _retained_bytes(plan.graph, residences) if retains else 0
+        over_bytes = simulate(plan.graph, residences).peak_bytes + retained_bytes - budget_bytes
+        if not budget_bytes or over_bytes <= 0:
+            break
+        aim_bytes -= over_bytes
+    else:
+        raise over_budget(graph.model, budget_bytes + over_bytes, budget_bytes)
+    graph = replace(plan.graph, static_bytes=plan.graph.static_bytes + retained_bytes)
+    plan = replace(
+        plan,
+        graph=graph,
+        residences=residences,
+        budget_bytes=budget_bytes,
+        lower_bound_seconds=first.lower_bound_seconds,
+    )
+    check_own_plan(plan.captured_graph, plan.graph, plan.residences, budget_bytes)
+    plan = replace(plan, planning_seconds=time.perf_counter() - started, options=options.to_json())
+    back = measured.has_backward
+    return plan, tuple(share if part in back else measured.shares[part] for part, share in enumerate(shares))
+
+
+def _retained_bytes(graph: StepGraph, residences: Share) -> int:
+    """How much higher the peak is if nothing is freed that was saved for the backward passes."""
+    moments = [moment for moment in simulate(graph, residences).moments if moment.phase not in WAITS]
+    loss = next((place for place, moment in enumerate(moments) if moment.phase == "loss"), len(moments))
+    saved = [s for s in graph.saved if isinstance(residences.get(graph.storages[s].name, Keep()), Keep)]
+    freed: dict[str, int] = {}
+    for storage in saved:
+        last = graph.ops[graph.readers[storage][-1]].name
+        freed[last] = freed.get(last, 0) + graph.storages[storage].nbytes
+    freed_bytes, peak_bytes = 0, max(moment.total_bytes for moment in moments)
+    retained_peak_bytes = peak_bytes
+    for moment in moments[loss:]:
+        retained_peak_bytes = max(retained_peak_bytes, moment.total_bytes + freed_bytes)
+        freed_bytes += freed.get(moment.op, 0) if moment.phase == "backward" else 0
+    return retained_peak_bytes - peak_bytes
+
+
+def _as_measured(residences: Share, graph: StepGraph, hardware: Hardware, budget_bytes: int) -> Plan:
+    plan = Plan(graph, residences, "parts", hardware.name, budget_bytes)
+    if budget_bytes and plan.predicted_peak_bytes > budget_bytes:
+        raise infeasible(plan, budget_bytes)
+    return plan

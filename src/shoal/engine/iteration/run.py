@@ -1,0 +1,654 @@
+"""The iterations of one model of several graphs, or of several models: each is metered as it first runs, planned as one
+step, and repeated.
+
+An iteration is a sequence of graphs, of whichever model. In its first run each graph keeps everything while there is
+ample room, else the minimum, and every eager interval is measured. When its last backward pass has ended, or it begins
+again, all its graphs are planned as one (`shoal.engine.iteration.plan`), with what the loop, other models and the
+optimizers hold by then.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from shoal.capture.dynamo import plain_call
+from shoal.capture.graph_breaks import capturing_parts
+from shoal.capture.varying_sizes import SizesSeen
+from shoal.core.joined_step import Interval
+from shoal.core.over_budget import over_budget
+from shoal.core.progress import doing, preparing
+from shoal.core.residence import Residence
+from shoal.core.sizes import format_bytes
+from shoal.core.step import StepGraph
+from shoal.engine import memory_warnings
+from shoal.engine.backend import STEPS_TO_METER
+from shoal.engine.iteration.first import first_share, no_graph
+from shoal.engine.iteration.graphs import GraphSequence, GraphStep, Node
+from shoal.engine.iteration.known import KnownIteration
+from shoal.engine.iteration.meter import Iteration, IterationMetering
+from shoal.engine.iteration.plan import MeasuredIteration
+from shoal.engine.iteration.record import MeteredGraph
+from shoal.engine.optimizer_steps import watch
+from shoal.engine.refusal_hints import with_reserve
+from shoal.engine.repair import aside_when_out
+from shoal.engine.search.without_effect import A_MODEL, SEVERAL_MODELS
+from shoal.engine.session import Session
+from shoal.engine.snapshot import Snapshot
+from shoal.errors import BudgetError, CaptureError
+from shoal.memory.step_meter import WeakStorage
+from shoal.memory.storage_bytes import dense_tensors, distinct_bytes
+
+log = logging.getLogger("shoal")
+
+
+class Iterations(GraphSequence):
+    """The iterations of one or several models.
+
+    Args:
+        session: of all of them.
+        device: where they run.
+        models: by name, as somebody else holds them: Dynamo keeps this object for good.
+        shared: whether they share a `shoal.Budget`: then everything that is allocated counts, and a call cannot begin
+            again, for others have run before it.
+        broken: where Dynamo could not go on when the model was to be one graph, and why.
+
+    Attributes:
+        models: those that are alive, by name.
+        known: the iterations that have run, by their graphs.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        device: torch.device,
+        models: Mapping[str, nn.Module],
+        *,
+        shared: bool,
+        broken: str = "",
+    ) -> None:
+        super().__init__(session)
+        self.models = models
+        self.known: dict[tuple[Node, ...], KnownIteration] = {}
+        self.metering = IterationMetering(
+            session.static, device, self._note_back, self._ran_out, self._ended, counts_all=shared
+        )
+        self._shared = shared
+        self._broken = broken
+        self._begin = self.node
+        self._whose: dict[Node, str] = {}
+        self._calling = ""
+        self._times_forgotten = 0
+        self._unknown: set[Node] = set()  # iterations that begin with these have to be metered
+        self._said: set[str] = set()
+        self._used: set[str] = set()  # models whose optimizer has stepped since their last backward pass
+        self._keeps_little = shared
+        self._refused: BudgetError | None = None
+        self._shapes: set[tuple[torch.Size, ...]] = set()
+        self._is_new_shape = True  # of the call under way
+        self._has_other_sizes = False  # it has, after its first graph
+        self._in_call = False
+        self._surroundings: object = None  # of the plans, as far as the session knows them
+        session.metering = self.metering
+        if shared:
+            session.on_repair = self.forget
+        else:
+            session.status.has_new_plans = weakref.WeakMethod(self.has_new_plans)
+            session.static.keep_library_memory()  # the first iteration is measured, not planned
+        watch(self)
+
+    def call(
+        self,
+        name: str,
+        captured: dict[Any, Callable[..., Any]],
+        kind: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Call a model for a training step.
+
+        Args:
+            name: the model's.
+            captured: its calls as Dynamo knows them, filled in here and kept by who keeps the model.
+            kind: what decides, other than shapes, over how it is captured.
+            args, kwargs: the call's.
+
+        Raises:
+            BudgetError: no plan fits; or, in the first iteration, a graph does not.
+            CaptureError: nothing of the model that trains can be captured.
+        """
+        if self._refused is not None:
+            raise self._refused.with_traceback(None)  # of this call, not of those before
+        if not self._may_begin_again():
+            return self._run(name, captured, kind, args, kwargs)
+        before = Snapshot(self.models[name])
+        try:
+            return self._run(name, captured, kind, args, kwargs, before.tensors)
+        except CaptureError:
+            before.restore()
+            raise
+        except BudgetError:
+            if not self._may_keep_less(name):
+                raise
+            log.debug("%s: too much was kept for its later graphs", name)
+        gc.collect()  # frames of the traceback held what the forward pass has saved
+        before.restore()
+        self.forget()
+        return self._run(name, captured, kind, args, kwargs, before.tensors)
+
+    def _may_begin_again(self) -> bool:
+        """Whether the call may turn out not to fit and begin again with less kept: not once all plans are made."""
+        return not (self._shared or self._budget_bytes is None) and (
+            not self.known or not self._keeps_little or bool(self._unknown) or self._closely()
+        )
+
+    def _may_keep_less(self, name: str) -> bool:
+        """Whether the graphs that ran could have left more room for one that did not fit.
+
+        They could if everything was kept, and if they ran by a plan that does not know it.
+        """
+        iteration = self.metering.iteration
+        may = not self._keeps_little or any(node.share is not None for node in self.node.path())
+        self._keeps_little = True
+        return may and iteration is not None and iteration.called == [name]
+
+    def _run(
+        self,
+        name: str,
+        captured: dict[Any, Callable[..., Any]],
+        kind: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        copies: Sequence[torch.Tensor] = (),
+    ) -> Any:
+        iteration = self._enter(args, kwargs, copies)
+        self._note_shape(args, kwargs)
+        this = kind, self._times_forgotten
+        if this not in captured:
+            captured[this] = capturing_parts(self.models[name], self.compile_graph)
+        before = self.metering.begins_to_train()
+        self._say_over(before.peak_bytes, "before an iteration's first graph, by a call without gradients")
+        iteration.called.append(name)
+        self._calling = name
+        self.metering.calls.begins()
+        status, path = self.session.status, len(self.node.path())
+        why = "its graphs are compiled again" if status.preparations else ""
+        self._in_call = True
+        try:
+            with preparing(name, why=why, record=status.prepared):
+                compiled = self.compiled
+                outputs = captured[this](*args, **kwargs)
+            if self.compiled > compiled and not self._shared:
+                gc.collect()  # cycles of Dynamo's hold what functions were called with that it gave up in the midst
+            if not self._shared and self._budget_bytes is not None and not self._trains(outputs, path):
+                raise no_graph(self.session, self._broken)
+        except BaseException:
+            iteration.failed = True
+            raise
+        finally:
+            self._in_call = False
+        iteration.results += _weak(outputs)
+        return outputs
+
+    def call_plainly(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call a model that is not trained by this call. What it uses and returns counts while an iteration goes on."""
+        iteration = self._enter(args, kwargs)
+        outputs = plain_call(self.models[name], *args, **kwargs)
+        iteration.results += _weak(outputs)
+        return outputs
+
+    def accumulates(self, name: str) -> bool:
+        """Whether a step of the model adds to gradients that exist and that no optimizer has used."""
+        return name not in self._used and any(p.grad is not None for p in self.models[name].parameters())
+
+    def is_between_steps(self) -> bool:
+        """Whether no backward pass is pending."""
+        return self.metering.is_over()
+
+    def forget(self) -> None:
+        """Capture and plan again from the next call on."""
+        for seen in self._sizes.values() if self._has_other_sizes else ():
+            seen.forget_captured()
+        self.metering.iteration = None
+        self._begin = self.node = Node()
+        self._times_forgotten += 1
+        self.known.clear()
+        self._unknown.clear()
+        self._whose.clear()
+        self._refused = None
+        self.session.status.plans = ()
+
+    def meter_again(self) -> None:
+        """Meter every iteration when it runs next: something else is in memory."""
+        for known in self.known.values():
+            known.to_meter = max(1, known.to_meter)
+
+    def has_new_plans(self) -> bool:
+        """As `Session.has_new_plans`."""
+        return not self.known or any(known.to_meter for known in self.known.values())
+
+    def close(self) -> None:
+        """Meter nothing any more."""
+        self.metering.close()
+
+    def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer of the process has stepped."""
+        trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self._used.update(n for n, m in self.models.items() if any(id(p) in trained for p in m.parameters()))
+        self.session.optimizer_stepped(optimizer)  # its state is known from here on, whoever is told first
+        iteration = self.metering.iteration
+        if iteration is not None and iteration.closely and self.session.static.trains(optimizer):
+            iteration.state_is_now(self.session.static.state_there_bytes())
+
+    @property
+    def _budget_bytes(self) -> int | None:
+        return self.session.status.budget_bytes
+
+    @property
+    def _said_name(self) -> str:
+        return self.session.name or "model"
+
+    def in_use_bytes(self) -> int:
+        return self.metering.in_use_bytes()
+
+    def first_share(self, graph: StepGraph, device: torch.device, in_use_bytes: int) -> Mapping[str, Residence]:
+        budget_bytes = self._budget_bytes
+        if budget_bytes is None:
+            return {}
+        own_bytes = sum(s.nbytes for s in graph.storages if s.kind == "gradient")
+        to_come = [p for m in self.models.values() for p in m.parameters() if p.requires_grad and p.grad is None]
+        to_come_bytes = max(0, distinct_bytes(to_come) - own_bytes) + self._state_to_come_bytes()
+        who = self._calling if self._shared else "one of its graphs"
+        try:
+            return first_share(
+                graph, device, in_use_bytes + to_come_bytes, budget_bytes, keeps_little=self._keeps_little
+            )
+        except BudgetError:  # gradients of other models may never exist at the same time
+            return first_share(graph, device, in_use_bytes, budget_bytes, keeps_little=self._keeps_little, who=who)
+
+    def sizes_changed(self, seen: SizesSeen) -> None:
+        if not self._is_new_shape:
+            self.sizes_vary = self._keeps_little = self._has_other_sizes = seen.wander = True
+
+    def _note_shape(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        leaves = tree_leaves((args, dict(kwargs)))
+        shapes = tuple(leaf.shape for leaf in leaves if isinstance(leaf, torch.Tensor))
+        self._is_new_shape = shapes not in self._shapes
+        self._shapes.add(shapes)
+        self._has_other_sizes = False
+        if len(self._shapes) > 1 and not (self.sizes_vary or self._shared):
+            self.sizes_vary = self._keeps_little = True  # the next shape may be larger than those that are planned
+
+    def reached(self, node: Node) -> None:
+        self._whose[node] = self._calling
+        iteration = self.metering.iteration
+        if node.before is not self._begin or iteration is None or not iteration.closely or iteration.runs:
+            return
+        begun = [known for path, known in self.known.items() if path[0] is node]
+        for known in begun:
+            known.grown_bytes = max(known.grown_bytes, iteration.begin_bytes - known.begin_bytes)
+            known.held_bytes = self._held_bytes(known, iteration)
+        if any(known.has_to_be_planned(self._budget_bytes) for known in begun):
+            self._plan(begun)
+        if begun and node not in self._unknown and not any(known.to_meter for known in begun):
+            iteration.record = None
+
+    def _closely(self) -> bool:
+        """Whether the next iteration is to be metered."""
+        return not self.known or bool(self._unknown) or any(known.to_meter for known in self.known.values())
+
+    def _enter(self, args: Sequence[Any], kwargs: Mapping[str, Any], copies: Sequence[torch.Tensor] = ()) -> Iteration:
+        """A call begins, and with it an iteration if none goes on."""
+        metering = self.metering
+        metering.learn_refusals()
+        tensors = dense_tensors((args, dict(kwargs), *copies))
+        if metering.iteration is not None:
+            if not metering.is_over():
+                metering.goes_on_with(tensors)
+                return metering.iteration
+            self._settle(metering.iteration)
+        self.node = self._begin
+        if not self._shared:
+            self._note_surroundings()
+        between = metering.begin(self.models, tensors, closely=self._closely())
+        self._say_over(
+            between.peak_bytes, "between two iterations, as by an optimizer's step or a call without gradients"
+        )
+        assert metering.iteration is not None
+        return metering.iteration
+
+    def _note_surroundings(self) -> None:
+        """What the loop or the optimizers hold has changed: see in the next iteration what that takes."""
+        loop = self.session.loop
+        now = loop.held_gradient_bytes, loop.held_result_bytes, self.session.static.state_bytes()
+        if now != self._surroundings:
+            self._surroundings = now
+            self.meter_again()
+
+    def _ended(self, iteration: Iteration) -> None:
+        """A `backward()` has ended and none is pending: plan the iteration before an optimizer changes a weight.
+
+        What comes after this without a forward pass, as a second loss, is held against that plan.
+        """
+        path = tuple(self.node.path())
+        if not path or path in self.known or iteration.record is None or self._in_call or self._is_of_no_use(iteration):
+            return
+        if self._has_other_sizes and self._budget_bytes is not None and any(node.share is not None for node in path):
+            self._plan_for_all_sizes()
+            return
+        self._learn(iteration, path)
+        if not self._shared:  # what other models hold when it begins again is not known yet
+            self._plan([known for nodes, known in self.known.items() if nodes[0] is path[0]])
+
+    def _plan_for_all_sizes(self) -> None:
+        """Capture again with symbols for sizes that vary within an iteration: else each would be a way of its own, for
+        which none of the graphs before it was planned. Any of them may be larger in the next one."""
+        log.info("%s: sizes within it differ between iterations; planning for all of them", self._said_name)
+        for seen in self._sizes.values():
+            seen.wander = True
+        self.forget()
+
+    def _is_of_no_use(self, iteration: Iteration) -> bool:
+        """Whether it failed, did not train, or took copies that are not planned yet."""
+        steps = [node.step for node in self.node.path()]
+        copied = any(step is not None and step.departures for step in steps)
+        return iteration.failed or not iteration.went_back or copied
+
+    def _settle(self, iteration: Iteration) -> None:
+        """An iteration is over: know it, or hold it against its plan."""
+        path, is_of_no_use = tuple(self.node.path()), self._is_of_no_use(iteration)
+        self.node, self.metering.iteration = self._begin, None
+        if not path and iteration.went_back:
+            self._say_over(iteration.peak_bytes, "in an iteration of which nothing could be captured")
+            return
+        if is_of_no_use:
+            return
+        known = self.known.get(path)
+        if known is None:
+            if not path:
+                return
+            if iteration.record is None:
+                self._unknown.add(path[0])
+                return
+            known = self._learn(iteration, path)
+        known.peak_bytes = max(known.peak_bytes, iteration.peak_bytes)
+        if iteration.again and known.measured is not None and not known.measured.again:
+            known.measured, known.planned = replace(known.measured, again=True), None
+        known.stayed |= iteration.stayed
+        known.results = iteration.results
+        if known.has_run_planned or known.as_it_ran:
+            self._check(known, iteration)
+        known.has_run_planned = known.planned is not None
+
+    def _learn(self, iteration: Iteration, path: tuple[Node, ...]) -> KnownIteration:
+        """The first run of an iteration is over."""
+        self._unknown.discard(path[0])
+        record = iteration.record
+        assert record is not None
+        steps = [run.step for run in record.runs]
+        nodes = tuple(step.node for step in steps if isinstance(step, GraphStep))
+        begin_bytes, intervals = iteration.as_later()
+        known = KnownIteration(nodes, tuple(self._whose[node] for node in nodes), None, begin_bytes)
+        known.broken = self._broken
+        known.keeps_little = self._keeps_little
+        known.peak_bytes = max((one.peak_bytes for one in intervals), default=0)
+        self.known[path] = known
+        self._say_over_its_first_run(known)
+        measures = bool(intervals)
+        n_intervals = 2 * len(record.passes)
+        if not measures:
+            intervals = [Interval(0, 0)] * n_intervals
+            self._say(
+                f"{self._said_name}: without a C++ compiler, what eager code between its graphs uses is not counted in "
+                "the budget"
+            )
+        if iteration.again or len(intervals) not in (n_intervals, n_intervals + 1):
+            return known
+        known.measured = MeasuredIteration(
+            tuple(run.part() for run in record.runs),
+            tuple(record.passes),
+            tuple(step.share for step in steps),
+            tuple(intervals),
+            begin_bytes + iteration.late_bytes if measures else None,
+            steps[0].device,
+            tuple(step.bytes_in_call() for step in steps),
+            record.eager_argument_bytes if measures else 0,
+        )
+        return known
+
+    def _held_bytes(self, known: KnownIteration, iteration: Iteration) -> int:
+        """Of what is in use now, what such an iteration frees before its first backward pass: old results and
+        gradients."""
+        held = [result for result in known.results if result.is_alive]
+        for name in self._used.intersection(known.models) - known.stayed:
+            held += [gradient for gradient in iteration.old_gradients.get(name, ()) if gradient.is_alive]
+        return sum({one.key: one.nbytes for one in held}.values())
+
+    def _plan(self, begun: Sequence[KnownIteration]) -> None:
+        """Plan iterations that begin alike. Those with most graphs first: what others have of these graphs is decided
+        then."""
+        session = self.session
+        begun = sorted(begun, key=lambda known: -len(known.nodes))
+        with preparing(begun[0].name, why="its graphs have been measured", record=session.status.prepared):
+            doing("plan")
+            try:
+                decided = self._decide(begun, fixed=False)
+            except BudgetError as error:
+                refused = self._planned_less_far(error, begun)
+                if refused is not None:
+                    raise refused from None
+                if not self.known:
+                    return  # it is captured again
+                decided = self._decide(begun, fixed=True)
+        for node, share in decided.items():
+            node.share = share
+            if node.step is not None and node.step.share != share:
+                node.run = None  # it is compiled again when it runs next
+        status = session.status
+        plans = [plan for known in self.known.values() if known.planned is not None for plan in known.planned.plans]
+        new = [plan for plan in plans if all(plan is not before for before in status.plans)]
+        status.planning_seconds += sum(plan.planning_seconds for plan in new)
+        status.plans = tuple(plans)
+        session.state_bytes = session.static.state_bytes()
+
+    def _planned_less_far(self, error: BudgetError, begun: Sequence[KnownIteration]) -> BudgetError | None:
+        """What to do about a refusal: None where there is another way to plan, which is prepared."""
+        if len(begun) > 1:
+            return None
+        (known,) = begun
+        if len(self.known) > 1 and not self._keeps_little:
+            log.info("%s: what follows its graphs differs between iterations; measuring again", self._said_name)
+            self._keeps_little = True
+            self.forget()
+            return None
+        if known.measured is not None and any(known.measured.sizes) and self.plan_less_far(error):
+            log.info("%s: %s; planning for sizes nearer to those seen", self._said_name, error.message)
+            self.forget()
+            return None
+        error = with_reserve(error, known.learnt_bytes)
+        if not self._shared:
+            self._refused = error
+        return error
+
+    def _decide(self, begun: Sequence[KnownIteration], *, fixed: bool) -> dict[Node, Mapping[str, Residence]]:
+        """The shares of all graphs of iterations.
+
+        Args:
+            begun: the iterations.
+            fixed: whether all graphs keep the shares under which they were measured.
+        """
+        decided: dict[Node, Mapping[str, Residence]] = {}
+        what = SEVERAL_MODELS if self._shared else A_MODEL
+        for known in begun:
+            known.planned = known.plan(self.session.options, self.session.static, what, decided, fixed=fixed)
+            known.has_run_planned = False
+            known.to_meter = STEPS_TO_METER
+            if known.planned is not None:
+                known.peak_bytes = 0
+                shares: Sequence[Mapping[str, Residence]] = known.planned.shares
+            else:
+                shares = self._keep_as_it_ran(known)
+            for node, share in zip(known.nodes, shares, strict=True):
+                decided.setdefault(node, share)
+        return decided
+
+    def _keep_as_it_ran(self, known: KnownIteration) -> list[Mapping[str, Residence]]:
+        """The shares of an iteration that cannot be planned as one: everything is kept if all of it fits in any
+        case."""
+        budget_bytes = self._budget_bytes
+        reason = "backward passes run twice, or between forward passes: the iteration is not planned as one step"
+        if budget_bytes is not None and known.predicted_bytes > budget_bytes:
+            error = over_budget(
+                known.name,
+                known.predicted_bytes,
+                budget_bytes,
+                instead="call backward() once for each forward pass",
+                details={"not planned": reason},
+            )
+            if not self._shared:
+                self._refused = error
+            raise error
+        known.as_it_ran = True
+        shares: list[Mapping[str, Residence]] = []
+        for node in known.nodes:
+            step = node.step
+            assert step is not None
+            saved_bytes = sum(step.graph.storages[storage].nbytes for storage in step.graph.saved)
+            if step.share and known.predicted_bytes + saved_bytes <= (budget_bytes or 0):
+                known.peak_bytes += saved_bytes  # at most
+                shares.append({})
+            else:
+                shares.append(step.share)
+        if any(shares) or not self._shared:
+            little = sum(map(bool, shares))
+            self._say(f"{known.name}: {reason}; {little} of its {len(shares)} graphs keep as little as they can")
+        return shares
+
+    def _check(self, known: KnownIteration, iteration: Iteration) -> None:
+        """Hold a planned iteration against its plan; plan it again if it is over the budget."""
+        status = self.session.status
+        budget_bytes = self._budget_bytes
+        if iteration.record is not None:
+            known.to_meter = max(0, known.to_meter - 1)
+        if budget_bytes is None or iteration.peak_bytes <= budget_bytes:
+            return
+        over_bytes = max(0, iteration.peak_bytes - known.predicted_bytes)
+        log.warning(
+            "%s: the measured peak of %s is over the budget of %s (predicted: %s); planning again with %s set aside",
+            known.name,
+            format_bytes(iteration.peak_bytes),
+            format_bytes(budget_bytes),
+            format_bytes(known.predicted_bytes),
+            format_bytes(over_bytes),
+        )
+        known.learnt_bytes += over_bytes
+        known.planned = None
+        known.to_meter = max(1, known.to_meter)
+        status.repairs += 1
+        status.measured_peak_bytes = None
+
+    def _ran_out(self, iteration: Iteration, used_bytes: int, between: bool) -> None:
+        """Memory ran out in a metered iteration, or after it: plan it again, with room for the eager code if that took
+        more than was measured, else with some of the budget set aside. In its first run keep as little as can be."""
+        session, budget_bytes = self.session, self._budget_bytes
+        if budget_bytes is None:
+            return
+        path, place = tuple(self.node.path()), len(iteration.intervals) // 2
+        begun = [k for nodes, k in self.known.items() if nodes[: len(path)] == path and k.planned is not None]
+        goes_on = any(k.measured is not None and place < len(k.measured.passes) for k in begun)
+        if between and iteration.went_back and not iteration.failed and not goes_on:
+            memory_warnings.ran_out_after(session.name, session.static)
+            return
+        iteration.failed = True
+        repaired = False
+        for known in begun:
+            learnt_bytes = known.eager_takes_more(place, used_bytes) if between else 0
+            if learnt_bytes:
+                room = f"{format_bytes(learnt_bytes)} more there"
+                memory_warnings.ran_out_in_loss(known.name, room, budget_bytes)
+            more_bytes = 0
+            if not learnt_bytes or used_bytes <= budget_bytes:
+                more_bytes = aside_when_out(
+                    known.name, known.predicted_bytes, known.learnt_bytes, used_bytes, budget_bytes
+                )
+            if learnt_bytes or more_bytes:
+                known.learnt_bytes += more_bytes
+                known.planned, known.refused, repaired = None, None, True
+                known.to_meter = max(1, known.to_meter)
+        if not begun and not self._shared:
+            repaired = self._ran_out_before_a_plan(used_bytes, budget_bytes, between=between)
+        session.status.repairs += repaired
+
+    def _ran_out_before_a_plan(self, used_bytes: int, budget_bytes: int, *, between: bool) -> bool:
+        """Keep the minimum from now on; whether that is new."""
+        if not self._keeps_little:
+            self._keeps_little = True
+            self.forget()
+            return True
+        if between and used_bytes > budget_bytes:
+            self._refused = over_budget(
+                self._said_name,
+                used_bytes,
+                budget_bytes,
+                is_minimum=False,
+                details={"needed by": "eager code between its graphs, such as the loss, with the minimum kept"},
+            )
+        return False
+
+    def _trains(self, outputs: Any, first: int) -> bool:
+        """Whether a graph of this call has a backward pass, if its results have one, or hide whether they do."""
+        path = self.node.path()[first:]
+        if any(node.step is not None and node.step.trains for node in path):
+            return True
+        plain = (torch.Tensor, int, float, str, type(None))  # else an object that may hold tensors
+        without = [isinstance(one, plain) and not getattr(one, "requires_grad", False) for one in tree_leaves(outputs)]
+        return bool(path) and all(without)
+
+    def _state_to_come_bytes(self) -> int:
+        static = self.session.static
+        return max(0, static.state_bytes() - static.state_there_bytes())
+
+    def _note_back(self, step: MeteredGraph, peak_bytes: int) -> None:
+        if isinstance(step, GraphStep):
+            self._used.discard(self._whose.get(step.node, ""))
+        status = self.session.status
+        if peak_bytes:
+            status.measured_peak_bytes = max(status.measured_peak_bytes or 0, peak_bytes)
+
+    def _say_over_its_first_run(self, known: KnownIteration) -> None:
+        budget_bytes = self._budget_bytes
+        if budget_bytes is not None and known.peak_bytes > budget_bytes:
+            log.warning(
+                "%s: the measured peak of %s is over the budget of %s: the iteration was not planned yet, because only "
+                "its first run shows what comes together; the next one is",
+                known.name,
+                format_bytes(known.peak_bytes),
+                format_bytes(budget_bytes),
+            )
+
+    def _say_over(self, peak_bytes: int, when: str) -> None:
+        budget_bytes = self._budget_bytes
+        if budget_bytes is not None and peak_bytes > budget_bytes:
+            self._say(
+                f"{', '.join(self.models)}: {format_bytes(peak_bytes)} were in use {when}; that is over the budget of "
+                f"{format_bytes(budget_bytes)}, and no plan changes it",
+                key="no plan changes it",
+            )
+
+    def _say(self, text: str, key: str = "") -> None:
+        """Warn once."""
+        if (key or text) not in self._said:
+            self._said.add(key or text)
+            log.warning("%s", text)
+
+
+def _weak(outputs: Any) -> list[WeakStorage]:
+    return [WeakStorage(output) for output in dense_tensors(outputs)]
