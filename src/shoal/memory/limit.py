@@ -96,6 +96,15 @@ class MemoryLimit:
         """Most bytes in use, of what was allocated since `start_fresh`, since `reset_fresh_peak` was called."""
         return self._memory.fresh_peak_bytes()
 
+    @property
+    def fresh_bytes(self) -> int:
+        """Bytes in use of what was allocated since `start_fresh`."""
+        peak_bytes = self._memory.fresh_peak_bytes()
+        self._memory.set_fresh_peak(0)  # sets it to what is in use
+        now_bytes = self._memory.fresh_peak_bytes()
+        self._memory.set_fresh_peak(peak_bytes)
+        return now_bytes
+
     def reset_fresh_peak(self) -> None:
         """Reset `fresh_peak_bytes` to what is in use now."""
         self._memory.set_fresh_peak(0)

@@ -32,6 +32,8 @@ std::atomic<int> paused{0};
 void note(const at::Tensor& tensor) {
   if (!tensor.defined() || !tensor.has_storage()) return;
   const c10::Storage& storage = tensor.storage();
+  // A fake tensor, as of a graph that is traced meanwhile: it holds no bytes, and its size may be a symbol.
+  if (tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides() || storage.sym_nbytes().is_heap_allocated()) return;
   const auto whole = static_cast<std::int64_t>(storage.nbytes());
   const auto own = std::min(whole, static_cast<std::int64_t>(tensor.numel() * tensor.element_size()));
   std::lock_guard<std::mutex> lock(mutex);

@@ -40,7 +40,6 @@ class RunningMeter:
         self._counter: MemoryLimit | None = None
         self._before_bytes = 0
         self._others_bytes = 0  # on CUDA: in use since before, but not named
-        self._peak_bytes = 0
         self._there: set[int] = set()
         self._passing: tuple[WeakStorage, ...] = ()
         self._passing_bytes = 0  # when the last interval began
@@ -119,9 +118,7 @@ class RunningMeter:
             return 0
         if self.device.type == "cuda":
             return counter.live_bytes - self._others_bytes
-        self._peak_bytes = max(self._peak_bytes, self._before_bytes + counter.fresh_peak_bytes)
-        counter.reset_fresh_peak()
-        return self._before_bytes + self._passing_now_bytes() + counter.fresh_peak_bytes
+        return self._before_bytes + self._passing_now_bytes() + counter.fresh_bytes
 
     def refused(self, refusals: Refusals) -> int:
         """The bytes that it would have taken to go on, when an allocation was refused; 0 where it does not run."""
@@ -148,8 +145,9 @@ class RunningMeter:
             return measured
         end_bytes, now_bytes = self.in_use_bytes(), self._passing_now_bytes()
         passing_bytes = now_bytes if passed else self._passing_bytes
-        measured = Interval(max(self._peak_bytes + passing_bytes, end_bytes), end_bytes)
-        self._peak_bytes, self._passing_bytes = 0, now_bytes
+        measured = Interval(self._before_bytes + passing_bytes + counter.fresh_peak_bytes, end_bytes)
+        counter.reset_fresh_peak()
+        self._passing_bytes = now_bytes
         return measured
 
     def close(self) -> None:

@@ -103,7 +103,6 @@ class StepMeter:
         self._recording = False
         self._before_bytes = 0
         self._others_bytes = 0  # on CUDA: in use, but not by the step
-        self._fresh_peak_bytes = 0  # before the counter's was last reset, of the part that is open
         self._there: set[int] = set()
         self._passing: tuple[WeakStorage, ...] = ()
         self._passing_bytes = 0
@@ -127,7 +126,6 @@ class StepMeter:
         """
         self.abandon()
         self._peaks = {}
-        self._fresh_peak_bytes = 0
         self._before_backward_bytes = self._reserved_bytes = self._given_bytes = 0
         self._part = "forward"
         resident = list(resident)
@@ -165,9 +163,7 @@ class StepMeter:
             return 0
         if self.device.type == "cuda":
             return self._counter.live_bytes - self._others_bytes
-        self._fresh_peak_bytes = max(self._fresh_peak_bytes, self._counter.fresh_peak_bytes)
-        self._counter.reset_fresh_peak()
-        return self._before_bytes + self._passing_now_bytes() + self._counter.fresh_peak_bytes
+        return self._before_bytes + self._passing_now_bytes() + self._counter.fresh_bytes
 
     def _passing_now_bytes(self) -> int:
         return sum(allocated_bytes(held.nbytes, self.device) for held in self._passing if held.is_alive)
@@ -329,9 +325,8 @@ class StepMeter:
             self.intervals.append(Interval(peak_bytes, self.in_use_bytes()))
             return
         else:
-            peak_bytes = max(self._fresh_peak_bytes, self._counter.fresh_peak_bytes)
+            peak_bytes = self._counter.fresh_peak_bytes
             self._counter.reset_fresh_peak()
-            self._fresh_peak_bytes = 0
         # A storage that is freed during the loss was alive when the forward pass ended, and counts there.
         passing_bytes = self._passing_bytes
         if self._part == "loss":
@@ -339,7 +334,6 @@ class StepMeter:
         self._note(self._before_bytes + passing_bytes + peak_bytes)
         if self._counter is not None:
             self.intervals.append(Interval(self._before_bytes + passing_bytes + peak_bytes, self.in_use_bytes()))
-            self._fresh_peak_bytes = 0
 
     def _note(self, peak_bytes: int) -> None:
         self._peaks[self._part] = max(self._peaks.get(self._part, 0), peak_bytes)

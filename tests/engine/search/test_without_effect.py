@@ -109,7 +109,7 @@ def test_several_graphs_are_planned_without_forms(caplog: pytest.LogCaptureFixtu
     shoal.compile(plain_layers(), shoal.Budget("1MiB"), allow="offload, recompute")
     assert lines(caplog) == [
         "'fuse' is without effect: a model of several graphs is planned only with recompute",
-        "'offload' is without effect: a turn of several models is planned only with recompute",
+        "'offload' is without effect: an iteration of several models is planned only with recompute",
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -138,6 +139,9 @@ class GraphStep(PlannedStep):
             self.graph = profile_step(captured, captured.device)
             share = self.node.share
             if share is None:
+                if not self.steps.fits_easily(self.graph, in_use_bytes):
+                    gc.collect()  # cycles of Dynamo's hold what functions were called with that it gave up in the midst
+                    in_use_bytes = self.in_use_bytes = self.steps.in_use_bytes()
                 share = self.steps.first_share(self.graph, captured.device, in_use_bytes)
         self.ports, self.trains, self.share = Ports.of(captured), True, share
         self.plan, self.checkpoints = Plan(self.graph, self.share, "parts"), captured.checkpoints
@@ -208,14 +212,18 @@ class GraphSequence(ABC):
     def reached(self, node: Node) -> None:
         """A part runs next; it is compiled after this where it is not."""
 
+    def fits_easily(self, graph: StepGraph, in_use_bytes: int) -> bool:
+        """Whether everything of a graph can be kept, with room for later ones."""
+        budget_bytes = self.session.status.budget_bytes
+        return budget_bytes is None or fits_easily(graph, in_use_bytes, budget_bytes)
+
     def pieces_of(self, captured: Captured, in_use_bytes: int) -> tuple[Pieces, ...]:
         """Which convolutions of a part to compute in pieces: none where everything can be kept."""
-        budget_bytes = self.session.status.budget_bytes
         means = self.session.options.form_means
-        if budget_bytes is None or not KERNEL_MEANS & means or captured.largest_nodes:
+        if not KERNEL_MEANS & means or captured.largest_nodes:
             return ()
         graph = profile_step(captured, captured.device)
-        if fits_easily(graph, in_use_bytes, budget_bytes):
+        if self.fits_easily(graph, in_use_bytes):
             return ()
         return choose_pieces(captured, graph, means, lambda other: profile_step(other, other.device))
 
@@ -263,7 +271,9 @@ class GraphSequence(ABC):
         needed_share = max(1.0, (refused.least_feasible_bytes or budget_bytes) / budget_bytes)
         if all(seen.fixed for seen in self._sizes.values()):
             return False
+        growth = min(seen.most_growth for seen in self._sizes.values())  # sizes of one iteration grow together
         for seen in self._sizes.values():
+            seen.most_growth = growth
             seen.refuse(needed_share)
         return True
 
@@ -279,7 +289,13 @@ class GraphSequence(ABC):
         assert part is not None
         self.compiled += 1
         node.step = GraphStep(self, node, part.places)
-        with preparing(self.session.name), tracing(part.context), as_constants(part.constants), reads.paused():
+        with (
+            preparing(self.session.name),
+            tracing(part.context),
+            as_constants(part.constants),
+            reads.paused(),
+            no_memory_limit(),  # what is tried out on this machine is not part of a step
+        ):
             node.run = once_differentiable(node.step.compile(part.graph, part.inputs))
         if not node.step.trains:
             node.share = {}  # it does not train: nothing is decided

@@ -9,6 +9,7 @@ optimizers hold by then.
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 import weakref
@@ -129,7 +130,7 @@ class Iterations(GraphSequence):
             raise self._refused.with_traceback(None)  # of this call, not of those before
         if not self._may_begin_again():
             return self._run(name, captured, kind, args, kwargs)
-        before = Snapshot(self.models[name])
+        before, sizes = Snapshot(self.models[name]), copy.deepcopy(self._sizes)
         try:
             return self._run(name, captured, kind, args, kwargs, before.tensors)
         except CaptureError:
@@ -141,6 +142,7 @@ class Iterations(GraphSequence):
             log.debug("%s: too much was kept for its later graphs", name)
         gc.collect()  # frames of the traceback held what the forward pass has saved
         before.restore()
+        self._sizes = sizes  # what did not fit may do so now
         self.forget()
         return self._run(name, captured, kind, args, kwargs, before.tensors)
 
