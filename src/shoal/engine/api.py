@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from shoal.capture.cumulative_norms import admit_cumulative_norms
 from shoal.capture.dynamo import (
@@ -31,6 +32,7 @@ from shoal.capture.dynamo import (
 from shoal.core.plan import Plan
 from shoal.core.progress import doing, preparing
 from shoal.engine.backend import compile_step
+from shoal.engine.calls import Calls
 from shoal.engine.compile_options import CompileOptions
 from shoal.engine.early_gradients import EarlyGradients
 from shoal.engine.eval_steps import EvalSteps
@@ -40,7 +42,7 @@ from shoal.engine.model_refusals import reject_compiled, reject_hopeless
 from shoal.engine.options import Options, options_of
 from shoal.engine.repair import run_again_where_repaired
 from shoal.engine.reserved_budget import grow_segments
-from shoal.engine.search.without_effect import A_MODEL, in_several_graphs
+from shoal.engine.search.without_effect import A_MODEL, CALLS, in_several_graphs
 from shoal.engine.session import Session
 from shoal.engine.set_up import SetUp
 from shoal.engine.shared_budget import Budget
@@ -210,6 +212,8 @@ class _Caller(ModelCall):
         session = self.session
         wrapper = active_ddp_module()
         session.static.called_by(wrapper)
+        if self._parts is None and self._leads_on((args, kwargs)):
+            self._parts = self._iterations(before=session.calls_under_way())
         accumulating = session.before_call()
         session.early = EarlyGradients.of(wrapper, added=accumulating, alone=session.loop.calls_at_once == 1)
         session.static.hook_is_metered = session.early.sent
@@ -269,12 +273,28 @@ class _Caller(ModelCall):
                 raise CaptureError(
                     f"{option} needs a model of one graph; {session.name} breaks: {why.reason} at {why.place}"
                 )
-        self._planned.clear()
         self._before_first = SetUp(model)
+        self._parts = self._iterations(broken=f"{why.place}: {why.reason}")
+        return self._begin_in_parts(self._parts, why, kind, args, kwargs)
+
+    def _leads_on(self, given: Any) -> bool:
+        """Whether the call is given what another one returned that has not gone back yet, as a cell its own state: what
+        such calls hold together is known to an iteration only."""
+        session, options = self.session, self.session.options
+        planned_alone = session.ready_plan is not None or options.cuda_graphs or options.budget_of == "reserved"
+        if session.status.budget_bytes is None or planned_alone or not self._may_break:
+            return False
+        return session.metering.calls.lead_to(tree_leaves(given))
+
+    def _iterations(self, *, broken: str = "", before: tuple[Calls, int] | None = None) -> Iterations:
+        model, session = self.model, self.session
+        self._planned.clear()
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         models: weakref.WeakValueDictionary[str, nn.Module] = weakref.WeakValueDictionary({session.name: model})
-        self._parts = Iterations(session, device, models, shared=False, broken=f"{why.place}: {why.reason}")
-        return self._begin_in_parts(self._parts, why, kind, args, kwargs)
+        if before is not None:
+            log.info("%s: a call is given what one before it returned: calls are planned together", session.name)
+            session.say_without_effect(in_several_graphs(session.options, CALLS))
+        return Iterations(session, device, models, shared=False, broken=broken, before=before)
 
     def _begin_in_parts(
         self, parts: Iterations, why: GraphBreak, kind: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]

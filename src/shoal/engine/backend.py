@@ -125,7 +125,7 @@ def compile_step(session: Session, gm: fx.GraphModule, example_inputs: Sequence[
             step = of_this_shape()
         else:
             step = compile_for_shapes(session, gm, lambda: compiled(gm, own_form(session, gm)), of_this_shape)
-        step = once_differentiable(step, lambda results: session.metering.returned(results))
+        step = once_differentiable(step, lambda results, node: session.metering.returned(results, node))
         release_unused()  # what was tried out is of no step
         doing("first run")
         return step

@@ -1,19 +1,22 @@
 """The calls of a model whose backward passes are yet to come, and what the caller still holds of the last one.
 
-Nothing is kept alive here: a call is under way as long as autograd holds what its forward pass saved.
+Nothing is kept alive here: a call is under way as long as the autograd node that is to run its backward pass exists.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils.weak import TensorWeakRef
 
 from shoal.memory.step_meter import WeakStorage
+
+_MOST_NODES = 256  # of eager code between two calls that are looked through
 
 
 @dataclass(eq=False)
@@ -29,6 +32,7 @@ class Call:
             whoever holds it.
         number: of the model's call that it is a part of.
         step: which step it is of, as a number.
+        node: what runs its backward pass; None before it is known.
     """
 
     witness: WeakStorage | None
@@ -37,6 +41,14 @@ class Call:
     tensors: Sequence[tuple[int, TensorWeakRef]]
     number: int
     step: int = 0
+    node: weakref.ref[Any] | None = None
+
+    @property
+    def may_go_back(self) -> bool:
+        """Whether its backward pass can still come, as far as is known."""
+        if self.node is not None:
+            return self.node() is not None
+        return self.witness is not None and self.witness.is_alive
 
     def held_by_caller(self) -> set[int]:
         """Places of the results that the caller holds, as one of the loop's names does, or a view of them."""
@@ -114,6 +126,11 @@ class Calls:
         tensors = [result for result in results if isinstance(result, torch.Tensor) and _key(result) in places]
         self._last.tensors = [(places[key], TensorWeakRef(tensor)) for tensor in tensors if (key := _key(tensor))]
 
+    def goes_back_by(self, node: Any) -> None:
+        """The last forward pass is known by the autograd node that runs its backward pass."""
+        if self._last is not None:
+            self._last.node = weakref.ref(node)
+
     def goes_back(self, arguments: Sequence[object], step: object) -> Call | None:
         """The call of a step whose backward pass begins, found by the storages that it is given; it is under way no
         longer. None where it is not known."""
@@ -136,13 +153,26 @@ class Calls:
 
     def under_way(self) -> int:
         """How many calls are."""
-        self._under_way = [c for c in self._under_way if c.witness is not None and c.witness.is_alive]
+        self._under_way = [call for call in self._under_way if call.may_go_back]
         return len({call.number for call in self._under_way})
+
+    @property
+    def last(self) -> Call | None:
+        """The one that has begun last."""
+        return self._last
 
     @property
     def any_started(self) -> bool:
         """Whether there was a call at all."""
         return self._last is not None
+
+    def lead_to(self, arguments: Iterable[object]) -> bool:
+        """Whether a tensor among arguments is a result of a call that is under way, or was computed from one."""
+        if not self.under_way():
+            return False
+        tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
+        results = {held.key for call in self._under_way for held in call.outputs.values() if held.is_alive}
+        return any(_key(tensor) in results or _comes_from_compiled_code(tensor) for tensor in tensors)
 
     def held_of_the_last(self) -> list[WeakStorage]:
         """What the caller still holds of the last call's results: a loop's names, until they get new values. Views of
@@ -159,6 +189,19 @@ class Calls:
 def keys_of(arguments: Iterable[object]) -> set[int]:
     """The storages of the tensors among arguments."""
     return {a.untyped_storage()._cdata for a in arguments if isinstance(a, torch.Tensor)}
+
+
+def _comes_from_compiled_code(tensor: torch.Tensor) -> bool:
+    seen, nodes = set(), [tensor.grad_fn]
+    while nodes and len(seen) < _MOST_NODES:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        if node.name().startswith("CompiledFunction"):
+            return True
+        seen.add(node)
+        nodes += [after for after, _ in node.next_functions]
+    return False
 
 
 def _key(value: object) -> int | None:

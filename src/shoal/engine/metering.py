@@ -133,8 +133,9 @@ class Metering:
             self._meter.pause()
         return outputs
 
-    def returned(self, results: Any) -> None:
-        """The caller gets these results of a forward pass."""
+    def returned(self, results: Any, node: Any) -> None:
+        """The caller gets these results of a forward pass, whose backward pass an autograd node runs."""
+        self.calls.goes_back_by(node)
         if self._window is not None:
             self.calls.returned(tree_leaves(results))
 
@@ -299,6 +300,10 @@ class Metering:
         self._give_up()
         if self._ran_out is not None and window.steps:
             self._ran_out(window, used_bytes, part == "loss")
+
+    def close(self) -> None:
+        """Meter nothing any more."""
+        self._give_up()
 
     def _give_up(self) -> None:
         if self._window is not None and self._meter is not None:

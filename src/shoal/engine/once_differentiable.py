@@ -12,13 +12,13 @@ from shoal.errors import CaptureError
 
 
 def once_differentiable(
-    compiled: Callable[..., Any], returned: Callable[[Any], None] | None = None
+    compiled: Callable[..., Any], returned: Callable[[Any, Any], None]
 ) -> Callable[..., Any]:
     """What AOTAutograd compiled, whose backward pass refuses `create_graph=True` in our words.
 
     Args:
         compiled: the step.
-        returned: called with what it returns.
+        returned: called with what it returns, and the autograd node that runs its backward pass.
 
     Raises:
         CaptureError: in the backward pass, where its gradients are to be differentiated again.
@@ -29,8 +29,7 @@ def once_differentiable(
         node = backward_of(outputs)
         if node is not None:
             node.register_prehook(_reject_second_order)
-            if returned is not None:
-                returned(outputs)
+            returned(outputs, node)
         return outputs
 
     if getattr(compiled, "_boxed_call", False):

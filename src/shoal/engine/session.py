@@ -22,6 +22,7 @@ from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
 from shoal.core.validate_plan import check_own_plan
 from shoal.engine import memory_warnings
+from shoal.engine.calls import Calls
 from shoal.engine.compile_options import CompileOptions
 from shoal.engine.cuda_graphs import ReplayedSteps, refuse
 from shoal.engine.early_gradients import EarlyGradients
@@ -31,6 +32,7 @@ from shoal.engine.metering import Metered, Metering, Window
 from shoal.engine.observe_loop import loss_takes_more, observe_loop
 from shoal.engine.open_transfers import OpenTransfers
 from shoal.engine.optimizer_steps import watch
+from shoal.engine.overlapping import waiting_bytes
 from shoal.engine.placement import Placement, spare_bytes
 from shoal.engine.plan_kernels import kernels_of
 from shoal.engine.plans_in_force import PlansInForce
@@ -217,6 +219,15 @@ class Session:
     def has_new_plans(self) -> bool:
         """Whether the next step may be one that is metered."""
         return not self.status.plans or self._in_force.any_is_to_be_metered()
+
+    def calls_under_way(self) -> tuple[Calls, int]:
+        """The calls whose backward passes are to come, and the bytes that wait for them: what runs the model from here
+        on goes on with them. No plan of one graph is in force any more."""
+        calls = self.metering.calls
+        waits_bytes = calls.under_way() * max((waiting_bytes(plan) for plan in self.status.plans), default=0)
+        self.metering.close()
+        self._in_force.end()
+        return calls, waits_bytes
 
     def as_one_graph(self) -> InParts:
         """Let the next step be that of a model of one graph, of which nothing is planned yet; for `in_parts_again`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -51,6 +52,7 @@ class DynamoGraph:
     context: TracingContext | None
     broken: str
     constants: frozenset[str]
+    steps: weakref.WeakSet[GraphStep] = field(default_factory=weakref.WeakSet)  # as it is compiled by now
 
 
 @dataclass(eq=False)
@@ -62,7 +64,8 @@ class Node:
         before, after: the nodes around it. What follows a part may differ from step to step.
         share: its residences in the plan of the step; None before there is one.
         pieces: its convolutions that are computed in pieces; None before it is compiled.
-        step, run: the part as it is compiled for this place; None before.
+        step, run: the part as it is compiled for this place, or for another one that is alike; None before.
+        in_use_bytes: what was in use when it ran first.
     """
 
     part: DynamoGraph | None = None
@@ -72,6 +75,7 @@ class Node:
     pieces: tuple[Pieces, ...] | None = None
     step: GraphStep | None = None
     run: Callable[..., Any] | None = None
+    in_use_bytes: int = 0
 
     def followed_by(self, part: DynamoGraph) -> Node:
         """The node of a part that comes next."""
@@ -90,7 +94,7 @@ class Node:
 
 
 class GraphStep(PlannedStep):
-    """One part at one place, as AOTAutograd compiles it.
+    """One part for one place, or several that are alike, as AOTAutograd compiles it.
 
     Attributes:
         trains: whether it has a backward pass; the rest exists only then.
@@ -98,12 +102,12 @@ class GraphStep(PlannedStep):
         ports: what its graphs are given and return.
         share: the residences under which it runs.
         checkpoints: as of `Plan`.
-        in_use_bytes: what was in use when it was compiled.
+        run: what runs it.
     """
 
     graph: StepGraph
     ports: Ports
-    in_use_bytes: int
+    run: Callable[..., Any]
 
     def __init__(self, steps: GraphSequence, node: Node, places: InputPlaces) -> None:
         super().__init__(steps.session, places, self._in_its_form)
@@ -131,7 +135,7 @@ class GraphStep(PlannedStep):
 
     def make_plan(self, captured: Captured) -> Captured:
         """Take the part's share of the plan, or for a first run what leaves most room."""
-        in_use_bytes = self.in_use_bytes = self.steps.in_use_bytes()
+        in_use_bytes = self.node.in_use_bytes = self.steps.in_use_bytes()
         with no_memory_limit():
             if self.node.pieces is None:
                 self.node.pieces = self.steps.pieces_of(captured, in_use_bytes)
@@ -141,7 +145,7 @@ class GraphStep(PlannedStep):
             if share is None:
                 if not self.steps.fits_easily(self.graph, in_use_bytes):
                     gc.collect()  # cycles of Dynamo's hold what functions were called with that it gave up in the midst
-                    in_use_bytes = self.in_use_bytes = self.steps.in_use_bytes()
+                    in_use_bytes = self.node.in_use_bytes = self.steps.in_use_bytes()
                 share = self.steps.first_share(self.graph, captured.device, in_use_bytes)
         self.ports, self.trains, self.share = Ports.of(captured), True, share
         self.plan, self.checkpoints = Plan(self.graph, self.share, "parts"), captured.checkpoints
@@ -287,8 +291,12 @@ class GraphSequence(ABC):
         """Compile a part for its place, under its share of the plan where there is one."""
         part = node.part
         assert part is not None
+        alike = self._compiled_alike(part, node)
+        if alike is not None:
+            node.step, node.run = alike, alike.run
+            return
         self.compiled += 1
-        node.step = GraphStep(self, node, part.places)
+        step = node.step = GraphStep(self, node, part.places)
         with (
             preparing(self.session.name),
             tracing(part.context),
@@ -296,6 +304,30 @@ class GraphSequence(ABC):
             reads.paused(),
             no_memory_limit(),  # what is tried out on this machine is not part of a step
         ):
-            node.run = once_differentiable(node.step.compile(part.graph, part.inputs))
-        if not node.step.trains:
+            session = self.session
+            compiled = step.compile(part.graph, part.inputs)
+            node.run = step.run = once_differentiable(compiled, lambda *given: session.metering.returned(*given))
+        part.steps.add(step)
+        if not step.trains:
             node.share = {}  # it does not train: nothing is decided
+
+    def _compiled_alike(self, part: DynamoGraph, node: Node) -> GraphStep | None:
+        """The part as it is compiled for another place, where it would be the same here: a cell's call after call."""
+        for step in part.steps:
+            if not step.trains:
+                node.share = {}
+                return step
+            pieces = step.node.pieces if node.pieces is None else node.pieces
+            if step.node.pieces != pieces:
+                continue
+            share = node.share
+            if share is None:
+                node.in_use_bytes = self.in_use_bytes()
+                try:
+                    share = self.first_share(step.graph, step.device, node.in_use_bytes)
+                except BudgetError:
+                    return None  # compiling it looks again, and says so
+            if share == step.share:
+                node.pieces = pieces
+                return step
+        return None

@@ -40,6 +40,7 @@ class KnownIteration:
         planned: its plans, once it has begun a second time.
         learnt_bytes: set aside because a planned one took more than was predicted.
         peak_bytes: the highest that was measured.
+        first_bytes: that of its first run, if that was with the minimum; 0 if not.
         to_meter: how many more are metered.
         results: of its last run.
         has_run_planned: whether its last run was under the plan. keeps_little: whether its first was with the minimum.
@@ -59,6 +60,7 @@ class KnownIteration:
     planned: PlannedIteration | None = None
     learnt_bytes: int = 0
     peak_bytes: int = 0
+    first_bytes: int = 0
     to_meter: int = 1
     results: list[WeakStorage] = field(default_factory=list)
     broken: str = ""
@@ -145,7 +147,7 @@ class KnownIteration:
         except BudgetError as error:
             if taken:
                 raise
-            self.refused = self._with_first_run(error), now
+            self.refused = self.with_first_run(error), now
             raise self.refused[0] from None
         self.refused, self.planned_bytes = None, (self.grown_bytes, self.held_bytes)
         if planned is None:
@@ -155,11 +157,12 @@ class KnownIteration:
         plans = tuple(described(plan, [self.nodes[run] for run in runs], lines, self.broken) for plan, runs in made)
         return replace(planned, plans=plans)
 
-    def _with_first_run(self, error: BudgetError) -> BudgetError:
+    def with_first_run(self, error: BudgetError) -> BudgetError:
         """The error with a minimum in which the iteration also runs before it is planned."""
-        steps = [node.step for node in self.nodes if node.step is not None]
+        steps = [(node.step, node.in_use_bytes) for node in self.nodes if node.step is not None]
         beside_bytes = self.grown_bytes + self.learnt_bytes
-        first_bytes = max(least_bytes(step.graph, step.device, step.in_use_bytes + beside_bytes) for step in steps)
+        first_bytes = self.first_bytes and self.first_bytes + beside_bytes
+        first_bytes = first_bytes or max(least_bytes(s.graph, s.device, own + beside_bytes) for s, own in steps)
         if error.least_feasible_bytes is None or first_bytes <= error.least_feasible_bytes:
             return error
         later = format_bytes(error.least_feasible_bytes)

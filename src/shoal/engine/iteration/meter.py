@@ -247,7 +247,7 @@ class IterationMetering(Metering):
             if self._static.is_sharded:
                 lasting = {tensor.untyped_storage()._cdata for tensor in self._static.lasting_tensors()}
             record.arguments = [one for one in iteration.arguments if one.is_alive]
-            record.went_forward(step, held, fresh, outputs, lasting)
+            record.went_forward(step, self.calls.last, held, fresh, outputs, lasting)
         return outputs
 
     def backward(self, step: MeteredGraph, run: Run, arguments: list[Any]) -> Any:  # type: ignore[override]
@@ -262,7 +262,7 @@ class IterationMetering(Metering):
             }
         iteration.went_back += 1
         record = iteration.record
-        number = record.goes_back(step, arguments) if record is not None else None
+        number = record.goes_back(step, call, arguments) if record is not None else None
         iteration.again |= number is None if record is not None else call is None
         self._await_end(iteration)
         self._mark_before(iteration)

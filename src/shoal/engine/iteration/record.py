@@ -13,6 +13,7 @@ from shoal.capture.captured import Captured
 from shoal.core.joined_step import Part, Pass, Place
 from shoal.core.residence import Residence
 from shoal.core.step import StepGraph
+from shoal.engine.calls import Call
 from shoal.engine.metering import Metered
 from shoal.memory.step_meter import WeakStorage
 
@@ -73,6 +74,8 @@ class GraphRun:
 
     Attributes:
         step: the part.
+        call: what tells its backward pass from those of other runs of the same graph.
+        sizes: as of `MeteredGraph.bytes_in_call`.
         same, fresh: as of `Part`.
         added: gradients of parameters that another run has made a gradient of before.
         gathered: as of `Part`.
@@ -82,6 +85,8 @@ class GraphRun:
     """
 
     step: MeteredGraph
+    call: Call | None = None
+    sizes: Mapping[str, int] = field(default_factory=dict)
     same: dict[int, Place] = field(default_factory=dict)
     fresh: set[int] = field(default_factory=set)
     added: set[int] = field(default_factory=set)
@@ -142,6 +147,7 @@ class Record:
     def went_forward(
         self,
         step: MeteredGraph,
+        call: Call | None,
         arguments: Sequence[WeakStorage | None],
         fresh: Sequence[bool],
         outputs: Sequence[Any],
@@ -151,13 +157,14 @@ class Record:
 
         Args:
             step: the part.
+            call: as of `GraphRun`.
             arguments: what it was given; None for what is no tensor.
             fresh: which of them were made during the step.
             outputs: what its graph returned.
             lasting: keys of the parameters that are there all step; any other is gathered. None: all are.
         """
         number = len(self.runs)
-        this = GraphRun(step)
+        this = GraphRun(step, call, step.bytes_in_call())
         self.runs.append(this)
         self.passes.append((number, "forward"))
         parameters = {s.id for s in step.graph.storages if s.kind == "parameter"} if lasting is not None else set()
@@ -178,9 +185,15 @@ class Record:
         this.results = [(storage, held) for storage, held in own if storage not in this.same]
         self._note(number, step.ports.outputs, outputs)
 
-    def goes_back(self, step: MeteredGraph, arguments: Sequence[Any]) -> int | None:
-        """A part's backward pass begins; the number of its run, None where none is known that has not gone back."""
-        number = self._number_of(step)
+    def goes_back(self, step: MeteredGraph, call: Call | None, arguments: Sequence[Any]) -> int | None:
+        """A part's backward pass begins; the number of its run, None where none is known that has not gone back.
+
+        Args:
+            step: the part.
+            call: the one that goes back; None where that is not known.
+            arguments: of its backward graph.
+        """
+        number = self._number_of(step, call)
         if number is None:
             return None
         this = self.runs[number]
@@ -223,8 +236,12 @@ class Record:
                 if known is None or not known[0].is_alive:
                     self._made[held.key] = held, (number, storage)
 
-    def _number_of(self, step: MeteredGraph) -> int | None:
-        """The run whose backward pass begins: the latest of this part that has not gone back."""
+    def _number_of(self, step: MeteredGraph, call: Call | None) -> int | None:
+        """The run whose backward pass begins; where the call is not known, the latest that could not be told by what it
+        saved."""
         gone = {number for number, phase in self.passes if phase == "backward"}
-        runs = enumerate(self.runs)
-        return max((number for number, run in runs if run.step is step and number not in gone), default=None)
+        left = [(number, run) for number, run in enumerate(self.runs) if run.step is step and number not in gone]
+        if call is not None:
+            return next((number for number, run in left if run.call is call), None)
+        untold = (number for number, run in left if run.call is None or run.call.of_output or run.call.witness is None)
+        return max(untold, default=None)

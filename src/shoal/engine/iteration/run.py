@@ -15,7 +15,7 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -32,7 +32,8 @@ from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
 from shoal.engine import memory_warnings
 from shoal.engine.backend import STEPS_TO_METER
-from shoal.engine.iteration.first import first_share, no_graph
+from shoal.engine.calls import Calls
+from shoal.engine.iteration.first import first_share, least_bytes, minimum_share, no_graph
 from shoal.engine.iteration.graphs import GraphSequence, GraphStep, Node
 from shoal.engine.iteration.known import KnownIteration
 from shoal.engine.iteration.meter import Iteration, IterationMetering
@@ -50,6 +51,7 @@ from shoal.memory.storage_bytes import dense_tensors, distinct_bytes
 
 log = logging.getLogger("shoal")
 
+_MOST_OVER = 2.0  # budgets: a first iteration that needs more at one of its graphs is refused there
 
 class Iterations(GraphSequence):
     """The iterations of one or several models.
@@ -61,6 +63,7 @@ class Iterations(GraphSequence):
         shared: whether they share a `shoal.Budget`: then everything that is allocated counts, and a call cannot begin
             again, for others have run before it.
         broken: where Dynamo could not go on when the model was to be one graph, and why.
+        before: calls that are under way, of a model that was one graph up to here, and the bytes that wait for them.
 
     Attributes:
         models: those that are alive, by name.
@@ -75,6 +78,7 @@ class Iterations(GraphSequence):
         *,
         shared: bool,
         broken: str = "",
+        before: tuple[Calls, int] | None = None,
     ) -> None:
         super().__init__(session)
         self.models = models
@@ -91,8 +95,12 @@ class Iterations(GraphSequence):
         self._unknown: set[Node] = set()  # iterations that begin with these have to be metered
         self._said: set[str] = set()
         self._used: set[str] = set()  # models whose optimizer has stepped since their last backward pass
-        self._keeps_little = shared
+        self._keeps_little = shared or before is not None
+        self._waits_bytes = 0  # for calls before the first of these iterations, until that ends
+        if before is not None:
+            self.metering.calls, self._waits_bytes = before
         self._refused: BudgetError | None = None
+        self._over: BudgetError | None = None  # why the iteration that goes on does not fit
         self._shapes: set[tuple[torch.Size, ...]] = set()
         self._is_new_shape = True  # of the call under way
         self._has_other_sizes = False  # it has, after its first graph
@@ -148,7 +156,7 @@ class Iterations(GraphSequence):
 
     def _may_begin_again(self) -> bool:
         """Whether the call may turn out not to fit and begin again with less kept: not once all plans are made."""
-        return not (self._shared or self._budget_bytes is None) and (
+        return not (self._shared or self._budget_bytes is None or self._waits_bytes) and (
             not self.known or not self._keeps_little or bool(self._unknown) or self._closely()
         )
 
@@ -225,7 +233,7 @@ class Iterations(GraphSequence):
         self.known.clear()
         self._unknown.clear()
         self._whose.clear()
-        self._refused = None
+        self._refused = self._over = None
         self.session.status.plans = ()
 
     def meter_again(self) -> None:
@@ -259,7 +267,7 @@ class Iterations(GraphSequence):
         return self.session.name or "model"
 
     def in_use_bytes(self) -> int:
-        return self.metering.in_use_bytes()
+        return self.metering.in_use_bytes() + self._waits_bytes
 
     def first_share(self, graph: StepGraph, device: torch.device, in_use_bytes: int) -> Mapping[str, Residence]:
         budget_bytes = self._budget_bytes
@@ -274,7 +282,25 @@ class Iterations(GraphSequence):
                 graph, device, in_use_bytes + to_come_bytes, budget_bytes, keeps_little=self._keeps_little
             )
         except BudgetError:  # gradients of other models may never exist at the same time
+            pass
+        try:
             return first_share(graph, device, in_use_bytes, budget_bytes, keeps_little=self._keeps_little, who=who)
+        except BudgetError as error:
+            if not self._may_run_over(least_bytes(graph, device, in_use_bytes), budget_bytes):
+                raise
+            self._over = error
+            return minimum_share(graph, device)
+
+    def _may_run_over(self, needed_bytes: int, budget_bytes: int) -> bool:
+        """Whether an iteration that does not fit goes on with the minimum all the same: it is refused when its first
+        `backward()` has ended, with a budget in which all of it runs."""
+        return (
+            needed_bytes <= _MOST_OVER * budget_bytes
+            and self.metering.measures
+            and not (self._shared or self.sizes_vary)
+            and self._keeps_little
+            and all(node.share is None for node in self.node.path())
+        )
 
     def sizes_changed(self, seen: SizesSeen) -> None:
         if not self._is_new_shape:
@@ -341,7 +367,11 @@ class Iterations(GraphSequence):
         What comes after this without a forward pass, as a second loss, is held against that plan.
         """
         path = tuple(self.node.path())
-        if not path or path in self.known or iteration.record is None or self._in_call or self._is_of_no_use(iteration):
+        if not path or path in self.known or iteration.record is None or self._in_call:
+            return
+        if self._over is not None and self._waits_bytes and iteration.went_back and not iteration.failed:
+            self._refuse(self._over, iteration.peak_bytes + self._waits_bytes)
+        if self._is_of_no_use(iteration):
             return
         if self._has_other_sizes and self._budget_bytes is not None and any(node.share is not None for node in path):
             self._plan_for_all_sizes()
@@ -349,6 +379,15 @@ class Iterations(GraphSequence):
         self._learn(iteration, path)
         if not self._shared:  # what other models hold when it begins again is not known yet
             self._plan([known for nodes, known in self.known.items() if nodes[0] is path[0]])
+        if self._over is not None:
+            self._refuse(self._over, iteration.peak_bytes)
+
+    def _refuse(self, over: BudgetError, needed_bytes: int) -> NoReturn:
+        """Refuse an iteration that has run once, over the budget and with the minimum kept."""
+        reason = {"needed by": "the first iteration, before what follows each graph is known"}
+        self._over = None
+        self._refused = over_budget(self._said_name, needed_bytes, over.budget_bytes, details=reason)
+        raise self._refused
 
     def _plan_for_all_sizes(self) -> None:
         """Capture again with symbols for sizes that vary within an iteration: else each would be a way of its own, for
@@ -362,11 +401,12 @@ class Iterations(GraphSequence):
         """Whether it failed, did not train, or took copies that are not planned yet."""
         steps = [node.step for node in self.node.path()]
         copied = any(step is not None and step.departures for step in steps)
-        return iteration.failed or not iteration.went_back or copied
+        return iteration.failed or not iteration.went_back or copied or bool(self._waits_bytes)
 
     def _settle(self, iteration: Iteration) -> None:
         """An iteration is over: know it, or hold it against its plan."""
         path, is_of_no_use = tuple(self.node.path()), self._is_of_no_use(iteration)
+        self._waits_bytes = 0
         self.node, self.metering.iteration = self._begin, None
         if not path and iteration.went_back:
             self._say_over(iteration.peak_bytes, "in an iteration of which nothing could be captured")
@@ -396,12 +436,14 @@ class Iterations(GraphSequence):
         record = iteration.record
         assert record is not None
         steps = [run.step for run in record.runs]
-        nodes = tuple(step.node for step in steps if isinstance(step, GraphStep))
+        nodes = tuple(node for node in path if node.step is not None and node.step.trains)
+        assert [node.step for node in nodes] == steps
         begin_bytes, intervals = iteration.as_later()
         known = KnownIteration(nodes, tuple(self._whose[node] for node in nodes), None, begin_bytes)
         known.broken = self._broken
         known.keeps_little = self._keeps_little
         known.peak_bytes = max((one.peak_bytes for one in intervals), default=0)
+        known.first_bytes = known.peak_bytes if self._keeps_little else 0
         self.known[path] = known
         self._say_over_its_first_run(known)
         measures = bool(intervals)
@@ -421,7 +463,7 @@ class Iterations(GraphSequence):
             tuple(intervals),
             begin_bytes + iteration.late_bytes if measures else None,
             steps[0].device,
-            tuple(step.bytes_in_call() for step in steps),
+            tuple(run.sizes for run in record.runs),
             record.eager_argument_bytes if measures else 0,
         )
         return known
@@ -563,6 +605,9 @@ class Iterations(GraphSequence):
         session, budget_bytes = self.session, self._budget_bytes
         if budget_bytes is None:
             return
+        if self._over is not None:
+            over, self._over = self._over, None
+            raise over.with_traceback(None)
         path, place = tuple(self.node.path()), len(iteration.intervals) // 2
         begun = [k for nodes, k in self.known.items() if nodes[: len(path)] == path and k.planned is not None]
         goes_on = any(k.measured is not None and place < len(k.measured.passes) for k in begun)

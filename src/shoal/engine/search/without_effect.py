@@ -8,6 +8,7 @@ from shoal.engine.search.variants import Variants
 
 _OF_JOINT = {*KERNEL_MEANS, "order"}
 A_MODEL = "a model of several graphs"
+CALLS = "an iteration of several calls"
 SEVERAL_MODELS = "an iteration of several models"
 
 
@@ -40,7 +41,7 @@ def in_several_graphs(options: CompileOptions, what: str) -> tuple[str, ...]:
 
     Args:
         options: as for `without_effect`.
-        what: is several graphs, `A_MODEL` or `SEVERAL_MODELS`.
+        what: is several graphs, `A_MODEL`, `CALLS` or `SEVERAL_MODELS`.
     """
     return tuple(
         f"{name!r} is without effect: {what} is planned only with recompute"
