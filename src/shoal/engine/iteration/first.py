@@ -110,6 +110,12 @@ def least_bytes(graph: StepGraph, device: torch.device, in_use_bytes: int) -> in
     return _peak_bytes(_with_loss(graph, 0), minimum_share(graph, device), device, in_use_bytes)
 
 
+def waits_bytes(graph: StepGraph, residences: Mapping[str, Residence]) -> int:
+    """What is in use between the two passes of a graph, other than its results."""
+    moments = simulate(_with_loss(graph, 0), residences).moments
+    return next(moment.total_bytes for moment in moments if moment.phase == "loss")
+
+
 def _peak_bytes(graph: StepGraph, residences: Mapping[str, Residence], device: torch.device, in_use_bytes: int) -> int:
     states_bytes = repeated(graph, residences) * state_bytes(device)
     return in_use_bytes + states_bytes + simulate(graph, residences).peak_bytes - graph.resident_bytes

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from shoal.core.joined_step import joined_step
 from shoal.core.over_budget import over_budget
 from shoal.core.sizes import format_bytes
 from shoal.engine.compile_options import CompileOptions
-from shoal.engine.iteration.first import least_bytes
+from shoal.engine.iteration.first import first_share, least_bytes, waits_bytes
 from shoal.engine.iteration.graphs import Node, described
 from shoal.engine.iteration.plan import (
     MeasuredIteration,
@@ -23,6 +23,37 @@ from shoal.engine.search.without_effect import in_several_graphs
 from shoal.errors import BudgetError
 from shoal.memory.static_memory import StaticMemory
 from shoal.memory.step_meter import WeakStorage
+
+_ROUNDS = 4  # of looking for a budget in which a first iteration runs
+
+def first_run_bytes(nodes: Sequence[Node], peak_bytes: int, beside_bytes: int = 0) -> int:
+    """A budget in which an iteration runs before it is planned.
+
+    A graph that does not fit with the minimum, as far as can be told before what follows it is known, keeps more to
+    need less itself: what it keeps more counts.
+
+    Args:
+        nodes: its graphs, as they ran with the minimum.
+        peak_bytes: what was measured then.
+        beside_bytes: in use throughout, in addition to what was.
+    """
+    needed_bytes = peak_bytes = peak_bytes + beside_bytes
+    for _ in range(_ROUNDS):
+        more_bytes = 0
+        for node in nodes:
+            step = node.step
+            if step is None or not step.trains:
+                continue
+            in_use_bytes = node.in_use_bytes + beside_bytes + more_bytes
+            try:
+                share = first_share(step.graph, step.device, in_use_bytes, needed_bytes, keeps_little=True)
+            except BudgetError:
+                continue  # it runs with the minimum, as it did
+            more_bytes += waits_bytes(step.graph, share) - waits_bytes(step.graph, step.share)
+        if peak_bytes + more_bytes <= needed_bytes:
+            break
+        needed_bytes = peak_bytes + more_bytes
+    return needed_bytes
 
 
 @dataclass(eq=False)
@@ -161,8 +192,10 @@ class KnownIteration:
         """The error with a minimum in which the iteration also runs before it is planned."""
         steps = [(node.step, node.in_use_bytes) for node in self.nodes if node.step is not None]
         beside_bytes = self.grown_bytes + self.learnt_bytes
-        first_bytes = self.first_bytes and self.first_bytes + beside_bytes
-        first_bytes = first_bytes or max(least_bytes(s.graph, s.device, own + beside_bytes) for s, own in steps)
+        if self.first_bytes:
+            first_bytes = first_run_bytes(self.nodes, self.first_bytes, beside_bytes)
+        else:
+            first_bytes = max(least_bytes(step.graph, step.device, own + beside_bytes) for step, own in steps)
         if error.least_feasible_bytes is None or first_bytes <= error.least_feasible_bytes:
             return error
         later = format_bytes(error.least_feasible_bytes)

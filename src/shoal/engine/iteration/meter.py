@@ -264,7 +264,7 @@ class IterationMetering(Metering):
         record = iteration.record
         number = record.goes_back(step, call, arguments) if record is not None else None
         iteration.again |= number is None if record is not None else call is None
-        self._await_end(iteration)
+        self._await_end(iteration, step)
         self._mark_before(iteration)
         gradients = self._ran(iteration, run, arguments)
         if number is not None and record is not None:
@@ -273,7 +273,7 @@ class IterationMetering(Metering):
         self._note_back(step, iteration.peak_bytes)
         return gradients
 
-    def _await_end(self, iteration: Iteration) -> None:
+    def _await_end(self, iteration: Iteration, step: MeteredGraph) -> None:
         """Measure eager code that runs backward after the last graph, such as an embedding's."""
         if self._will_end or not iteration.closely:
             return
@@ -284,6 +284,7 @@ class IterationMetering(Metering):
                 return
             iteration.last_interval = _together(iteration.last_interval, self._running.mark(passed=True))
             iteration.peak_bytes = max(iteration.peak_bytes, iteration.last_interval.peak_bytes)
+            self._note_back(step, iteration.peak_bytes)
             if self.is_over():
                 self._ended(iteration)
 

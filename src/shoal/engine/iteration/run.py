@@ -15,7 +15,7 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,7 +35,7 @@ from shoal.engine.backend import STEPS_TO_METER
 from shoal.engine.calls import Calls
 from shoal.engine.iteration.first import first_share, least_bytes, minimum_share, no_graph
 from shoal.engine.iteration.graphs import GraphSequence, GraphStep, Node
-from shoal.engine.iteration.known import KnownIteration
+from shoal.engine.iteration.known import KnownIteration, first_run_bytes
 from shoal.engine.iteration.meter import Iteration, IterationMetering
 from shoal.engine.iteration.plan import MeasuredIteration
 from shoal.engine.iteration.record import MeteredGraph
@@ -273,33 +273,42 @@ class Iterations(GraphSequence):
         budget_bytes = self._budget_bytes
         if budget_bytes is None:
             return {}
-        own_bytes = sum(s.nbytes for s in graph.storages if s.kind == "gradient")
-        to_come = [p for m in self.models.values() for p in m.parameters() if p.requires_grad and p.grad is None]
-        to_come_bytes = max(0, distinct_bytes(to_come) - own_bytes) + self._state_to_come_bytes()
-        who = self._calling if self._shared else "one of its graphs"
+        if self._shared:
+            return self._first_share_of_several(graph, device, in_use_bytes, budget_bytes)
         try:
-            return first_share(
-                graph, device, in_use_bytes + to_come_bytes, budget_bytes, keeps_little=self._keeps_little
-            )
-        except BudgetError:  # gradients of other models may never exist at the same time
-            pass
-        try:
-            return first_share(graph, device, in_use_bytes, budget_bytes, keeps_little=self._keeps_little, who=who)
+            return first_share(graph, device, in_use_bytes, budget_bytes, keeps_little=self._keeps_little)
         except BudgetError as error:
-            if not self._may_run_over(least_bytes(graph, device, in_use_bytes), budget_bytes):
+            if not self._may_run_over(graph, device, in_use_bytes):
                 raise
             self._over = error
             return minimum_share(graph, device)
 
-    def _may_run_over(self, needed_bytes: int, budget_bytes: int) -> bool:
+    def _first_share_of_several(
+        self, graph: StepGraph, device: torch.device, in_use_bytes: int, budget_bytes: int
+    ) -> Mapping[str, Residence]:
+        """As `first_share` with room for all models' gradients; without it where that does not fit, for they may never
+        exist at the same time."""
+        own_bytes = sum(s.nbytes for s in graph.storages if s.kind == "gradient")
+        to_come = [p for m in self.models.values() for p in m.parameters() if p.requires_grad and p.grad is None]
+        to_come_bytes = max(0, distinct_bytes(to_come) - own_bytes) + self._state_to_come_bytes()
+        try:
+            return first_share(
+                graph, device, in_use_bytes + to_come_bytes, budget_bytes, keeps_little=self._keeps_little
+            )
+        except BudgetError:
+            return first_share(
+                graph, device, in_use_bytes, budget_bytes, keeps_little=self._keeps_little, who=self._calling
+            )
+
+    def _may_run_over(self, graph: StepGraph, device: torch.device, in_use_bytes: int) -> bool:
         """Whether an iteration that does not fit goes on with the minimum all the same: it is refused when its first
         `backward()` has ended, with a budget in which all of it runs."""
         return (
-            needed_bytes <= _MOST_OVER * budget_bytes
+            self._keeps_little
             and self.metering.measures
-            and not (self._shared or self.sizes_vary)
-            and self._keeps_little
+            and not self.sizes_vary
             and all(node.share is None for node in self.node.path())
+            and least_bytes(graph, device, in_use_bytes) <= _MOST_OVER * (self._budget_bytes or 0)
         )
 
     def sizes_changed(self, seen: SizesSeen) -> None:
@@ -369,8 +378,8 @@ class Iterations(GraphSequence):
         path = tuple(self.node.path())
         if not path or path in self.known or iteration.record is None or self._in_call:
             return
-        if self._over is not None and self._waits_bytes and iteration.went_back and not iteration.failed:
-            self._refuse(self._over, iteration.peak_bytes + self._waits_bytes)
+        if self._waits_bytes and iteration.went_back and not iteration.failed:
+            self._refuse_if_over(iteration.peak_bytes + self._waits_bytes)
         if self._is_of_no_use(iteration):
             return
         if self._has_other_sizes and self._budget_bytes is not None and any(node.share is not None for node in path):
@@ -379,13 +388,15 @@ class Iterations(GraphSequence):
         self._learn(iteration, path)
         if not self._shared:  # what other models hold when it begins again is not known yet
             self._plan([known for nodes, known in self.known.items() if nodes[0] is path[0]])
-        if self._over is not None:
-            self._refuse(self._over, iteration.peak_bytes)
+        self._refuse_if_over(iteration.peak_bytes)
 
-    def _refuse(self, over: BudgetError, needed_bytes: int) -> NoReturn:
-        """Refuse an iteration that has run once, over the budget and with the minimum kept."""
+    def _refuse_if_over(self, needed_bytes: int) -> None:
+        """Refuse an iteration that has run once with the minimum kept, and was over the budget."""
+        over, self._over = self._over, None
+        if over is None or needed_bytes <= over.budget_bytes:
+            return
+        needed_bytes = first_run_bytes(self.node.path(), needed_bytes)
         reason = {"needed by": "the first iteration, before what follows each graph is known"}
-        self._over = None
         self._refused = over_budget(self._said_name, needed_bytes, over.budget_bytes, details=reason)
         raise self._refused
 
