@@ -31,6 +31,7 @@ from shoal.capture.dynamo import (
 )
 from shoal.core.plan import Plan
 from shoal.core.progress import doing, preparing
+from shoal.engine import memory_warnings
 from shoal.engine.backend import compile_step
 from shoal.engine.calls import Calls
 from shoal.engine.compile_options import CompileOptions
@@ -178,6 +179,7 @@ class _Caller(ModelCall):
         self._parts: Iterations | None = None
         self._before_first: SetUp | None = None  # how the model was before it broke at its first call
         self._planned: dict[Any, Callable[..., Any]] = {}
+        self._too_many_beside: set[int] = set()  # calls that are left over, for which no plan fits
         self._logging: Collection[Callable[..., Any]] = ()
         self._eval_steps = EvalSteps(session)
         forget_sizes(model)
@@ -185,6 +187,7 @@ class _Caller(ModelCall):
     def forget(self) -> None:
         """Plan again from the next step on."""
         self._planned.clear()
+        self._too_many_beside.clear()
         if self._parts is not None:
             self._parts.forget()
 
@@ -219,12 +222,30 @@ class _Caller(ModelCall):
         session.static.hook_is_metered = session.early.sent
         kind = accumulating, session.early, *global_hooks()
         try:
+            if session.left_over and session.status.budget_bytes is not None:
+                return self._train_beside(session.left_over, kind, args, kwargs)
             if wrapper is not None or not session.status.runs_again:  # other ranks would not run it again
                 return self._train(kind, args, kwargs)
             return run_again_where_repaired(model, session.status, lambda: self._train(kind, args, kwargs))
         except TooManyCaptures as reached:
             session.start_over(reached)
             return self._train(kind, args, kwargs)
+
+    def _train_beside(
+        self, n_calls: int, kind: tuple[Any, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """A step while calls wait whose backward passes may never come, as of a batch that the loop skips. Where it
+        does not fit beside them, it has a plan of its own; where there is none, it is over the budget, which is said."""
+        session = self.session
+        if not session.has_room_beside(n_calls) and n_calls not in self._too_many_beside:
+            try:
+                with session.beside_calls(n_calls):
+                    return self._train((*kind, n_calls), args, kwargs)
+            except BudgetError:
+                self._planned.pop((*kind, n_calls), None)
+                memory_warnings.left_over(session.name, n_calls, session.bytes_beside_calls(n_calls))
+                self._too_many_beside.add(n_calls)
+        return self._train(kind, args, kwargs)
 
     def _train(self, kind: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         model = self.model
@@ -371,6 +392,8 @@ class _Caller(ModelCall):
         """Why the model is captured again although nothing of what it is called with has changed; "" the first time."""
         if not self._planned:
             return "it is planned again" if self.session.status.preparations else ""
+        if self.session.left_over:
+            return "a call before it waits for a backward pass"
         return "there are gradients before the step" if kind[0] else "hooks, gradients or their exchange have changed"
 
     def _backend(self) -> Callable[..., Any]:

@@ -72,10 +72,14 @@ class Calls:
 
     Attributes:
         number: of the model's call that is made.
+        went_back: whether there was a moment, after a backward pass, at which none was to come.
+        overlapped: most calls that had begun by the time the first of them went back, the last one included.
     """
 
     def __init__(self) -> None:
         self.number = 0
+        self.went_back = False
+        self.overlapped = 1
         self._announced = False
         self._under_way: list[Call] = []
         self._last: Call | None = None
@@ -139,8 +143,11 @@ class Calls:
         known = known or [call for call in own if call.of_output or call.witness is None]
         if not known:
             return None
-        self._under_way.remove(known[-1])
-        return known[-1]
+        this = known[-1]
+        self._under_way.remove(this)
+        self.went_back |= not any(call.may_go_back for call in self._under_way)
+        self.overlapped = max(self.overlapped, self.number - this.number + 1)
+        return this
 
     def _is_among(self, held: WeakStorage, arguments: Sequence[object], step: object) -> bool:
         place = self._found_at.get(id(step), 0)

@@ -11,9 +11,7 @@ from torch.utils._pytree import tree_leaves
 from shoal.errors import CaptureError
 
 
-def once_differentiable(
-    compiled: Callable[..., Any], returned: Callable[[Any, Any], None]
-) -> Callable[..., Any]:
+def once_differentiable(compiled: Callable[..., Any], returned: Callable[[Any, Any], None]) -> Callable[..., Any]:
     """What AOTAutograd compiled, whose backward pass refuses `create_graph=True` in our words.
 
     Args:

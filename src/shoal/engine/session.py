@@ -6,7 +6,8 @@ import gc
 import logging
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -85,6 +86,8 @@ class Session:
         replayed: its steps as CUDA graphs, where they are to be.
         state_bytes: of the optimizers' state, as the plans in force count it.
         without_effect: a line for each means that was allowed by name and does not apply to the step.
+        left_over: how many more calls wait, in the call under way, than in every iteration: backward passes that may
+            never come, as of a batch that the loop skips.
     """
 
     status: Status
@@ -101,6 +104,7 @@ class Session:
     replayed: ReplayedSteps | None = None
     state_bytes: int = 0
     without_effect: tuple[str, ...] = ()
+    left_over: int = 0
     _placement: Placement | None = None
     _unlimit: Callable[[], None] | None = None
     _aside: SetAside = field(default_factory=SetAside)
@@ -164,11 +168,37 @@ class Session:
             self._adapt(now)
 
     def _make_room_for_calls(self) -> None:
-        at_once = self.metering.calls.under_way() + 1
-        if at_once > self.loop.calls_at_once:
-            memory_warnings.calls_at_once(self._said_name, at_once)
-            self.loop = replace(self.loop, calls_at_once=at_once)
+        calls = self.metering.calls
+        at_once = calls.under_way() + 1
+        expected = calls.overlapped if calls.went_back else at_once
+        if expected > self.loop.calls_at_once:
+            memory_warnings.calls_at_once(self._said_name, expected)
+            self.loop = replace(self.loop, calls_at_once=expected)
             self._plan_anew()
+        self.left_over = max(0, at_once - self.loop.calls_at_once)
+        if self.left_over:
+            self.metering.close()  # what such a call takes is no measure of others
+
+    def has_room_beside(self, n_calls: int) -> bool:
+        """Whether the plans in force stay inside the budget while that many more calls wait; if not, with what."""
+        return self.bytes_beside_calls(n_calls) <= (self.status.budget_bytes or 0)
+
+    def bytes_beside_calls(self, n_calls: int) -> int:
+        """The peak of the plans in force while that many more calls wait for backward passes."""
+        waits_bytes = max((waiting_bytes(plan) for plan in self.status.plans), default=0)
+        return (self.status.predicted_peak_bytes or 0) + n_calls * waits_bytes
+
+    @contextmanager
+    def beside_calls(self, n_calls: int) -> Iterator[None]:
+        """Plan what is captured inside the block for a moment at which that many more calls wait; the plans in force
+        before it are so again after it."""
+        loop, plans = self.loop, self.status.plans
+        self.loop = replace(loop, calls_at_once=loop.calls_at_once + n_calls)
+        try:
+            yield
+        finally:
+            self.loop = replace(self.loop, calls_at_once=loop.calls_at_once)
+            self._in_force.go_back_to(plans)
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer of the process has stepped: where it trains this model, its state counts as it is."""

@@ -26,6 +26,7 @@ from shoal.memory.step_meter import WeakStorage
 
 _ROUNDS = 4  # of looking for a budget in which a first iteration runs
 
+
 def first_run_bytes(nodes: Sequence[Node], peak_bytes: int, beside_bytes: int = 0) -> int:
     """A budget in which an iteration runs before it is planned.
 

@@ -53,6 +53,7 @@ log = logging.getLogger("shoal")
 
 _MOST_OVER = 2.0  # budgets: a first iteration that needs more at one of its graphs is refused there
 
+
 class Iterations(GraphSequence):
     """The iterations of one or several models.
 

@@ -1,0 +1,127 @@
+"""Calls that are given each other's results before one backward pass: a cell and its state, a rollout."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import shoal
+from shoal.errors import BudgetError
+from tests.engine.session_loops import true_peak
+
+FRAMES = torch.randn(7, 2, 1, 16, 16, generator=torch.Generator().manual_seed(0))
+Step = Callable[[nn.Module], None]
+
+
+class Cell(nn.Module):
+    """A convolutional LSTM's cell, and what it says of the next frame."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates, self.out = nn.Conv2d(9, 32, 3, padding=1), nn.Conv2d(8, 1, 1)
+
+    def forward(self, x: torch.Tensor, h: torch.Tensor, c: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        i, f, o, g = self.gates(torch.cat([x, h], 1)).chunk(4, 1)
+        c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+        h = torch.sigmoid(o) * torch.tanh(c)
+        return self.out(h), h, c
+
+
+def rolled_out() -> nn.Module:
+    layers = [nn.Conv2d(1, 16, 3, padding=1), nn.GELU(), nn.Conv2d(16, 16, 3, padding=1), nn.GELU()]
+    return nn.Sequential(*layers, nn.Conv2d(16, 1, 3, padding=1))
+
+
+def cell_step(cell: nn.Module) -> None:
+    cell.zero_grad()
+    h = c = torch.zeros(2, 8, 16, 16)
+    loss = torch.zeros(())
+    for now, after in zip(FRAMES[:-1], FRAMES[1:], strict=True):
+        y, h, c = cell(now, h, c)
+        loss = loss + (y - after).square().mean()
+    loss.backward()
+
+
+def truncated_step(cell: nn.Module) -> None:
+    """A backward pass after every three calls; the state goes on without its history."""
+    cell.zero_grad()
+    h = c = torch.zeros(2, 8, 16, 16)
+    for start in (0, 3):
+        loss = torch.zeros(())
+        for at in range(start, start + 3):
+            y, h, c = cell(FRAMES[at], h, c)
+            loss = loss + (y - FRAMES[at + 1]).square().mean()
+        loss.backward()
+        h, c = h.detach(), c.detach()
+
+
+def rollout_step(net: nn.Module) -> None:
+    """Eager code lies between the calls: what one is given is computed from what the one before returned."""
+    net.zero_grad()
+    x, loss = FRAMES[0], torch.zeros(())
+    for after in FRAMES[1:]:
+        x = x + 0.1 * net(x)
+        loss = loss + (x - after).square().mean()
+    loss.backward()
+
+
+LOOPS = {"cell": (Cell, cell_step), "truncated": (Cell, truncated_step), "rollout": (rolled_out, rollout_step)}
+
+
+def peak_of(net: nn.Module, step: Step) -> int:
+    """Of a step after the first, as in a loop that drops gradients before it."""
+    net.zero_grad()
+    return true_peak(net, lambda: step(net), [FRAMES])
+
+
+@pytest.mark.parametrize(("name", "share"), [("cell", 1.0), ("cell", 0.7), ("truncated", 0.9), ("rollout", 0.6)])
+def test_they_train_in_a_share_of_plain_pytorchs_peak(name: str, share: float) -> None:
+    make, step = LOOPS[name]
+    torch.manual_seed(0)
+    plain = make()
+    ours = shoal.compile(copy.deepcopy(plain), int(share * peak_of(plain, step)))
+    for _ in range(3):
+        step(ours)
+        pairs = zip(ours.parameters(), plain.parameters(), strict=True)
+        assert all(torch.equal(a.grad, b.grad) for a, b in pairs)  # type: ignore[arg-type]
+    assert ours.shoal.repairs == 0
+    assert peak_of(ours, step) <= ours.shoal.budget_bytes
+    assert ours.shoal.measured_peak_bytes == pytest.approx(ours.shoal.predicted_peak_bytes, rel=0.02)
+
+
+def test_what_is_refused_names_a_budget_in_which_all_calls_run() -> None:
+    torch.manual_seed(0)
+    plain = Cell()
+    with pytest.raises(BudgetError) as refused:
+        for _ in range(3):
+            cell_step(shoal.compile(copy.deepcopy(plain), int(0.4 * peak_of(plain, cell_step))))
+    named_bytes = refused.value.least_feasible_bytes
+    assert named_bytes is not None
+    ours = shoal.compile(copy.deepcopy(plain), named_bytes)
+    for _ in range(4):
+        assert peak_of(ours, cell_step) <= named_bytes
+
+
+def test_equal_graphs_of_equal_shares_are_compiled_once() -> None:
+    torch.manual_seed(0)
+    ours = shoal.compile(Cell(), "1GiB")
+    for _ in range(3):
+        cell_step(ours)
+    runtime = ours._compiled_call_impl._parts
+    (known,) = runtime.known.values()
+    shares = [(node.part, tuple(sorted(node.share.items()))) for node in known.nodes]
+    assert len(shares) == 6 > len(set(shares))
+    assert len({id(node.step) for node in known.nodes}) == len(set(shares))
+
+
+def test_calls_that_do_not_depend_on_each_other_keep_the_plan_of_one_graph() -> None:
+    torch.manual_seed(0)
+    ours = shoal.compile(rolled_out(), "1GiB")
+    for _ in range(2):
+        sum(ours(frame).square().mean() for frame in FRAMES).backward()  # type: ignore[union-attr]
+    assert ours._compiled_call_impl._parts is None
+    assert ours.shoal.plan.breaks == ()
