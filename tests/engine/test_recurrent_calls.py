@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import torch
@@ -40,7 +41,7 @@ def cell_step(cell: nn.Module) -> None:
     cell.zero_grad()
     h = c = torch.zeros(2, 8, 16, 16)
     loss = torch.zeros(())
-    for now, after in zip(FRAMES[:-1], FRAMES[1:], strict=True):
+    for now, after in pairwise(FRAMES):
         y, h, c = cell(now, h, c)
         loss = loss + (y - after).square().mean()
     loss.backward()

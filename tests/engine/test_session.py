@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import logging
 import shutil
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -116,6 +118,31 @@ def test_so_it_is_with_the_other_planners(planner: str) -> None:
     assert status.measured_peak_bytes <= budget
 
 
+@needs_compiler
+def test_what_another_thread_trains_meanwhile_does_not_count() -> None:
+    net, (batch, *_) = large_enough()
+    other = shoal.compile(copy.deepcopy(net))
+
+    def train_another() -> None:
+        mean_square(other(batch.repeat(4, 1, 1, 1))).backward()
+
+    def in_a_thread(work: Callable[[], None]) -> None:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+
+    def measured_bytes(between: Callable[[], None]) -> int:
+        model = shoal.compile(copy.deepcopy(net))
+        loss = mean_square(model(batch))
+        in_a_thread(between)
+        loss.backward()
+        return int(model.shoal.measured_peak_bytes or 0)
+
+    in_a_thread(train_another)
+    assert measured_bytes(train_another) == measured_bytes(lambda: None) > 0
+
+
+@needs_compiler
 def test_what_the_step_does_not_read_counts_too() -> None:
     net, (batch, *_) = large_enough()
     shoal.compile(net)(batch)

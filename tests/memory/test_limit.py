@@ -16,7 +16,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from shoal.errors import InputError
-from shoal.memory.limit import memory_limit, no_memory_limit
+from shoal.memory.limit import memory_limit, no_memory_limit, this_thread_trains
 
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="a memory limit on the CPU needs a C++ compiler"
@@ -174,6 +174,40 @@ def test_threads_are_counted_together() -> None:
 
 
 @needs_compiler
+def in_a_thread(work: Callable[[], None]) -> None:
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+def test_what_a_thread_that_trains_allocates_is_not_fresh_to_another_that_counts() -> None:
+    def allocate() -> None:
+        held.append(torch.empty(1000))
+
+    def train_and_allocate() -> None:
+        this_thread_trains()
+        allocate()
+
+    def count() -> None:
+        this_thread_trains()
+        limit.start_fresh()
+        limit.count_this_thread()
+        allocate()
+        in_a_thread(allocate)  # it may load data: it works for whoever counts
+        in_a_thread(train_and_allocate)
+        assert limit.fresh_peak_bytes == 8000
+        assert [limit.is_fresh(one) for one in held] == [True, True, False]
+
+    held: list[torch.Tensor] = []
+    with memory_limit(None) as limit:
+        count()
+        limit.start_fresh()  # all count again
+        in_a_thread(train_and_allocate)
+        assert limit.fresh_peak_bytes == 4000
+        held.clear()
+        assert limit.fresh_bytes == 0
+
+
 def test_of_nested_limits_the_lowest_holds() -> None:
     with memory_limit(None) as outer:
         base = outer.live_bytes

@@ -235,7 +235,7 @@ class _Caller(ModelCall):
         self, n_calls: int, kind: tuple[Any, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         """A step while calls wait whose backward passes may never come, as of a batch that the loop skips. Where it
-        does not fit beside them, it has a plan of its own; where there is none, it is over the budget, which is said."""
+        does not fit beside them, it has a plan of its own; where there is none, it is over the budget, and says so."""
         session = self.session
         if not session.has_room_beside(n_calls) and n_calls not in self._too_many_beside:
             try:

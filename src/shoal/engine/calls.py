@@ -199,7 +199,8 @@ def keys_of(arguments: Iterable[object]) -> set[int]:
 
 
 def _comes_from_compiled_code(tensor: torch.Tensor) -> bool:
-    seen, nodes = set(), [tensor.grad_fn]
+    seen: set[Any] = set()
+    nodes = [tensor.grad_fn]
     while nodes and len(seen) < _MOST_NODES:
         node = nodes.pop()
         if node is None or node in seen:

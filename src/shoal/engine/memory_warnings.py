@@ -116,8 +116,8 @@ def calls_at_once(name: str, n_calls: int) -> None:
 def left_over(name: str, n_calls: int, peak_bytes: int) -> None:
     """Calls wait whose backward passes may never come, and there is no plan with room for them."""
     log.warning(
-        "%s: %d call%s before this one wait%s for a backward pass, as of a batch that is skipped: with it the step takes "
-        "up to %s, over the budget, and no plan changes that; del the loss before the next call",
+        "%s: %d call%s before this one wait%s for a backward pass, as of a batch that is skipped: with it the step "
+        "takes up to %s, over the budget, and no plan changes that; del the loss before the next call",
         name,
         n_calls,
         "s" if n_calls > 1 else "",

@@ -45,7 +45,7 @@ from shoal.engine.status import Status
 from shoal.engine.step_planning import WHOLE_FORM, CompiledVariant, Planned, StepPlanning
 from shoal.engine.traced_layouts import TracedLayouts
 from shoal.errors import BudgetError
-from shoal.memory.limit import limit_reserved
+from shoal.memory.limit import limit_reserved, this_thread_trains
 from shoal.memory.static_memory import StaticMemory
 from shoal.memory.storage_bytes import distinct_bytes
 from shoal.offload.policy import Offloading
@@ -140,6 +140,7 @@ class Session:
             Whether the step accumulates onto gradients that are there.
         """
         self.learn_refusals()
+        this_thread_trains()
         self.metering.calls.begins()
         self.check_caller()
         static = self.static

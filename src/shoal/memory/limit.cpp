@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <limits>
 #include <mutex>
+#include <thread>
 #include <unordered_map>
 
 #include <c10/core/Allocator.h>
@@ -46,6 +47,8 @@ struct Counters {
   std::atomic<std::int64_t> generation{0};
   std::atomic<std::int64_t> fresh{0};
   std::atomic<std::int64_t> fresh_peak{0};
+  // Of threads that train models, the one whose blocks are fresh; all are if it is none.
+  std::atomic<std::thread::id> counted{std::thread::id()};
   std::array<Shard, 16> shards;
 
   Shard& shard(void* data) { return shards[(reinterpret_cast<std::uintptr_t>(data) >> 6) % shards.size()]; }
@@ -69,7 +72,16 @@ void forget(const Block& block) {
   if (block.generation == c.generation.load()) c.fresh.fetch_sub(block.nbytes);
 }
 
-void reserve(std::int64_t nbytes) {
+// Other threads than those that train, as autograd's own or one that loads data, work for whoever counts.
+thread_local bool trains = false;
+
+bool is_counted() {
+  if (!trains) return true;
+  const std::thread::id counted = counters().counted.load();
+  return counted == std::thread::id() || counted == std::this_thread::get_id();
+}
+
+void reserve(std::int64_t nbytes, bool is_fresh) {
   Counters& c = counters();
   std::int64_t before = c.live.load();
   std::int64_t after;
@@ -87,7 +99,7 @@ void reserve(std::int64_t nbytes) {
         "out of memory: ", nbytes, " bytes requested while ", before, " are in use and the limit is ", limit);
   } while (!c.live.compare_exchange_weak(before, after));
   raise_to(c.peak, after);
-  raise_to(c.fresh_peak, c.fresh.fetch_add(nbytes) + nbytes);
+  if (is_fresh) raise_to(c.fresh_peak, c.fresh.fetch_add(nbytes) + nbytes);
 }
 
 std::atomic<c10::Allocator*>& inner_allocator() {
@@ -118,8 +130,9 @@ struct CountingAllocator final : c10::Allocator {
     c10::Allocator* owner = inner_allocator().load();
     if (n == 0) return owner->allocate(0);
     const auto nbytes = static_cast<std::int64_t>(n);
-    const Block block{nbytes, owner, counters().generation.load(), counters().installation.load()};
-    reserve(nbytes);
+    const bool is_fresh = is_counted();
+    const Block block{nbytes, owner, is_fresh ? counters().generation.load() : -1, counters().installation.load()};
+    reserve(nbytes, is_fresh);
     void* data = nullptr;
     try {
       data = owner->raw_allocate(n);
@@ -181,9 +194,13 @@ LIMIT_API void limit_set_peak(std::int64_t peak) { counters().peak.store(peak); 
 LIMIT_API void limit_start_fresh() {
   Counters& c = counters();
   c.generation.fetch_add(1);
+  c.counted.store(std::thread::id());
   c.fresh.store(0);
   c.fresh_peak.store(0);
 }
+// Of threads that train, only this one's blocks are fresh from here on.
+LIMIT_API void limit_count_this_thread() { counters().counted.store(std::this_thread::get_id()); }
+LIMIT_API void limit_thread_trains() { trains = true; }
 // Never less than what is in use.
 LIMIT_API void limit_set_fresh_peak(std::int64_t peak) {
   Counters& c = counters();

@@ -12,6 +12,7 @@ Limits can be nested: the lowest one holds.
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -39,6 +40,7 @@ class _Memory(Protocol):
     def uninstall(self) -> None: ...
     def set_limit(self, limit_bytes: int) -> None: ...
     def start_fresh(self) -> None: ...
+    def count_this_thread(self) -> None: ...
     def fresh_peak_bytes(self) -> int: ...
     def set_fresh_peak(self, peak_bytes: int) -> None: ...
     def is_fresh(self, address: int) -> bool: ...
@@ -91,6 +93,10 @@ class MemoryLimit:
         """Let `fresh_peak_bytes` count only what is allocated from here on; earlier allocations do not count."""
         self._memory.start_fresh()
 
+    def count_this_thread(self) -> None:
+        """Let `fresh_peak_bytes` leave out what other threads allocate that train models of their own, on the CPU."""
+        self._memory.count_this_thread()
+
     @property
     def fresh_peak_bytes(self) -> int:
         """Most bytes in use, of what was allocated since `start_fresh`, since `reset_fresh_peak` was called."""
@@ -134,6 +140,8 @@ class MemoryLimit:
 
 
 _active: list[MemoryLimit] = []
+_cpu_libraries: list[ctypes.CDLL] = []
+_this_thread = threading.local()
 _lasting: dict[_Memory, list[int]] = {}
 _suspended = 0
 
@@ -181,6 +189,13 @@ def memory_limit(limit_bytes: int | str | None, device: str | torch.device = "cp
         _enforce(memory)
         if not _active and memory not in _lasting:
             memory.uninstall()
+
+
+def this_thread_trains() -> None:
+    """A model is trained by this thread: what it allocates is not counted for a model that another thread trains."""
+    if _cpu_libraries and not hasattr(_this_thread, "trains"):
+        _this_thread.trains = True
+        _cpu_libraries[0].limit_thread_trains()
 
 
 def limit_reserved(limit_bytes: int, device: torch.device) -> Callable[[], None]:
@@ -312,6 +327,9 @@ class _CudaMemory:
         self._stale = self._addresses()
         self.set_fresh_peak(0)
 
+    def count_this_thread(self) -> None:
+        """The caching allocator does not tell threads apart."""
+
     def _in_use(self) -> dict[int, int]:
         return blocks_in_use(self._device)
 
@@ -361,6 +379,7 @@ class _CpuMemory:
             getattr(library, name).argtypes = [ctypes.c_int64]
             getattr(library, name).restype = None
         self._library = library
+        _cpu_libraries[:] = [library]
 
     def install(self) -> None:
         self._library.limit_install()
@@ -373,6 +392,9 @@ class _CpuMemory:
 
     def start_fresh(self) -> None:
         self._library.limit_start_fresh()
+
+    def count_this_thread(self) -> None:
+        self._library.limit_count_this_thread()
 
     def fresh_peak_bytes(self) -> int:
         return int(self._library.limit_fresh_peak())

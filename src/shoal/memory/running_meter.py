@@ -61,6 +61,11 @@ class RunningMeter:
             self._before_bytes, self._there = 0, set()
             self._others_bytes = self._counter.stale_bytes
 
+    def count_this_thread(self) -> None:
+        """Leave out what other threads allocate that train models of their own."""
+        if self._counter is not None:
+            self._counter.count_this_thread()
+
     def restart_from(self, tensors: Iterable[torch.Tensor], passing: Iterable[WeakStorage] = ()) -> None:
         """Of what was there before the meter ran, count these tensors, these storages while they are alive, and nothing
         else."""

@@ -136,6 +136,7 @@ class StepMeter:
         try:
             self._counter = self._entered.enter_context(memory_limit(None, self.device))
             self._counter.start_fresh()
+            self._counter.count_this_thread()
         except InputError:
             if allocations.is_busy():
                 return False

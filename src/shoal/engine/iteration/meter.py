@@ -162,6 +162,8 @@ class IterationMetering(Metering):
             self._open_if_it_can_be()
         elif closely or meter.device.type != "cuda":
             between = meter.mark()
+        if not self._counts_all:
+            meter.count_this_thread()
         if not closely:
             self.iteration = Iteration(between.end_bytes, {}, record=None, closely=False)
             return between

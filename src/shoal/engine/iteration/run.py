@@ -46,6 +46,7 @@ from shoal.engine.search.without_effect import A_MODEL, SEVERAL_MODELS
 from shoal.engine.session import Session
 from shoal.engine.snapshot import Snapshot
 from shoal.errors import BudgetError, CaptureError
+from shoal.memory.limit import this_thread_trains
 from shoal.memory.step_meter import WeakStorage
 from shoal.memory.storage_bytes import dense_tensors, distinct_bytes
 
@@ -189,6 +190,7 @@ class Iterations(GraphSequence):
         self._say_over(before.peak_bytes, "before an iteration's first graph, by a call without gradients")
         iteration.called.append(name)
         self._calling = name
+        this_thread_trains()
         self.metering.calls.begins()
         status, path = self.session.status, len(self.node.path())
         why = "its graphs are compiled again" if status.preparations else ""
