@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.utils.weak import TensorWeakRef
 
+from shoal.lowlevel.torch_state import autograd_node
 from shoal.memory.step_meter import WeakStorage
 
 _MOST_NODES = 256  # of eager code between two calls that are looked through
@@ -136,10 +137,13 @@ class Calls:
             self._last.node = weakref.ref(node)
 
     def goes_back(self, arguments: Sequence[object], step: object) -> Call | None:
-        """The call of a step whose backward pass begins, found by the storages that it is given; it is under way no
-        longer. None where it is not known."""
-        own = [call for call in self._under_way if call.step == id(step)]
-        known = [call for call in own if call.witness is not None and self._is_among(call.witness, arguments, step)]
+        """The call of a step whose backward pass begins, found by the autograd node that runs, else by the storages that
+        it is given; it is under way no longer. None where it is not known."""
+        own, node = [call for call in self._under_way if call.step == id(step)], autograd_node()
+        known = [call for call in own if call.node is not None and call.node() is node]
+        if not known:
+            own = [call for call in own if call.node is None]
+            known = [call for call in own if call.witness is not None and self._is_among(call.witness, arguments, step)]
         known = known or [call for call in own if call.of_output or call.witness is None]
         if not known:
             return None

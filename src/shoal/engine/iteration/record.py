@@ -237,11 +237,9 @@ class Record:
                     self._made[held.key] = held, (number, storage)
 
     def _number_of(self, step: MeteredGraph, call: Call | None) -> int | None:
-        """The run whose backward pass begins; where the call is not known, the latest that could not be told by what it
-        saved."""
+        """The run whose backward pass begins; where the call is not known, the latest whose autograd node is not."""
         gone = {number for number, phase in self.passes if phase == "backward"}
         left = [(number, run) for number, run in enumerate(self.runs) if run.step is step and number not in gone]
         if call is not None:
             return next((number for number, run in left if run.call is call), None)
-        untold = (number for number, run in left if run.call is None or run.call.of_output or run.call.witness is None)
-        return max(untold, default=None)
+        return max((number for number, run in left if run.call is None or run.call.node is None), default=None)

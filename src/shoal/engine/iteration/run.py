@@ -334,8 +334,10 @@ class Iterations(GraphSequence):
             return
         begun = [known for path, known in self.known.items() if path[0] is node]
         for known in begun:
-            known.grown_bytes = max(known.grown_bytes, iteration.begin_bytes - known.begin_bytes)
-            known.held_bytes = self._held_bytes(known, iteration)
+            grown_bytes = max(0, iteration.begin_bytes - known.begin_bytes)
+            held_bytes = self._held_bytes(known, iteration)
+            if known.planned is None or grown_bytes - held_bytes > known.grown_bytes - known.held_bytes:
+                known.grown_bytes, known.held_bytes = grown_bytes, held_bytes
         if any(known.has_to_be_planned(self._budget_bytes) for known in begun):
             self._plan(begun)
         if begun and node not in self._unknown and not any(known.to_meter for known in begun):
