@@ -87,3 +87,31 @@ def test_a_loop_that_comes_to_call_twice_is_planned_for_two() -> None:
         ours.zero_grad()
         (ours(BATCHES[0]).square().mean() + ours(BATCHES[1]).square().mean()).backward()
     assert ours.shoal.predicted_peak_bytes > 1.3 * once_bytes
+
+
+class Breaking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Sequential(*classifier(3, 8, 8)), nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.body(x)
+        torch._dynamo.graph_break()
+        return self.head(x)
+
+
+@pytest.mark.parametrize("share", [0.85, 4.0])
+def test_in_a_model_of_several_graphs_it_does_not_change_the_plan_either(
+    share: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    plain = Breaking()
+    expected = loop(plain)
+    budget_bytes = int(share * true_peak(plain, lambda: loop(plain, BATCHES[:SKIPPED]), [BATCHES]))
+    ours = shoal.compile(copy.deepcopy(plain), budget_bytes)
+    loop(ours, BATCHES[:SKIPPED])
+    plans = ours.shoal.plans
+    assert all(torch.equal(a, b) for a, b in zip(loop(ours), expected, strict=True))
+    assert ours.shoal.plans == plans
+    said = [record for record in caplog.records if record.funcName == "left_over"]
+    assert len(said) == (share < 1)

@@ -137,8 +137,8 @@ class Calls:
             self._last.node = weakref.ref(node)
 
     def goes_back(self, arguments: Sequence[object], step: object) -> Call | None:
-        """The call of a step whose backward pass begins, found by the autograd node that runs, else by the storages that
-        it is given; it is under way no longer. None where it is not known."""
+        """The call of a step whose backward pass begins, found by the autograd node that runs, else by the storages
+        that it is given; it is under way no longer. None where it is not known."""
         own, node = [call for call in self._under_way if call.step == id(step)], autograd_node()
         known = [call for call in own if call.node is not None and call.node() is node]
         if not known:
@@ -162,10 +162,10 @@ class Calls:
             self._found_at[id(step)] = found
         return found is not None
 
-    def under_way(self) -> int:
-        """How many calls are."""
+    def under_way(self, *, after: int = 0) -> int:
+        """How many calls are, of those with a higher number."""
         self._under_way = [call for call in self._under_way if call.may_go_back]
-        return len({call.number for call in self._under_way})
+        return len({call.number for call in self._under_way if call.number > after})
 
     @property
     def last(self) -> Call | None:

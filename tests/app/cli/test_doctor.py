@@ -131,7 +131,7 @@ def test_a_model_of_several_graphs_below_what_parameters_take_has_no_least() -> 
 def test_a_model_of_several_graphs_that_does_not_fit_is_captured_all_the_same() -> None:
     found = examine(load_subject("my_models.py:printing"), "600KiB")
     lines = {name: words.strip() for name, words in (line.split("  ", 1) for line in as_lines(found))}
-    assert lines["planned step"].startswith("does not fit: ")
+    assert lines["planned step"].startswith("does not fit; ") and lines["planned step"].endswith(" are enough")
     assert lines["capture"].startswith("breaks at ") and "refused as several graphs" in lines["capture"]
     assert lines["helps most"].startswith("take the named line out")
 

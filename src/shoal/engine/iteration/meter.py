@@ -50,6 +50,9 @@ class Iteration:
         state_bytes: of the optimizers, when it began. came: what was added to it before which interval ended.
         closely: whether it is metered; if not, on CUDA the allocator's peak is left to the user.
         refused: allocations of the device that had been refused when it began.
+        after: the number of the last call before it.
+        is_beside: whether calls before it wait for backward passes that may never come.
+        is_mixed: whether one of them has come.
     """
 
     begin_bytes: int
@@ -71,6 +74,9 @@ class Iteration:
     came: list[tuple[int, int]] = field(default_factory=list)
     closely: bool = True
     refused: Refusals = field(default_factory=lambda: Refusals(0))
+    after: int = 0
+    is_beside: bool = False
+    is_mixed: bool = False
 
     def state_is_now(self, state_bytes: int) -> None:
         """An optimizer has stepped; its state will be there from the beginning of the next iteration on."""
@@ -214,7 +220,7 @@ class IterationMetering(Metering):
         if iteration is None or iteration.failed or iteration.runs > _MOST_RUNS:
             return True
         iteration.results = [result for result in iteration.results if result.is_alive]
-        return not self.calls.under_way() and (bool(iteration.went_back) or not iteration.results)
+        return not self.calls.under_way(after=iteration.after) and (bool(iteration.went_back) or not iteration.results)
 
     def in_use_bytes(self) -> int:
         """Device bytes in use now, as far as they are known."""
@@ -263,6 +269,7 @@ class IterationMetering(Metering):
                 name for name, old in iteration.old_gradients.items() if any(one.is_alive for one in old)
             }
         iteration.went_back += 1
+        iteration.is_mixed |= call is not None and call.number <= iteration.after
         record = iteration.record
         number = record.goes_back(step, call, arguments) if record is not None else None
         iteration.again |= number is None if record is not None else call is None

@@ -40,6 +40,7 @@ from shoal.engine.iteration.meter import Iteration, IterationMetering
 from shoal.engine.iteration.plan import MeasuredIteration
 from shoal.engine.iteration.record import MeteredGraph
 from shoal.engine.optimizer_steps import watch
+from shoal.engine.overlapping import waiting_bytes
 from shoal.engine.refusal_hints import with_reserve
 from shoal.engine.repair import aside_when_out
 from shoal.engine.search.without_effect import A_MODEL, SEVERAL_MODELS
@@ -102,6 +103,7 @@ class Iterations(GraphSequence):
         if before is not None:
             self.metering.calls, self._waits_bytes = before
         self._refused: BudgetError | None = None
+        self._goes_back_later = False  # an iteration was taken for one that is left over, and was not
         self._over: BudgetError | None = None  # why the iteration that goes on does not fit
         self._shapes: set[tuple[torch.Size, ...]] = set()
         self._is_new_shape = True  # of the call under way
@@ -158,7 +160,8 @@ class Iterations(GraphSequence):
 
     def _may_begin_again(self) -> bool:
         """Whether the call may turn out not to fit and begin again with less kept: not once all plans are made."""
-        return not (self._shared or self._budget_bytes is None or self._waits_bytes) and (
+        is_first = bool(self._waits_bytes) and (self.metering.iteration is None or not self.metering.is_over())
+        return not (self._shared or self._budget_bytes is None or is_first) and (
             not self.known or not self._keeps_little or bool(self._unknown) or self._closely()
         )
 
@@ -352,20 +355,42 @@ class Iterations(GraphSequence):
         metering = self.metering
         metering.learn_refusals()
         tensors = dense_tensors((args, dict(kwargs), *copies))
+        is_beside = False
         if metering.iteration is not None:
             if not metering.is_over():
-                metering.goes_on_with(tensors)
-                return metering.iteration
+                is_beside = self._is_left_over(metering.iteration, (args, kwargs))
+                if not is_beside:
+                    metering.goes_on_with(tensors)
+                    return metering.iteration
             self._settle(metering.iteration)
         self.node = self._begin
         if not self._shared:
             self._note_surroundings()
-        between = metering.begin(self.models, tensors, closely=self._closely())
+        between = metering.begin(self.models, tensors, closely=self._closely() and not is_beside)
         self._say_over(
             between.peak_bytes, "between two iterations, as by an optimizer's step or a call without gradients"
         )
-        assert metering.iteration is not None
-        return metering.iteration
+        iteration = metering.iteration
+        assert iteration is not None
+        iteration.after, iteration.is_beside = 0 if self._waits_bytes else metering.calls.number, is_beside
+        return iteration
+
+    def _is_left_over(self, iteration: Iteration, given: Any) -> bool:
+        """Whether the loop has skipped the backward pass of the iteration that goes on: all its calls are made, as far
+        as is known, and the next one is given nothing that they returned. What it takes beside them is said."""
+        path = tuple(self.node.path())
+        known = self.known.get(path)
+        if known is None or known.planned is None or iteration.went_back or self._goes_back_later:
+            return False
+        if any(len(other) > len(path) and other[: len(path)] == path for other in self.known):
+            return False
+        if self.metering.calls.lead_to(tree_leaves(given)):
+            return False
+        peak_bytes = known.predicted_bytes + max(map(waiting_bytes, known.planned.plans))
+        if peak_bytes > (self._budget_bytes or peak_bytes) and "left over" not in self._said:
+            self._said.add("left over")
+            memory_warnings.left_over(known.name, len(iteration.called), peak_bytes)
+        return True
 
     def _note_surroundings(self) -> None:
         """What the loop or the optimizers hold has changed: see in the next iteration what that takes."""
@@ -424,6 +449,12 @@ class Iterations(GraphSequence):
         path, is_of_no_use = tuple(self.node.path()), self._is_of_no_use(iteration)
         self._waits_bytes = 0
         self.node, self.metering.iteration = self._begin, None
+        if iteration.is_mixed and iteration.is_beside:
+            log.info("%s: more calls come before their backward passes; measuring again", self._said_name)
+            self._goes_back_later = True
+            self.forget()
+        if iteration.is_beside:
+            return
         if not path and iteration.went_back:
             self._say_over(iteration.peak_bytes, "in an iteration of which nothing could be captured")
             return
