@@ -181,7 +181,7 @@ class Session:
             self.metering.close()  # what such a call takes is no measure of others
 
     def has_room_beside(self, n_calls: int) -> bool:
-        """Whether the plans in force stay inside the budget while that many more calls wait; if not, with what."""
+        """Whether the plans in force stay inside the budget while that many more calls wait."""
         return self.bytes_beside_calls(n_calls) <= (self.status.budget_bytes or 0)
 
     def bytes_beside_calls(self, n_calls: int) -> int:
