@@ -24,6 +24,10 @@ from shoal.errors import BudgetError
 from shoal.memory.static_memory import StaticMemory
 from shoal.memory.step_meter import WeakStorage
 
+FIRST_RUN = {
+    "needed by": "the first iteration, before what follows each graph is known",
+    "searched": "no; a smaller budget may do",
+}
 _ROUNDS = 4  # of looking for a budget in which a first iteration runs
 
 
@@ -207,7 +211,7 @@ class KnownIteration:
             details={
                 **error.details,
                 "minimum of later iterations": later,
-                "needed by": "the first iteration, before what follows is known",
+                **FIRST_RUN,
             },
             persistent_bytes=error.persistent_bytes,
             op=error.op,

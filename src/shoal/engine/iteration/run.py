@@ -35,7 +35,7 @@ from shoal.engine.backend import STEPS_TO_METER
 from shoal.engine.calls import Calls
 from shoal.engine.iteration.first import first_share, least_bytes, minimum_share, no_graph
 from shoal.engine.iteration.graphs import GraphSequence, GraphStep, Node
-from shoal.engine.iteration.known import KnownIteration, first_run_bytes
+from shoal.engine.iteration.known import FIRST_RUN, KnownIteration, first_run_bytes
 from shoal.engine.iteration.meter import Iteration, IterationMetering
 from shoal.engine.iteration.plan import MeasuredIteration
 from shoal.engine.iteration.record import MeteredGraph
@@ -426,8 +426,7 @@ class Iterations(GraphSequence):
         if over is None or needed_bytes <= over.budget_bytes:
             return
         needed_bytes = first_run_bytes(self.node.path(), needed_bytes)
-        reason = {"needed by": "the first iteration, before what follows each graph is known"}
-        self._refused = over_budget(self._said_name, needed_bytes, over.budget_bytes, details=reason)
+        self._refused = over_budget(self._said_name, needed_bytes, over.budget_bytes, details=FIRST_RUN)
         raise self._refused
 
     def _plan_for_all_sizes(self) -> None:
@@ -719,7 +718,7 @@ class Iterations(GraphSequence):
 
     def _say_over_its_first_run(self, known: KnownIteration) -> None:
         budget_bytes = self._budget_bytes
-        if budget_bytes is not None and known.peak_bytes > budget_bytes:
+        if budget_bytes is not None and known.peak_bytes > budget_bytes and self._over is None:
             log.warning(
                 "%s: the measured peak of %s is over the budget of %s: the iteration was not planned yet, because only "
                 "its first run shows what comes together; the next one is",
