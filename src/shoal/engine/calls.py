@@ -17,6 +17,7 @@ from torch.utils.weak import TensorWeakRef
 from shoal.lowlevel.torch_state import autograd_node
 from shoal.memory.step_meter import WeakStorage
 
+_COMPILED = "CompiledFunction"  # how the name of a node begins that AOTAutograd has made
 _MOST_NODES = 256  # of eager code between two calls that are looked through
 
 
@@ -142,7 +143,8 @@ class Calls:
         own, node = [call for call in self._under_way if call.step == id(step)], autograd_node()
         known = [call for call in own if call.node is not None and call.node() is node]
         if not known:
-            own = [call for call in own if call.node is None]
+            if node is not None and node.name().startswith(_COMPILED):
+                own = [call for call in own if call.node is None]  # it goes back a second time; else a gate runs it
             known = [call for call in own if call.witness is not None and self._is_among(call.witness, arguments, step)]
         known = known or [call for call in own if call.of_output or call.witness is None]
         if not known:
@@ -209,7 +211,7 @@ def _comes_from_compiled_code(tensor: torch.Tensor) -> bool:
         node = nodes.pop()
         if node is None or node in seen:
             continue
-        if node.name().startswith("CompiledFunction"):
+        if node.name().startswith(_COMPILED):
             return True
         seen.add(node)
         nodes += [after for after, _ in node.next_functions]
