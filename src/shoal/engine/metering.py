@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
@@ -118,6 +119,7 @@ class Metering:
         self._window: Window | None = None
         self._old_gradients: list[WeakStorage] = []
         self._waits = 0
+        self._thread = 0  # whose calls are metered
 
     def forward(self, step: Metered, run: Run, arguments: list[Any]) -> Any:
         """Run the forward graph of a step."""
@@ -249,6 +251,10 @@ class Metering:
 
     def _open(self, device: torch.device, steps: list[Metered], arguments: Sequence[Any]) -> None:
         """Begin a window, where nothing is under way."""
+        with _opening:
+            self._open_if_free(device, steps, arguments)
+
+    def _open_if_free(self, device: torch.device, steps: list[Metered], arguments: Sequence[Any]) -> None:
         if self.calls.under_way() or not self._has_the_counter():
             return
         meter = self._meter
@@ -266,13 +272,14 @@ class Metering:
         other = next((reference() for reference in _metering_now), None)
         if other is None or other is self or other._window is None:
             return True
-        if other.calls.under_way():
-            return False
+        if other.calls.under_way() or other._thread not in (0, threading.get_ident()):
+            return False  # another thread may be in the midst of a pass
         other._give_up()
         return True
 
     def _takes_the_counter(self) -> None:
         _metering_now[:] = [weakref.ref(self)]
+        self._thread = threading.get_ident()
 
     def _failed(self, error: BaseException) -> None:
         if isinstance(error, torch.OutOfMemoryError):
@@ -321,6 +328,15 @@ def _note_results(call: Call, there: set[int], gone: set[int]) -> None:
 
 
 _metering_now: list[weakref.ref[Metering]] = []
+_opening = threading.Lock()  # there is one counter, and threads may come for it at once
+
+
+def abandon_in_other_threads() -> None:
+    """Stop metering calls of other threads, until later: what this one has allocated was counted for them."""
+    for reference in _metering_now:
+        metering = reference()
+        if metering is not None and not metering.follows_iterations and metering._thread != threading.get_ident():
+            metering._give_up()
 
 
 def abandon() -> None:

@@ -29,7 +29,7 @@ from shoal.engine.cuda_graphs import ReplayedSteps, refuse
 from shoal.engine.early_gradients import EarlyGradients
 from shoal.engine.launched_step import as_launched
 from shoal.engine.loop_memory import LoopMemory, best_case, step_alone, usual_case
-from shoal.engine.metering import Metered, Metering, Window
+from shoal.engine.metering import Metered, Metering, Window, abandon_in_other_threads
 from shoal.engine.observe_loop import loss_takes_more, observe_loop
 from shoal.engine.open_transfers import OpenTransfers
 from shoal.engine.optimizer_steps import watch
@@ -140,7 +140,8 @@ class Session:
             Whether the step accumulates onto gradients that are there.
         """
         self.learn_refusals()
-        this_thread_trains()
+        if this_thread_trains():
+            abandon_in_other_threads()
         self.metering.calls.begins()
         self.check_caller()
         static = self.static

@@ -191,11 +191,17 @@ def memory_limit(limit_bytes: int | str | None, device: str | torch.device = "cp
             memory.uninstall()
 
 
-def this_thread_trains() -> None:
-    """A model is trained by this thread: what it allocates is not counted for a model that another thread trains."""
-    if _cpu_libraries and not hasattr(_this_thread, "trains"):
-        _this_thread.trains = True
-        _cpu_libraries[0].limit_thread_trains()
+def this_thread_trains() -> bool:
+    """A model is trained by this thread: what it allocates is not counted for a model that another thread trains.
+
+    Returns:
+        Whether what it has allocated up to here was.
+    """
+    if not _cpu_libraries or hasattr(_this_thread, "trains"):
+        return False
+    _this_thread.trains = True
+    _cpu_libraries[0].limit_thread_trains()
+    return True
 
 
 def limit_reserved(limit_bytes: int, device: torch.device) -> Callable[[], None]:
