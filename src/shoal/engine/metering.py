@@ -120,6 +120,7 @@ class Metering:
         self._old_gradients: list[WeakStorage] = []
         self._waits = 0
         self._thread = 0  # whose calls are metered
+        self._in_pass = False  # a metered one: then its call is not under way, or not any more
 
     def forward(self, step: Metered, run: Run, arguments: list[Any]) -> Any:
         """Run the forward graph of a step."""
@@ -131,6 +132,7 @@ class Metering:
             self._failed(error)
             raise
         self.calls.started(given, outputs, step.n_outputs, step.results, step)
+        self._in_pass = False
         if self._window is not None and self._meter is not None:
             self._meter.pause()
         return outputs
@@ -178,6 +180,7 @@ class Metering:
         window, meter = self._window, self._meter
         if window is None or meter is None or call is None:  # None for a call that is sent back a second time
             return None
+        self._in_pass = True
         _note_results(call, window.kept, window.released)
         window.gradients_stayed |= any(held.is_alive for held in self._old_gradients)
         given = arguments[len(arguments) - step.n_tangents :]
@@ -201,6 +204,7 @@ class Metering:
             raise
 
     def _end_backward(self, call: Call, tangents: Sequence[WeakStorage]) -> None:
+        self._in_pass = False
         window, meter = self._window, self._meter
         if window is None or meter is None:  # given up by another model's call
             return
@@ -243,6 +247,7 @@ class Metering:
         if window is not None and meter is not None and self._goes_on():
             if step not in window.steps:
                 window.steps.append(step)
+            self._in_pass = True
             meter.go_on(self._in_use(arguments))
             return
         self._give_up()
@@ -263,7 +268,7 @@ class Metering:
         self._old_gradients = [WeakStorage(gradient) for gradient in self._static.gradients()]
         passing = [*self._old_gradients, *self.calls.held_of_the_last()]
         if meter.begin(self._in_use(arguments), passing):
-            self._window = Window(steps)
+            self._window, self._in_pass = Window(steps), True
             self._last = self._window, device, refusals(device)
             self._takes_the_counter()
 
@@ -272,8 +277,8 @@ class Metering:
         other = next((reference() for reference in _metering_now), None)
         if other is None or other is self or other._window is None:
             return True
-        if other.calls.under_way() or other._thread not in (0, threading.get_ident()):
-            return False  # another thread may be in the midst of a pass
+        if other.calls.under_way() or other._in_pass:
+            return False
         other._give_up()
         return True
 
@@ -315,7 +320,7 @@ class Metering:
     def _give_up(self) -> None:
         if self._window is not None and self._meter is not None:
             self._meter.abandon()
-        self._window = None
+        self._window, self._in_pass = None, False
 
     def _in_use(self, arguments: Sequence[Any]) -> list[torch.Tensor]:
         return [*self._static.lasting_tensors(), *(a for a in arguments if isinstance(a, torch.Tensor))]

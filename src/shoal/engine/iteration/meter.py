@@ -320,6 +320,7 @@ class IterationMetering(Metering):
             self._iteration_ran_out(iteration, self._running.refused(now), between)
 
     def _ran(self, iteration: Iteration, run: Run, arguments: list[Any]) -> Any:
+        self._in_pass = True
         try:
             return run(arguments)
         except BaseException as error:
@@ -328,6 +329,8 @@ class IterationMetering(Metering):
             if isinstance(error, torch.OutOfMemoryError):
                 self.learn_refusals(between=False)
             raise
+        finally:
+            self._in_pass = False
 
     def _mark_before(self, iteration: Iteration) -> None:
         if iteration.closely:
