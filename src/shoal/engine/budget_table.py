@@ -70,17 +70,17 @@ class BudgetFigures(Protocol):
     def predicted_peak_bytes(self) -> int | None: ...
 
 
-def table(budget: BudgetFigures, persistent: Sequence[PersistentMemory], turns: Sequence[KnownIteration]) -> str:
+def table(budget: BudgetFigures, persistent: Sequence[PersistentMemory], iterations: Sequence[KnownIteration]) -> str:
     """A line of the budget, one for each model, and one for each iteration.
 
     Args:
         budget: its figures.
         persistent: of each model.
-        turns: those that have run.
+        iterations: those that have run.
     """
     if budget.budget_bytes is None:
         return f"{budget!r}; no model is compiled with it yet"
-    at = _at_the_peak(turns)
+    at = _at_the_peak(iterations)
     models: list[tuple[str, ...]] = [
         ("model", "persistent", "parameters", "gradients", "optimizer state", "at the peak")
     ]
@@ -93,42 +93,42 @@ def table(budget: BudgetFigures, persistent: Sequence[PersistentMemory], turns: 
         for one in persistent
     ]
     ran: list[tuple[str, ...]] = [("iteration", "graphs", "predicted peak", "measured peak", "added ms")]
-    ran += [_row(turn) for turn in turns]
+    ran += [_row(iteration) for iteration in iterations]
     return "\n".join(
         [
             f"budget          {format_bytes(budget.budget_bytes)}",
             f"predicted peak  {_size(budget.predicted_peak_bytes, 'no iteration was planned yet')}",
             f"measured peak   {_size(budget.peak_bytes, 'no iteration was measured yet')}",
             *aligned(models),
-            *(aligned(ran) if turns else []),
+            *(aligned(ran) if iterations else []),
         ]
     )
 
 
-def _row(turn: KnownIteration) -> tuple[str, ...]:
-    plans = turn.planned.plans if turn.planned is not None else ()
+def _row(iteration: KnownIteration) -> tuple[str, ...]:
+    plans = iteration.planned.plans if iteration.planned is not None else ()
     return (
-        turn.name,
-        str(len(turn.nodes)),
-        format_bytes(turn.predicted_bytes) if plans else "not planned",
-        _size(turn.peak_bytes or None, "-"),
+        iteration.name,
+        str(len(iteration.nodes)),
+        format_bytes(iteration.predicted_bytes) if plans else "not planned",
+        _size(iteration.peak_bytes or None, "-"),
         f"{1e3 * sum(plan.added_seconds for plan in plans):+.1f}",
     )
 
 
-def _at_the_peak(turns: Iterable[KnownIteration]) -> dict[str, int]:
+def _at_the_peak(iterations: Iterable[KnownIteration]) -> dict[str, int]:
     """What each model has in use, in addition to persistent memory, at the highest predicted peak."""
-    planned = [(turn, turn.planned) for turn in turns if turn.planned is not None]
+    planned = [(iteration, iteration.planned) for iteration in iterations if iteration.planned is not None]
     if not planned:
         return {}
-    turn, made = max(planned, key=lambda one: one[0].predicted_bytes)
+    iteration, made = max(planned, key=lambda one: one[0].predicted_bytes)
     plan, runs = max(zip(made.plans, made.runs, strict=True), key=lambda one: one[0].predicted_peak_bytes)
     found: dict[str, int] = {}
     for storage in at_peak(plan)[2]:
         held = plan.graph.storages[storage]
         part = held.name.partition(".")[0].removeprefix("part")
         if part.isdecimal() and held.kind not in ("parameter", "buffer"):
-            model = turn.models[runs[int(part)]]
+            model = iteration.models[runs[int(part)]]
             found[model] = found.get(model, 0) + held.nbytes
     return found
 

@@ -111,8 +111,10 @@ class Budget:
     @property
     def predicted_peak_bytes(self) -> int | None:
         """The highest predicted peak of all iterations; None before the second iteration."""
-        turns = [] if self._steps is None else self._steps.known.values()
-        return max((turn.predicted_bytes for turn in turns if turn.planned is not None), default=None)
+        iterations = [] if self._steps is None else self._steps.known.values()
+        return max(
+            (iteration.predicted_bytes for iteration in iterations if iteration.planned is not None), default=None
+        )
 
     def metrics(self) -> dict[str, int | float]:
         """`model.shoal.metrics()` over all models, and "shoal/NAME/persistent_bytes" of each."""
@@ -261,7 +263,7 @@ class SharedCall(ModelCall):
 
     @torch.compiler.disable(reason=OWN_BUDGET)  # type: ignore[untyped-decorator]
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """A training step, as a part of a turn."""
+        """A training step, as a part of an iteration."""
         if in_trace():
             return plain_call(self.model, *args, **kwargs)
         self.budget._reject_another_process()
