@@ -33,7 +33,6 @@ from shoal.core.plan import Plan
 from shoal.core.progress import doing, preparing
 from shoal.engine import memory_warnings
 from shoal.engine.backend import compile_step
-from shoal.engine.calls import Calls
 from shoal.engine.compile_options import CompileOptions
 from shoal.engine.early_gradients import EarlyGradients
 from shoal.engine.eval_steps import EvalSteps
@@ -44,7 +43,7 @@ from shoal.engine.options import Options, options_of
 from shoal.engine.repair import run_again_where_repaired
 from shoal.engine.reserved_budget import grow_segments
 from shoal.engine.search.without_effect import A_MODEL, CALLS, in_several_graphs
-from shoal.engine.session import Session
+from shoal.engine.session import CallsBefore, Session
 from shoal.engine.set_up import SetUp
 from shoal.engine.shared_budget import Budget
 from shoal.engine.snapshot import Snapshot
@@ -222,8 +221,9 @@ class _Caller(ModelCall):
         session.static.hook_is_metered = session.early.sent
         kind = accumulating, session.early, *global_hooks()
         try:
-            if session.left_over and session.status.budget_bytes is not None:
-                return self._train_beside(session.left_over, kind, args, kwargs)
+            budget_bytes = session.status.budget_bytes
+            if session.left_over and budget_bytes is not None:
+                return self._train_beside(session.left_over, budget_bytes, kind, args, kwargs)
             if wrapper is not None or not session.status.runs_again:  # other ranks would not run it again
                 return self._train(kind, args, kwargs)
             return run_again_where_repaired(model, session.status, lambda: self._train(kind, args, kwargs))
@@ -232,18 +232,19 @@ class _Caller(ModelCall):
             return self._train(kind, args, kwargs)
 
     def _train_beside(
-        self, n_calls: int, kind: tuple[Any, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, n_calls: int, budget_bytes: int, kind: tuple[Any, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         """A step while calls wait whose backward passes may never come, as of a batch that the loop skips. Where it
         does not fit beside them, it has a plan of its own; where there is none, it is over the budget, and says so."""
         session = self.session
-        if not session.has_room_beside(n_calls) and n_calls not in self._too_many_beside:
+        peak_bytes = session.bytes_beside_calls(n_calls)
+        if peak_bytes > budget_bytes and n_calls not in self._too_many_beside:
             try:
                 with session.beside_calls(n_calls):
                     return self._train((*kind, n_calls), args, kwargs)
             except BudgetError:
                 self._planned.pop((*kind, n_calls), None)
-                memory_warnings.left_over(session.name, n_calls, session.bytes_beside_calls(n_calls))
+                memory_warnings.left_over(session.name, n_calls, peak_bytes)
                 self._too_many_beside.add(n_calls)
         return self._train(kind, args, kwargs)
 
@@ -307,7 +308,7 @@ class _Caller(ModelCall):
             return False
         return session.metering.calls.lead_to(tree_leaves(given))
 
-    def _iterations(self, *, broken: str = "", before: tuple[Calls, int] | None = None) -> Iterations:
+    def _iterations(self, *, broken: str = "", before: CallsBefore | None = None) -> Iterations:
         model, session = self.model, self.session
         self._planned.clear()
         device = next((p.device for p in model.parameters()), torch.device("cpu"))

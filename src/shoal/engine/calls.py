@@ -17,7 +17,6 @@ from torch.utils.weak import TensorWeakRef
 from shoal.lowlevel.torch_state import autograd_node
 from shoal.memory.step_meter import WeakStorage
 
-_COMPILED = "CompiledFunction"  # how the name of a node begins that AOTAutograd has made
 _MOST_NODES = 256  # of eager code between two calls that are looked through
 
 
@@ -143,7 +142,7 @@ class Calls:
         own, node = [call for call in self._under_way if call.step == id(step)], autograd_node()
         known = [call for call in own if call.node is not None and call.node() is node]
         if not known:
-            if node is not None and node.name().startswith(_COMPILED):
+            if node is not None and node.name().startswith("CompiledFunction"):
                 own = [call for call in own if call.node is None]  # it goes back a second time; else a gate runs it
             known = [call for call in own if call.witness is not None and self._is_among(call.witness, arguments, step)]
         known = known or [call for call in own if call.of_output or call.witness is None]
@@ -185,7 +184,8 @@ class Calls:
             return False
         tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
         results = {held.key for call in self._under_way for held in call.outputs.values() if held.is_alive}
-        return any(_key(tensor) in results or _comes_from_compiled_code(tensor) for tensor in tensors)
+        nodes = {node for call in self._under_way if call.node is not None and (node := call.node()) is not None}
+        return any(_key(tensor) in results or _comes_from(nodes, tensor) for tensor in tensors)
 
     def held_of_the_last(self) -> list[WeakStorage]:
         """What the caller still holds of the last call's results: a loop's names, until they get new values. Views of
@@ -204,17 +204,17 @@ def keys_of(arguments: Iterable[object]) -> set[int]:
     return {a.untyped_storage()._cdata for a in arguments if isinstance(a, torch.Tensor)}
 
 
-def _comes_from_compiled_code(tensor: torch.Tensor) -> bool:
+def _comes_from(nodes: Set[Any], tensor: torch.Tensor) -> bool:
+    """Whether autograd's graph of a tensor has one of these nodes, at the end of eager code."""
     seen: set[Any] = set()
-    nodes = [tensor.grad_fn]
-    while nodes and len(seen) < _MOST_NODES:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        if node.name().startswith(_COMPILED):
+    left = [tensor.grad_fn]
+    while left and len(seen) < _MOST_NODES:
+        node = left.pop()
+        if node in nodes:
             return True
-        seen.add(node)
-        nodes += [after for after, _ in node.next_functions]
+        if node is not None and node not in seen:
+            seen.add(node)
+            left += [after for after, _ in node.next_functions]
     return False
 
 

@@ -13,6 +13,7 @@ from shoal.core.over_budget import over_budget
 from shoal.core.plan import Plan
 from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
+from shoal.core.variant import WHOLE
 from shoal.engine.loop_memory import HELD_GRADIENTS, by_itself, dropped_bytes
 from shoal.errors import BudgetError
 
@@ -85,6 +86,16 @@ def waiting_bytes(plan: Plan) -> int:
     input_bytes = sum(s.nbytes for s in graph.storages if s.kind == "input")
     more_bytes = max(0, gradient_bytes - (dropped_bytes(graph) - held_bytes))
     return input_bytes + at_loss.kept_bytes - held_bytes + more_bytes
+
+
+def most_waiting_bytes(plan: Plan) -> int:
+    """What `waiting_bytes` is at most, under whatever plan of the same step; more where this plan has another form than
+    the author's, whose own graph is not at hand."""
+    if plan.variant == WHOLE:
+        return max(waiting_bytes(plan), waiting_bytes(replace(plan, residences={})))
+    graph = plan.graph
+    input_bytes = sum(s.nbytes for s in graph.storages if s.kind == "input")
+    return max(waiting_bytes(plan), plan.plain_peak_bytes - graph.resident_bytes + input_bytes)
 
 
 def _with_the_most_aside(

@@ -33,7 +33,7 @@ from shoal.engine.metering import Metered, Metering, Window, abandon_in_other_th
 from shoal.engine.observe_loop import loss_takes_more, observe_loop
 from shoal.engine.open_transfers import OpenTransfers
 from shoal.engine.optimizer_steps import watch
-from shoal.engine.overlapping import waiting_bytes
+from shoal.engine.overlapping import most_waiting_bytes, waiting_bytes
 from shoal.engine.placement import Placement, spare_bytes
 from shoal.engine.plan_kernels import kernels_of
 from shoal.engine.plans_in_force import PlansInForce
@@ -55,6 +55,19 @@ log = logging.getLogger("shoal")
 
 _ROOM = 0.05  # of the budget: what a plan leaves free, once the loop is known, for it to be made again
 _SLOWER = 0.01  # of the plain step: what it must add for that
+
+
+class CallsBefore(NamedTuple):
+    """Calls that are under way, of a model that was one graph up to here.
+
+    Attributes:
+        calls: of the model.
+        waits_bytes: what they hold until they go back. most_bytes: the same at most, under a larger budget.
+    """
+
+    calls: Calls
+    waits_bytes: int
+    most_bytes: int
 
 
 class InParts(NamedTuple):
@@ -181,10 +194,6 @@ class Session:
         if self.left_over:
             self.metering.close()  # what such a call takes is no measure of others
 
-    def has_room_beside(self, n_calls: int) -> bool:
-        """Whether the plans in force stay inside the budget while that many more calls wait."""
-        return self.bytes_beside_calls(n_calls) <= (self.status.budget_bytes or 0)
-
     def bytes_beside_calls(self, n_calls: int) -> int:
         """The peak of the plans in force while that many more calls wait for backward passes."""
         waits_bytes = max((waiting_bytes(plan) for plan in self.status.plans), default=0)
@@ -252,14 +261,16 @@ class Session:
         """Whether the next step may be one that is metered."""
         return not self.status.plans or self._in_force.any_is_to_be_metered()
 
-    def calls_under_way(self) -> tuple[Calls, int]:
-        """The calls whose backward passes are to come, and the bytes that wait for them: what runs the model from here
-        on goes on with them. No plan of one graph is in force any more."""
-        calls = self.metering.calls
-        waits_bytes = calls.under_way() * max((waiting_bytes(plan) for plan in self.status.plans), default=0)
+    def calls_under_way(self) -> CallsBefore:
+        """The calls whose backward passes are to come: what runs the model from here on goes on with them. No plan of
+        one graph is in force any more."""
+        calls, plans = self.metering.calls, self.status.plans
+        n_calls = calls.under_way()
+        waits_bytes = n_calls * max(map(waiting_bytes, plans), default=0)
+        most_bytes = n_calls * max(map(most_waiting_bytes, plans), default=0)
         self.metering.close()
         self._in_force.end()
-        return calls, waits_bytes
+        return CallsBefore(calls, waits_bytes, most_bytes)
 
     def as_one_graph(self) -> InParts:
         """Let the next step be that of a model of one graph, of which nothing is planned yet; for `in_parts_again`."""

@@ -79,7 +79,7 @@ class KnownIteration:
         first_bytes: that of its first run, if that was with the minimum; 0 if not.
         to_meter: how many more are metered.
         results: of its last run.
-        has_run_planned: whether its last run was under the plan. keeps_little: whether its first was with the minimum.
+        has_run_planned: whether its last run was under the plan.
         broken: where its model breaks into graphs, as far as that is known.
         as_it_ran: whether its parts keep what they kept, for they cannot be planned as one.
         refused: why it cannot be planned, and what it was to be planned for.
@@ -101,7 +101,6 @@ class KnownIteration:
     results: list[WeakStorage] = field(default_factory=list)
     broken: str = ""
     has_run_planned: bool = False
-    keeps_little: bool = True
     as_it_ran: bool = False
     refused: tuple[BudgetError, tuple[int, int]] | None = None
 

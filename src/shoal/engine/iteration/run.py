@@ -32,7 +32,6 @@ from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
 from shoal.engine import memory_warnings
 from shoal.engine.backend import STEPS_TO_METER
-from shoal.engine.calls import Calls
 from shoal.engine.iteration.first import first_share, least_bytes, minimum_share, no_graph
 from shoal.engine.iteration.graphs import GraphSequence, GraphStep, Node
 from shoal.engine.iteration.known import FIRST_RUN, KnownIteration, first_run_bytes
@@ -44,7 +43,7 @@ from shoal.engine.overlapping import waiting_bytes
 from shoal.engine.refusal_hints import with_reserve
 from shoal.engine.repair import aside_when_out
 from shoal.engine.search.without_effect import A_MODEL, SEVERAL_MODELS
-from shoal.engine.session import Session
+from shoal.engine.session import CallsBefore, Session
 from shoal.engine.snapshot import Snapshot
 from shoal.errors import BudgetError, CaptureError
 from shoal.memory.limit import this_thread_trains
@@ -53,7 +52,9 @@ from shoal.memory.storage_bytes import dense_tensors, distinct_bytes
 
 log = logging.getLogger("shoal")
 
-_MOST_OVER = 2.0  # budgets: a first iteration that needs more at one of its graphs is refused there
+# Budgets: a first iteration that needs more at one of its graphs is refused there. It takes no more than twice what was
+# given to find what to name, and where that is not enough, what is named at least doubles.
+_MOST_OVER = 2.0
 
 
 class Iterations(GraphSequence):
@@ -66,7 +67,7 @@ class Iterations(GraphSequence):
         shared: whether they share a `shoal.Budget`: then everything that is allocated counts, and a call cannot begin
             again, for others have run before it.
         broken: where Dynamo could not go on when the model was to be one graph, and why.
-        before: calls that are under way, of a model that was one graph up to here, and the bytes that wait for them.
+        before: calls that are under way, of a model that was one graph up to here.
 
     Attributes:
         models: those that are alive, by name.
@@ -81,7 +82,7 @@ class Iterations(GraphSequence):
         *,
         shared: bool,
         broken: str = "",
-        before: tuple[Calls, int] | None = None,
+        before: CallsBefore | None = None,
     ) -> None:
         super().__init__(session)
         self.models = models
@@ -99,9 +100,9 @@ class Iterations(GraphSequence):
         self._said: set[str] = set()
         self._used: set[str] = set()  # models whose optimizer has stepped since their last backward pass
         self._keeps_little = shared or before is not None
-        self._waits_bytes = 0  # for calls before the first of these iterations, until that ends
+        self._before = before  # until the first of these iterations has ended
         if before is not None:
-            self.metering.calls, self._waits_bytes = before
+            self.metering.calls = before.calls
         self._refused: BudgetError | None = None
         self._goes_back_later = False  # an iteration was taken for one that is left over, and was not
         self._over: BudgetError | None = None  # why the iteration that goes on does not fit
@@ -160,7 +161,7 @@ class Iterations(GraphSequence):
 
     def _may_begin_again(self) -> bool:
         """Whether the call may turn out not to fit and begin again with less kept: not once all plans are made."""
-        is_first = bool(self._waits_bytes) and (self.metering.iteration is None or not self.metering.is_over())
+        is_first = self._before is not None and (self.metering.iteration is None or not self.metering.is_over())
         return not (self._shared or self._budget_bytes is None or is_first) and (
             not self.known or not self._keeps_little or bool(self._unknown) or self._closely()
         )
@@ -273,7 +274,8 @@ class Iterations(GraphSequence):
         return self.session.name or "model"
 
     def in_use_bytes(self) -> int:
-        return self.metering.in_use_bytes() + self._waits_bytes
+        waits_bytes = 0 if self._before is None else self._before.waits_bytes
+        return self.metering.in_use_bytes() + waits_bytes
 
     def first_share(self, graph: StepGraph, device: torch.device, in_use_bytes: int) -> Mapping[str, Residence]:
         budget_bytes = self._budget_bytes
@@ -372,7 +374,7 @@ class Iterations(GraphSequence):
         )
         iteration = metering.iteration
         assert iteration is not None
-        iteration.after, iteration.is_beside = 0 if self._waits_bytes else metering.calls.number, is_beside
+        iteration.after, iteration.is_beside = metering.calls.number if self._before is None else 0, is_beside
         return iteration
 
     def _is_left_over(self, iteration: Iteration, given: Any) -> bool:
@@ -408,8 +410,10 @@ class Iterations(GraphSequence):
         path = tuple(self.node.path())
         if not path or path in self.known or iteration.record is None or self._in_call:
             return
-        if self._waits_bytes and iteration.went_back and not iteration.failed:
-            self._refuse_if_over(iteration.peak_bytes + self._waits_bytes)
+        before = self._before
+        if before is not None and iteration.went_back and not iteration.failed:
+            more_bytes = before.most_bytes - before.waits_bytes
+            self._refuse_if_over(iteration.peak_bytes + before.waits_bytes, more_bytes)
         if self._is_of_no_use(iteration):
             return
         if self._has_other_sizes and self._budget_bytes is not None and any(node.share is not None for node in path):
@@ -420,12 +424,17 @@ class Iterations(GraphSequence):
             self._plan([known for nodes, known in self.known.items() if nodes[0] is path[0]])
         self._refuse_if_over(iteration.peak_bytes)
 
-    def _refuse_if_over(self, needed_bytes: int) -> None:
-        """Refuse an iteration that has run once with the minimum kept, and was over the budget."""
+    def _refuse_if_over(self, needed_bytes: int, more_bytes: int = 0) -> None:
+        """Refuse an iteration that has run once with the minimum kept, and was over the budget.
+
+        Args:
+            needed_bytes: what it took.
+            more_bytes: how much more it takes where there is room.
+        """
         over, self._over = self._over, None
         if over is None or needed_bytes <= over.budget_bytes:
             return
-        needed_bytes = first_run_bytes(self.node.path(), needed_bytes)
+        needed_bytes = first_run_bytes(self.node.path(), needed_bytes, more_bytes)
         self._refused = over_budget(self._said_name, needed_bytes, over.budget_bytes, details=FIRST_RUN)
         raise self._refused
 
@@ -441,12 +450,12 @@ class Iterations(GraphSequence):
         """Whether it failed, did not train, or took copies that are not planned yet."""
         steps = [node.step for node in self.node.path()]
         copied = any(step is not None and step.departures for step in steps)
-        return iteration.failed or not iteration.went_back or copied or bool(self._waits_bytes)
+        return iteration.failed or not iteration.went_back or copied or self._before is not None
 
     def _settle(self, iteration: Iteration) -> None:
         """An iteration is over: know it, or hold it against its plan."""
         path, is_of_no_use = tuple(self.node.path()), self._is_of_no_use(iteration)
-        self._waits_bytes = 0
+        self._before = None
         self.node, self.metering.iteration = self._begin, None
         if iteration.is_mixed and iteration.is_beside:
             log.info("%s: more calls come before their backward passes; measuring again", self._said_name)
@@ -487,7 +496,6 @@ class Iterations(GraphSequence):
         begin_bytes, intervals = iteration.as_later()
         known = KnownIteration(nodes, tuple(self._whose[node] for node in nodes), None, begin_bytes)
         known.broken = self._broken
-        known.keeps_little = self._keeps_little
         known.peak_bytes = max((one.peak_bytes for one in intervals), default=0)
         known.first_bytes = known.peak_bytes if self._keeps_little else 0
         self.known[path] = known
