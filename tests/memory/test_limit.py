@@ -173,13 +173,13 @@ def test_threads_are_counted_together() -> None:
         assert before + 4 * 399 <= w.peak_bytes <= w.limit_bytes
 
 
-@needs_compiler
 def in_a_thread(work: Callable[[], None]) -> None:
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
 
 
+@needs_compiler
 def test_what_a_thread_that_trains_allocates_is_not_fresh_to_another_that_counts() -> None:
     def allocate() -> None:
         held.append(torch.empty(1000))
@@ -208,6 +208,7 @@ def test_what_a_thread_that_trains_allocates_is_not_fresh_to_another_that_counts
         assert limit.fresh_bytes == 0
 
 
+@needs_compiler
 def test_of_nested_limits_the_lowest_holds() -> None:
     with memory_limit(None) as outer:
         base = outer.live_bytes
