@@ -15,7 +15,7 @@ from itertools import groupby
 from math import ceil
 from typing import Literal
 
-from shoal.core.residence import Recompute, Residence
+from shoal.core.residence import Offload, Recompute, Residence
 from shoal.core.simulate import simulate
 from shoal.core.sizes import format_bytes
 from shoal.core.step import RESIDENT, Op, Phase, StepGraph, Storage, StorageKind
@@ -172,8 +172,9 @@ def crossing(graph: StepGraph) -> tuple[Storage, ...]:
 def residences_of(part: int, graph: StepGraph, residences: Mapping[str, Residence]) -> dict[str, Residence]:
     """The residences of one part, by its own names.
 
-    A plan of the joined step may recompute a storage before an op of another part that runs earlier. The part itself
-    can do so from its own first backward op on.
+    A plan of the joined step may recompute or fetch a storage before an op of another part that runs earlier, and wait
+    for its copy to the host after one that runs later. The part itself does so from its own first backward op on, and
+    by its own last forward op.
 
     Args:
         part: its number.
@@ -181,8 +182,10 @@ def residences_of(part: int, graph: StepGraph, residences: Mapping[str, Residenc
         residences: of the joined step.
     """
     prefix = label(part)
-    own = {op.name: op.id for op in graph.ops if op.phase == "backward" and op.name.startswith(prefix)}
-    first = min(own, key=own.__getitem__, default="")
+    ops = [op for op in graph.ops if op.name.startswith(prefix) and op.target != _RETURNS]
+    forward = [op.name for op in ops if op.phase == "forward"]
+    own = [op.name for op in ops if op.phase == "backward"]
+    first = own[0] if own else ""
     found: dict[str, Residence] = {}
     for name, residence in residences.items():
         if not name.startswith(prefix):
@@ -190,6 +193,10 @@ def residences_of(part: int, graph: StepGraph, residences: Mapping[str, Residenc
         if isinstance(residence, Recompute):
             before = tuple(dict.fromkeys(op if op in own else first for op in residence.before))
             residence = Recompute(tuple(op.removeprefix(prefix) for op in before if op))
+        elif isinstance(residence, Offload):
+            free_after = residence.free_after if residence.free_after in forward else forward[-1]
+            fetch_before = residence.fetch_before if residence.fetch_before in own else first
+            residence = Offload(free_after.removeprefix(prefix), fetch_before.removeprefix(prefix))
         found[name.removeprefix(prefix)] = residence
     return found
 
@@ -201,6 +208,8 @@ def joined_residences(residences: Iterable[Mapping[str, Residence]]) -> dict[str
         for name, residence in own.items():
             if isinstance(residence, Recompute):
                 residence = Recompute(tuple(label(part) + op for op in residence.before))
+            elif isinstance(residence, Offload):
+                residence = Offload(label(part) + residence.free_after, label(part) + residence.fetch_before)
             found[label(part) + name] = residence
     return found
 

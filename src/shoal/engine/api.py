@@ -315,7 +315,9 @@ class _Caller(ModelCall):
         models: weakref.WeakValueDictionary[str, nn.Module] = weakref.WeakValueDictionary({session.name: model})
         if before is not None:
             log.info("%s: a call is given what one before it returned: calls are planned together", session.name)
-            session.say_without_effect(in_several_graphs(session.options, CALLS))
+            session.say_without_effect(
+                in_several_graphs(session.options, CALLS, leaves=session.offloading is not None)
+            )
         return Iterations(session, device, models, shared=False, broken=broken, before=before)
 
     def _begin_in_parts(
@@ -358,7 +360,7 @@ class _Caller(ModelCall):
             why.reason,
             why.place,
         )
-        session.say_without_effect(in_several_graphs(session.options, A_MODEL))
+        session.say_without_effect(in_several_graphs(session.options, A_MODEL, leaves=session.offloading is not None))
 
     def _is_set_up(self) -> bool:
         """Whether the first call, at which the model broke, has set it up, so that the next may be one graph."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 
 from shoal.core.plan import Plan
@@ -20,7 +22,7 @@ class OpenTransfers:
     def __init__(self, offloading: Offloading | None) -> None:
         self._offloading = offloading
         self._link: OpenLink | None = None
-        self._transfers: list[Transfers] = []
+        self._transfers: weakref.WeakSet[Transfers] = weakref.WeakSet()  # a graph that is compiled again drops its own
 
     def of(self, plan: Plan, device: torch.device) -> Transfers | None:
         """What moves the storages that the plan offloads; None where it offloads nothing.
@@ -43,12 +45,12 @@ class OpenTransfers:
             )
         overlaps = pace is None or pace.overlaps
         transfers = Transfers(self._link, [storage.nbytes for storage in plan.offloaded], overlaps=overlaps)
-        self._transfers.append(transfers)
+        self._transfers.add(transfers)
         return transfers
 
     def close(self) -> None:
         """Give the host's bytes and the link's threads back; the next plan opens the link again."""
-        for transfers in self._transfers:
+        for transfers in tuple(self._transfers):
             transfers.close()
         self._transfers.clear()
         if self._link is not None:

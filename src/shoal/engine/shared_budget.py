@@ -43,7 +43,7 @@ from shoal.memory.storage_bytes import distinct_bytes, reject_without_shape
 from shoal.offload.policy import AUTO
 
 log = logging.getLogger("shoal")
-_SHARED = ("planner", "kernels")  # the options that all models of a budget have in common
+_SHARED = ("planner", "kernels", "host_budget", "rehearse")  # the options that all models of a budget have in common
 _ALONE = "has a budget of its own: give shoal.compile(model, budget=) bytes for it"
 
 
@@ -147,8 +147,6 @@ class Budget:
         if isinstance(model, DistributedDataParallel):
             raise InputError(f"a model in DistributedDataParallel {_ALONE}")
         of_one_model = [name for name in asked.given if name not in _SHARED]
-        if offload_to not in (AUTO, None):
-            of_one_model.append("offload_to")
         if of_one_model:
             raise InputError(f"{', '.join(of_one_model)}: not for models that share a shoal.Budget; leave it out")
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -156,15 +154,16 @@ class Budget:
         reject_without_shape(model)
         steps = self._steps
         known_bytes = budget_bytes(self._asked, device) if self.budget_bytes is None else self.budget_bytes
-        options = CompileOptions.of(budget=known_bytes, allow=allow, offload_to=None, options=asked)
+        options = CompileOptions.of(budget=known_bytes, allow=allow, offload_to=offload_to, options=asked)
         if steps is not None and (options != self._options or device != self._device):
             raise InputError(
-                f"all models of a shoal.Budget have the same planner=, allow= and kernels=, on one device: got "
-                f"{_words(options, device)} where the others have {_words(self._options or options, self._device)}"
+                f"all models of a shoal.Budget have the same planner=, allow=, kernels= and offload_to=, on one device: "
+                f"got {_words(options, device)} where the others have {_words(self._options or options, self._device)}"
             )
         if steps is None:
-            session = Session(Status(known_bytes), options)
-            session.say_without_effect(in_several_graphs(options, SEVERAL_MODELS))
+            leaves = options.offloading(device.type)
+            session = Session(Status(known_bytes), options, offloading=leaves)
+            session.say_without_effect(in_several_graphs(options, SEVERAL_MODELS, leaves=leaves is not None))
             steps = Iterations(session, device, self._models, shared=True)
             steps.metering.open()
             weakref.finalize(self, steps.close)
@@ -305,4 +304,6 @@ def _unlike(name: str, names: Collection[str]) -> str:
 
 def _words(options: CompileOptions, device: torch.device) -> str:
     planner = options.planner if isinstance(options.planner, str) else brief(options.planner)
-    return f"planner={planner}, allow={','.join(sorted(options.means))}, kernels={options.kernels} on {device}"
+    offload_to = "" if options.offload.to == AUTO else f", offload_to={options.offload.to!r}"
+    allowed = ",".join(sorted(options.means))
+    return f"planner={planner}, allow={allowed}, kernels={options.kernels}{offload_to} on {device}"

@@ -57,6 +57,17 @@ def first_share(
     """
     if not keeps_little and fits_easily(graph, in_use_bytes, budget_bytes):
         return {}
+    try:
+        return _little_share(replace(graph, link=None), device, in_use_bytes, budget_bytes, who)
+    except BudgetError:
+        if graph.link is None:
+            raise
+        return _little_share(graph, device, in_use_bytes, budget_bytes, who)  # slower, for the first iteration only
+
+
+def _little_share(
+    graph: StepGraph, device: torch.device, in_use_bytes: int, budget_bytes: int, who: str
+) -> Mapping[str, Residence]:
     least = minimum_share(graph, device)
     graph = _with_loss(graph, 0)  # what comes between the passes of a graph is not known yet
     limits, hardware = replace(DEFAULT, order=False), measure(device)
@@ -129,7 +140,7 @@ def _with_loss(graph: StepGraph, workspace_bytes: int) -> StepGraph:
     ops = (replace(op, workspace_bytes=workspace_bytes) if op.phase == "loss" else op for op in graph.ops)
     kinds: dict[StorageKind, StorageKind] = {"tangent": "activation_gradient", "output": "crossing"}
     storages = (replace(s, kind=kinds.get(s.kind, s.kind)) for s in graph.storages)
-    return replace(graph, ops=tuple(ops), storages=tuple(storages), link=None)
+    return replace(graph, ops=tuple(ops), storages=tuple(storages))
 
 
 def no_graph(session: Session, broken: str) -> CaptureError:

@@ -20,6 +20,7 @@ from shoal.capture.graph_breaks import break_after
 from shoal.capture.pieces import choose_pieces, in_pieces
 from shoal.capture.shrunk import shrunk
 from shoal.capture.varying_sizes import SizesSeen, bytes_at, make_static, shape_of
+from shoal.core.hardware import Link
 from shoal.core.joined_step import label
 from shoal.core.means import KERNEL_MEANS
 from shoal.core.plan import Plan
@@ -27,6 +28,7 @@ from shoal.core.progress import preparing
 from shoal.core.residence import Residence
 from shoal.core.step import StepGraph
 from shoal.core.variant import WHOLE, Pieces, Variant
+from shoal.cost.measure_links import link_to
 from shoal.cost.profile import profile_step
 from shoal.engine.backend import PlannedStep
 from shoal.engine.choose_variant import in_form
@@ -140,7 +142,7 @@ class GraphStep(PlannedStep):
             if self.node.pieces is None:
                 self.node.pieces = self.steps.pieces_of(captured, in_use_bytes)
             captured = in_pieces(captured, self.node.pieces)
-            self.graph = profile_step(captured, captured.device)
+            self.graph = replace(profile_step(captured, captured.device), link=self.steps.link_on(captured.device))
             share = self.node.share
             if share is None:
                 if not self.steps.fits_easily(self.graph, in_use_bytes):
@@ -194,6 +196,14 @@ class GraphSequence(ABC):
         self.compiled = 0
         self.sizes_vary = False
         self._sizes: dict[Any, SizesSeen] = {}
+
+    def link_on(self, device: torch.device) -> Link | None:
+        """The link over which saved tensors may be offloaded; None if they may not."""
+        offloading = self.session.offloading
+        if offloading is None or "offload" not in self.session.options.means:
+            return None
+        with no_memory_limit():
+            return link_to(offloading, device)
 
     @abstractmethod
     def in_use_bytes(self) -> int:

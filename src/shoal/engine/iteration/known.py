@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from shoal.core.hardware import Link
 from shoal.core.joined_step import joined_step
 from shoal.core.over_budget import over_budget
 from shoal.core.sizes import format_bytes
@@ -35,7 +36,8 @@ def first_run_bytes(nodes: Sequence[Node], peak_bytes: int, beside_bytes: int = 
     """A budget in which an iteration runs before it is planned.
 
     A graph that does not fit with the minimum, as far as can be told before what follows it is known, keeps more to
-    need less itself: what it keeps more counts.
+    need less itself: what it keeps more counts. With a budget in which each of them is expected to fit, all run again
+    as they did.
 
     Args:
         nodes: its graphs, as they ran with the minimum.
@@ -43,12 +45,12 @@ def first_run_bytes(nodes: Sequence[Node], peak_bytes: int, beside_bytes: int = 
         beside_bytes: in use throughout, in addition to what was.
     """
     needed_bytes = peak_bytes = peak_bytes + beside_bytes
+    trained = [(node, node.step) for node in nodes if node.step is not None and node.step.trains]
+    expected = (least_bytes(step.graph, step.device, node.in_use_bytes + beside_bytes) for node, step in trained)
+    enough_bytes = max(peak_bytes, *expected) if trained else peak_bytes
     for _ in range(_ROUNDS):
         more_bytes = 0
-        for node in nodes:
-            step = node.step
-            if step is None or not step.trains:
-                continue
+        for node, step in trained:
             in_use_bytes = node.in_use_bytes + beside_bytes + more_bytes
             try:
                 share = first_share(step.graph, step.device, in_use_bytes, needed_bytes, keeps_little=True)
@@ -58,7 +60,7 @@ def first_run_bytes(nodes: Sequence[Node], peak_bytes: int, beside_bytes: int = 
         if peak_bytes + more_bytes <= needed_bytes:
             break
         needed_bytes = peak_bytes + more_bytes
-    return needed_bytes
+    return min(needed_bytes, enough_bytes)
 
 
 @dataclass(eq=False)
@@ -142,6 +144,7 @@ class KnownIteration:
     def plan(
         self,
         options: CompileOptions,
+        link: Link | None,
         static: StaticMemory,
         what: str,
         decided: Mapping[Node, Share],
@@ -152,6 +155,7 @@ class KnownIteration:
 
         Args:
             options: what the plans are to be.
+            link: over which saved tensors may be offloaded; None: they may not.
             static: of the models.
             what: as of `in_several_graphs`.
             decided: shares that some of its graphs have in the plan of another iteration.
@@ -168,10 +172,12 @@ class KnownIteration:
             return None
         to_come_bytes = max(0, static.state_bytes() - static.state_there_bytes())
         now = self.grown_bytes + self.learnt_bytes + to_come_bytes, self.held_bytes
-        around = Surroundings(options, *now)
+        around = Surroundings(options, *now, link=link)
         if measured.begin_bytes is None:
             whole = joined_step("", measured.parts, measured.passes)
-            around = Surroundings(options, self.learnt_bytes, persistent_bytes=static.bytes_beside(whole))
+            around = Surroundings(
+                options, self.learnt_bytes, persistent_bytes=static.bytes_beside(whole), link=link
+            )
         if self.refused is not None and self.refused[1] == now:
             raise self.refused[0].with_traceback(None)
         back = {run for run, phase in measured.passes if phase == "backward"}  # what others keep nothing for
@@ -188,14 +194,14 @@ class KnownIteration:
         if planned is None:
             return None
         made = zip(planned.plans, planned.runs, strict=True)
-        lines = in_several_graphs(options, what)
+        lines = in_several_graphs(options, what, leaves=link is not None)
         plans = tuple(described(plan, [self.nodes[run] for run in runs], lines, self.broken) for plan, runs in made)
         return replace(planned, plans=plans)
 
     def with_first_run(self, error: BudgetError) -> BudgetError:
         """The error with a minimum in which the iteration also runs before it is planned."""
         steps = [(node.step, node.in_use_bytes) for node in self.nodes if node.step is not None]
-        beside_bytes = self.grown_bytes + self.learnt_bytes
+        beside_bytes = max(0, self.grown_bytes - self.held_bytes) + self.learnt_bytes
         if self.first_bytes:
             first_bytes = first_run_bytes(self.nodes, self.first_bytes, beside_bytes)
         else:

@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from shoal.core.hardware import Hardware
+from shoal.core.hardware import Hardware, Link
 from shoal.core.joined_step import (
     STRETCH,
     Interval,
@@ -313,12 +313,14 @@ class Surroundings:
         more_bytes: in use throughout, in addition to what was when it was metered.
         held_bytes: of what is in use when it begins, what is freed before its first backward pass.
         persistent_bytes: in use throughout; None: as it was measured.
+        link: over which saved tensors may be offloaded; None: they may not.
     """
 
     options: CompileOptions
     more_bytes: int = 0
     held_bytes: int = 0
     persistent_bytes: int | None = None
+    link: Link | None = None
 
 
 @dataclass(frozen=True)
@@ -373,7 +375,7 @@ def plan_iteration(
         if is_whole and around.persistent_bytes is not None:
             begin_bytes = around.persistent_bytes
         static_bytes = max(0, begin_bytes + more_bytes - held_bytes)
-        graph = replace(with_held(bare, held_bytes), static_bytes=static_bytes)
+        graph = replace(with_held(bare, held_bytes), static_bytes=static_bytes, link=around.link)
 
         def planned(*, fixed: bool) -> Plan:
             made, own_shares = _planned(measured, graph, around.options, fixed=fixed, retains=iteration.again)

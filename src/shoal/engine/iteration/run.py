@@ -585,8 +585,9 @@ class Iterations(GraphSequence):
         """
         decided: dict[Node, Mapping[str, Residence]] = {}
         what = SEVERAL_MODELS if self._shared else A_MODEL
+        session, link = self.session, self.link_on(self.metering.device)
         for known in begun:
-            known.planned = known.plan(self.session.options, self.session.static, what, decided, fixed=fixed)
+            known.planned = known.plan(session.options, link, session.static, what, decided, fixed=fixed)
             known.has_run_planned = False
             known.to_meter = STEPS_TO_METER
             if known.planned is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from shoal.core.means import KERNEL_MEANS
 from shoal.engine.compile_options import WITHOUT_LINK, CompileOptions
 from shoal.engine.search.variants import Variants
@@ -28,22 +30,31 @@ def without_effect(variants: Variants, options: CompileOptions, *, leaves: bool,
         elif name in KERNEL_MEANS and not runs_here:
             reasons[name] = variants.why_not_elsewhere(name)
         elif name == "offload":
-            reasons[name] = "" if leaves else "device and host are one; offload_to= may name a folder"
-            if options.planner in WITHOUT_LINK:
-                reasons[name] = f"the planner {options.planner!r} offloads nothing"
+            reasons[name] = _why_not_offloaded(options, leaves=leaves)
         else:
             reasons[name] = variants.why_not(name)
-    return tuple(f"{name!r} is without effect: {reason}" for name, reason in reasons.items() if reason)
+    return _lines(reasons)
 
 
-def in_several_graphs(options: CompileOptions, what: str) -> tuple[str, ...]:
-    """The same if several graphs are planned as one step: nothing but what to recompute is looked for.
+def in_several_graphs(options: CompileOptions, what: str, *, leaves: bool) -> tuple[str, ...]:
+    """The same if several graphs are planned as one step: only what to recompute and what to offload is looked for.
 
     Args:
-        options: as for `without_effect`.
+        options, leaves: as for `without_effect`.
         what: is several graphs, `A_MODEL`, `CALLS` or `SEVERAL_MODELS`.
     """
-    return tuple(
-        f"{name!r} is without effect: {what} is planned only with recompute"
-        for name in sorted(options.named - {"recompute"})
-    )
+    named = sorted(options.named - {"recompute"})
+    reasons = dict.fromkeys(named, f"{what} is planned only with recompute and offload")
+    if "offload" in reasons:
+        reasons["offload"] = _why_not_offloaded(options, leaves=leaves)
+    return _lines(reasons)
+
+
+def _why_not_offloaded(options: CompileOptions, *, leaves: bool) -> str:
+    if options.planner in WITHOUT_LINK:
+        return f"the planner {options.planner!r} offloads nothing"
+    return "" if leaves else "device and host are one; offload_to= may name a folder"
+
+
+def _lines(reasons: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(f"{name!r} is without effect: {reason}" for name, reason in reasons.items() if reason)
