@@ -70,6 +70,19 @@ class Interval:
     end_bytes: int
 
 
+@dataclass(frozen=True)
+class EagerUse:
+    """What a stretch of eager code uses in addition to the parts' own storages.
+
+    Attributes:
+        held_bytes: from its beginning up to the next stretch, such as what eager ops save.
+        workspace_bytes: more than that, at most, while it runs.
+    """
+
+    held_bytes: int
+    workspace_bytes: int
+
+
 def label(part: int) -> str:
     """What the names of a part's ops and storages begin with."""
     return f"part{part}."
@@ -93,37 +106,53 @@ def joined_step(model: str, parts: Sequence[Part], passes: Sequence[Pass], stati
     return _Joining(parts, passes).step(model, static_bytes)
 
 
-def with_measured(graph: StepGraph, residences: Mapping[str, Residence], intervals: Sequence[Interval]) -> StepGraph:
-    """The step with what eager code uses: `graph` takes what was measured, where it was run under `residences`.
+def eager_use(
+    graph: StepGraph, residences: Mapping[str, Residence], intervals: Sequence[Interval]
+) -> tuple[EagerUse, ...]:
+    """What the stretches of eager code use, where the step was run under `residences` and took what was measured.
 
     What is in use in addition to the parts' own storages, such as what eager ops save, does not depend on the
-    residences.
+    residences, nor on how the parts compute their results.
 
     Args:
         graph: of `joined_step`.
         residences: under which it was measured.
         intervals: of the stretch before each pass, and of the pass, in order; one more of a stretch after the last.
     """
-    n_stretches = sum(map(_is_stretch, graph.ops))
-    if len(intervals) > 2 * n_stretches:
-        behind = Op(len(graph.ops), f"{STRETCH}{n_stretches}", STRETCH, "backward", "", (), (), recomputable=False)
-        graph = replace(graph, ops=(*graph.ops, behind))
+    graph = _with_stretches(graph, len(intervals[::2]))
     in_use = {
         moment.op: moment.total_bytes - moment.workspace_bytes
         for moment in simulate(graph, residences).moments
         if moment.phase != "recompute"
     }
+    found = []
+    for stretch, measured in zip(filter(_is_stretch, graph.ops), intervals[::2], strict=True):
+        held_bytes = max(0, measured.end_bytes - in_use[stretch.name])
+        found.append(EagerUse(held_bytes, max(0, measured.peak_bytes - in_use[stretch.name] - held_bytes)))
+    return tuple(found)
+
+
+def with_eager_use(graph: StepGraph, used: Sequence[EagerUse]) -> StepGraph:
+    """A step of `joined_step` with what its stretches of eager code use."""
+    graph = _with_stretches(graph, len(used))
     storages, ops = list(graph.storages), list(graph.ops)
     stretches = [op for op in ops if _is_stretch(op)]
     ends = [*(op.id - 1 for op in stretches[1:]), len(ops) - 1]
-    for stretch, end, measured in zip(stretches, ends, intervals[::2], strict=True):
+    for stretch, end, one in zip(stretches, ends, used, strict=True):
         kind: StorageKind = "activation" if stretch.phase == "forward" else "activation_gradient"
-        standing_bytes = max(0, measured.end_bytes - in_use[stretch.name])
-        workspace_bytes = max(0, measured.peak_bytes - in_use[stretch.name] - standing_bytes)
-        ops[stretch.id] = replace(ops[stretch.id], workspace_bytes=workspace_bytes)
-        if standing_bytes:
-            _hold(ops, storages, f"{stretch.name}_holds", standing_bytes, kind, stretch.id, end)
+        ops[stretch.id] = replace(ops[stretch.id], workspace_bytes=one.workspace_bytes)
+        if one.held_bytes:
+            _hold(ops, storages, f"{stretch.name}_holds", one.held_bytes, kind, stretch.id, end)
     return replace(graph, ops=tuple(ops), storages=tuple(storages))
+
+
+def _with_stretches(graph: StepGraph, count: int) -> StepGraph:
+    """The step with one more stretch of eager code after its last pass, if it is to have as many."""
+    n_stretches = sum(map(_is_stretch, graph.ops))
+    if count <= n_stretches:
+        return graph
+    behind = Op(len(graph.ops), f"{STRETCH}{n_stretches}", STRETCH, "backward", "", (), (), recomputable=False)
+    return replace(graph, ops=(*graph.ops, behind))
 
 
 def grown(measured: StepGraph, largest: StepGraph) -> StepGraph:
@@ -133,7 +162,7 @@ def grown(measured: StepGraph, largest: StepGraph) -> StepGraph:
     does, that shows when a larger call is metered.
 
     Args:
-        measured: of `with_measured`, with the sizes of the small call.
+        measured: of `with_eager_use`, with the sizes of the small call.
         largest: of `joined_step`, with the largest sizes.
     """
     before, after = {s.name: s.nbytes for s in measured.storages}, {s.name: s.nbytes for s in largest.storages}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ from torch import fx
 from torch._guards import CompileContext, TracingContext, tracing
 
 from shoal.capture.assigned_data import copy_assigned_data
-from shoal.capture.capture_step import InputPlaces
+from shoal.capture.capture_step import InputPlaces, joint_step
 from shoal.capture.captured import Captured
 from shoal.capture.graph_breaks import break_after
 from shoal.capture.pieces import choose_pieces, in_pieces
@@ -33,15 +34,20 @@ from shoal.cost.profile import profile_step
 from shoal.engine.backend import PlannedStep
 from shoal.engine.choose_variant import in_form
 from shoal.engine.iteration.first import fits_easily
+from shoal.engine.iteration.plan import GraphVariant
 from shoal.engine.iteration.record import Ports
 from shoal.engine.many_shapes import compile_for_shapes
 from shoal.engine.once_differentiable import once_differentiable
+from shoal.engine.search.variants import Variants
 from shoal.engine.session import Session
 from shoal.engine.step_planning import CompiledVariant
 from shoal.errors import BudgetError
 from shoal.lowlevel.constant_numbers import as_constants, constant_numbers, is_number
+from shoal.lowlevel.torch_state import autocast_state, autocasting
 from shoal.memory import reads
 from shoal.memory.limit import no_memory_limit
+
+log = logging.getLogger("shoal")
 
 
 @dataclass(eq=False)
@@ -54,6 +60,8 @@ class DynamoGraph:
     context: TracingContext | None
     broken: str
     constants: frozenset[str]
+    variants: Variants
+    autocast: Mapping[str, torch.dtype]
     steps: weakref.WeakSet[GraphStep] = field(default_factory=weakref.WeakSet)  # as it is compiled by now
 
 
@@ -65,6 +73,7 @@ class Node:
         part: None for where every sequence begins.
         before, after: the nodes around it. What follows a part may differ from step to step.
         share: its residences in the plan of the step; None before there is one.
+        chosen: the variant that the plan is for; None if it is the one in which the part was measured.
         pieces: its convolutions that are computed in pieces; None before it is compiled.
         step, run: the part as it is compiled for this place, or for another one that is alike; None before.
         in_use_bytes: what was in use when it ran first.
@@ -74,6 +83,7 @@ class Node:
     before: Node | None = None
     after: dict[DynamoGraph, Node] = field(default_factory=dict)
     share: Mapping[str, Residence] | None = None
+    chosen: GraphVariant | None = None
     pieces: tuple[Pieces, ...] | None = None
     step: GraphStep | None = None
     run: Callable[..., Any] | None = None
@@ -121,7 +131,9 @@ class GraphStep(PlannedStep):
 
     def _in_its_form(self, captured: Captured) -> tuple[CompiledVariant, Captured]:
         """Shrunk wherever there is a budget: how little room there is for a part is known when all have run."""
-        smaller = shrunk(captured) if self.session.status.budget_bytes else None
+        chosen = self.node.chosen
+        shrinks = chosen.variant.shrunk if chosen is not None else bool(self.session.status.budget_bytes)
+        smaller = shrunk(captured) if shrinks else None
         form = CompiledVariant(Variant(shrunk=smaller is not None))
         return form, in_form(self.session, smaller or captured, WHOLE)
 
@@ -143,7 +155,10 @@ class GraphStep(PlannedStep):
                 self.node.pieces = self.steps.pieces_of(captured, in_use_bytes)
             captured = in_pieces(captured, self.node.pieces)
             self.graph = replace(profile_step(captured, captured.device), link=self.steps.link_on(captured.device))
-            share = self.node.share
+            chosen, share = self.node.chosen, self.node.share
+            if chosen is not None and chosen.fingerprint != self.graph.fingerprint:
+                log.debug("%s: a graph is not what it was planned as; it keeps the minimum", self.session.name)
+                share = None
             if share is None:
                 if not self.steps.fits_easily(self.graph, in_use_bytes):
                     gc.collect()  # cycles of Dynamo's hold what functions were called with that it gave up in the midst
@@ -158,7 +173,9 @@ class GraphStep(PlannedStep):
         return {} if self._captured is None or not self._numbers else bytes_at(self._captured, self._numbers)
 
 
-def described(plan: Plan, nodes: Sequence[Node], without_effect: tuple[str, ...], broken: str = "") -> Plan:
+def described(
+    plan: Plan, nodes: Sequence[Node], without_effect: tuple[str, ...], broken: str = "", *, is_chosen: bool
+) -> Plan:
     """The plan with what is told of its graphs: their form, checkpointed regions, where the model breaks.
 
     Args:
@@ -166,12 +183,16 @@ def described(plan: Plan, nodes: Sequence[Node], without_effect: tuple[str, ...]
         nodes: the parts, in the order in which they run forward.
         without_effect: a line for each means that was allowed by name and that no plan of several graphs uses.
         broken: where Dynamo could not go on before it broke at the parts, where that is known.
+        is_chosen: whether its variant was chosen; if not, the parts stay as they are.
     """
     pieces = tuple(replace(cut, op=label(place) + cut.op) for place, n in enumerate(nodes) for cut in n.pieces or ())
     breaks = dict.fromkeys([broken, *(n.part.broken for n in nodes if n.part is not None)])
+    as_they_are = Variant(
+        pieces=pieces, shrunk=any(n.step is not None and n.step.form.variant.shrunk for n in nodes)
+    )
     return replace(
         plan,
-        variant=Variant(pieces=pieces, shrunk=any(n.step is not None and n.step.form.variant.shrunk for n in nodes)),
+        variant=plan.variant if is_chosen else as_they_are,
         breaks=tuple(filter(None, breaks)),
         checkpoints=sum(n.step.checkpoints for n in nodes if n.step is not None),
         without_effect=without_effect,
@@ -241,6 +262,19 @@ class GraphSequence(ABC):
             return ()
         return choose_pieces(captured, graph, means, lambda other: profile_step(other, other.device))
 
+    def captured(self, part: DynamoGraph, graph: fx.GraphModule) -> Captured:
+        """The step of a part, or of another variant of it, captured and not run."""
+        context = None if part.context is None else TracingContext(part.context.fake_mode)
+        with (
+            tracing(context),
+            as_constants(part.constants),
+            reads.paused(),
+            no_memory_limit(),
+            torch.enable_grad(),
+            autocasting(part.autocast),
+        ):
+            return joint_step(graph, part.inputs, part.places, name=self.session.name, keeps_as_written=False)
+
     def compile_graph(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """What runs a graph of Dynamo's, wherever in the sequence that comes."""
         self.session.status.captures += 1
@@ -251,7 +285,14 @@ class GraphSequence(ABC):
             for node, given in zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True)
         ]
         part = DynamoGraph(
-            gm, inputs, InputPlaces.of(gm), TracingContext.try_get(), break_after(gm), constant_numbers()
+            gm,
+            inputs,
+            InputPlaces.of(gm),
+            TracingContext.try_get(),
+            break_after(gm),
+            constant_numbers(),
+            Variants(gm, self.session.options.form_means),
+            autocast_state(example_inputs),
         )
         here = self.node.followed_by(part)  # what is captured runs next, and its guards are still open
 
@@ -315,7 +356,8 @@ class GraphSequence(ABC):
             no_memory_limit(),  # what is tried out on this machine is not part of a step
         ):
             session = self.session
-            compiled = step.compile(part.graph, part.inputs)
+            graph = part.graph if node.chosen is None else part.variants.graph(node.chosen.variant)
+            compiled = step.compile(graph, part.inputs)
             node.run = step.run = once_differentiable(compiled, lambda *given: session.metering.returned(*given))
         part.steps.add(step)
         if not step.trains:
@@ -328,7 +370,7 @@ class GraphSequence(ABC):
                 node.share = {}
                 return step
             pieces = step.node.pieces if node.pieces is None else node.pieces
-            if step.node.pieces != pieces:
+            if step.node.pieces != pieces or step.node.chosen != node.chosen:
                 continue
             share = node.share
             if share is None:

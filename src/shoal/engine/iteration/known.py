@@ -13,6 +13,7 @@ from shoal.engine.compile_options import CompileOptions
 from shoal.engine.iteration.first import first_share, least_bytes, waits_bytes
 from shoal.engine.iteration.graphs import Node, described
 from shoal.engine.iteration.plan import (
+    Choose,
     MeasuredIteration,
     PlannedIteration,
     Share,
@@ -150,6 +151,7 @@ class KnownIteration:
         decided: Mapping[Node, Share],
         *,
         fixed: bool,
+        choose: Choose | None = None,
     ) -> PlannedIteration | None:
         """Plan it for what is in use now.
 
@@ -160,6 +162,7 @@ class KnownIteration:
             what: as of `in_several_graphs`.
             decided: shares that some of its graphs have in the plan of another iteration.
             fixed: whether the graphs keep the shares under which they were measured.
+            choose: as of `plan_iteration`.
 
         Returns:
             The plans; None where it cannot be planned as one.
@@ -184,7 +187,9 @@ class KnownIteration:
         taken = {run: decided[node] for run, node in enumerate(self.nodes) if node in decided and run in back}
         shares = tuple(taken.get(run, share) for run, share in enumerate(measured.shares))
         try:
-            planned = plan_iteration(replace(measured, shares=shares), around, self.models, fixed=fixed or bool(taken))
+            planned = plan_iteration(
+                replace(measured, shares=shares), around, self.models, fixed=fixed or bool(taken), choose=choose
+            )
         except BudgetError as error:
             if taken:
                 raise
@@ -195,7 +200,10 @@ class KnownIteration:
             return None
         made = zip(planned.plans, planned.runs, strict=True)
         lines = in_several_graphs(options, what, leaves=link is not None)
-        plans = tuple(described(plan, [self.nodes[run] for run in runs], lines, self.broken) for plan, runs in made)
+        plans = tuple(
+            described(plan, [self.nodes[run] for run in runs], lines, self.broken, is_chosen=bool(planned.variants))
+            for plan, runs in made
+        )
         return replace(planned, plans=plans)
 
     def with_first_run(self, error: BudgetError) -> BudgetError:

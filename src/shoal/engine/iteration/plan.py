@@ -8,7 +8,7 @@ outer one is planned first, and what it holds there counts in the inner one's bu
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -18,16 +18,18 @@ from shoal.core.hardware import Hardware, Link
 from shoal.core.joined_step import (
     STRETCH,
     Interval,
+    EagerUse,
     Part,
     Pass,
     Place,
+    eager_use,
     grown,
     joined_residences,
     joined_step,
     residences_of,
     with_arguments,
+    with_eager_use,
     with_held,
-    with_measured,
 )
 from shoal.core.over_budget import over_budget
 from shoal.core.plan import Plan
@@ -36,9 +38,11 @@ from shoal.core.simulate import simulate
 from shoal.core.step import StepGraph
 from shoal.core.timeline import WAITS, Moment
 from shoal.core.validate_plan import check_own_plan
+from shoal.core.variant import Variant
 from shoal.cost.measure import measure
 from shoal.engine.compile_options import CompileOptions
 from shoal.engine.generator_states import counting_states, repeated
+from shoal.engine.iteration.record import Ports
 from shoal.engine.step_planning import allowed
 from shoal.errors import BudgetError
 from shoal.kernels.generator import state_bytes
@@ -109,7 +113,7 @@ class MeasuredStep:
     Attributes:
         parts, passes: as of `joined_step`.
         shares: residences of each graph.
-        intervals: as of `with_measured`.
+        intervals: as of `eager_use`.
         begin_bytes: in use when it began.
         device: where it runs.
         sizes: where the sizes of a graph vary: what its storages took when the step was metered, by name. Its graph has
@@ -160,13 +164,16 @@ class MeasuredStep:
         """The joined step, of the sizes with which it was metered, without what eager code uses."""
         return with_arguments(joined_step("", self._as_metered(), self.passes), self.eager_argument_bytes)
 
-    def graph(self, model: str) -> StepGraph:
-        """The step, with what eager code was measured to use. Its static memory is not known here."""
-        bare = replace(self.bare(), model=model)
+    def eager_use(self) -> tuple[EagerUse, ...]:
+        """What eager code was measured to use."""
+        bare = self.bare()
         as_measured = replace(bare, static_bytes=max(0, self.begin_bytes - bare.resident_bytes))
-        measured = with_measured(as_measured, self.residences, self.intervals_without_states())
-        largest = joined_step(model, self.parts, self.passes)
-        return replace(grown(measured, largest) if any(self.sizes) else measured, static_bytes=0)
+        return eager_use(as_measured, self.residences, self.intervals_without_states())
+
+    def graph(self, model: str, used: Sequence[EagerUse]) -> StepGraph:
+        """The step, with what eager code uses. Its static memory is not known here."""
+        step = with_eager_use(replace(self.bare(), model=model), used)
+        return grown(step, joined_step(model, self.parts, self.passes)) if any(self.sizes) else step
 
     def in_use_before(self, graph: StepGraph, residences: Share, place: int) -> int:
         """Bytes in use when the eager interval before a pass ends."""
@@ -216,6 +223,7 @@ class MeasuredIteration:
         device: where it runs.
         sizes, eager_argument_bytes: as of `MeasuredStep`.
         again: whether backward passes run a second time, as with retain_graph=True: what they read is kept meanwhile.
+        ports: which of their storages the graphs are given and return.
     """
 
     parts: tuple[Part, ...]
@@ -227,6 +235,7 @@ class MeasuredIteration:
     sizes: tuple[Mapping[str, int], ...] = ()
     eager_argument_bytes: int = 0
     again: bool = False
+    ports: tuple[Ports, ...] = ()
 
     def with_more_before(self, place: int, more_bytes: int) -> MeasuredIteration:
         """The same with that many more bytes in use, at its peak, in the eager interval before a pass."""
@@ -324,17 +333,64 @@ class Surroundings:
 
 
 @dataclass(frozen=True)
+class VariantPlanning:
+    """How an iteration is planned in whatever variant its graphs are computed.
+
+    Attributes:
+        parts, ports: of its graphs as they were measured, by number.
+        graph: the step of all graphs, with others in place of those that were measured.
+        plan: its plan, by the planner given or that of the options, and the share of each graph.
+    """
+
+    parts: tuple[Part, ...]
+    ports: tuple[Ports, ...]
+    graph: Callable[[tuple[Part, ...]], StepGraph]
+    plan: Callable[[tuple[Part, ...], Planner | None], PlannedParts]
+
+
+@dataclass(frozen=True)
+class GraphVariant:
+    """In which variant a graph of an iteration is computed.
+
+    Attributes:
+        variant: of the graph.
+        fingerprint: of its step in that variant.
+    """
+
+    variant: Variant
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class PlannedParts:
+    """The plan of a step of several graphs.
+
+    Attributes:
+        plan: of all.
+        shares: that each graph has in it. variants: how each is computed; none as they were measured.
+    """
+
+    plan: Plan
+    shares: tuple[Share, ...]
+    variants: tuple[GraphVariant, ...] = ()
+
+
+Choose = Callable[[VariantPlanning], PlannedParts]  # plans an iteration in the best variant of it
+
+
+@dataclass(frozen=True)
 class PlannedIteration:
     """The plans of an iteration.
 
     Attributes:
         plans: of each step, the outermost first. runs: the graphs of each, by number.
-        shares: residences of each graph.
+        shares: residences of each graph. variants: how each is computed; none as they were measured.
     """
 
     plans: tuple[Plan, ...]
     runs: tuple[tuple[int, ...], ...]
     shares: tuple[Share, ...]
+    variants: tuple[GraphVariant, ...] = ()
 
     @property
     def predicted_peak_bytes(self) -> int:
@@ -343,7 +399,12 @@ class PlannedIteration:
 
 
 def plan_iteration(
-    iteration: MeasuredIteration, around: Surroundings, models: Sequence[str], *, fixed: bool
+    iteration: MeasuredIteration,
+    around: Surroundings,
+    models: Sequence[str],
+    *,
+    fixed: bool,
+    choose: Choose | None = None,
 ) -> PlannedIteration | None:
     """Plan all steps of an iteration.
 
@@ -352,6 +413,7 @@ def plan_iteration(
         around: what it is planned for.
         models: whose each graph is.
         fixed: whether the graphs keep the shares under which they were measured.
+        choose: plans it in the best variant, if it is one step and its sizes do not vary; None: as it was measured.
 
     Returns:
         The plans; None where the iteration is no step with steps inside.
@@ -364,24 +426,37 @@ def plan_iteration(
         return None
     plans: list[Plan] = []
     runs: list[tuple[int, ...]] = []
-    shares = list(iteration.shares)
+    shares, variants = list(iteration.shares), dict[int, GraphVariant]()
 
     def plan(step: InOrder, more_bytes: int, held_bytes: int, *, is_whole: bool) -> None:
         measured = iteration.measured(step, whole=is_whole)
         own = iteration.runs_of(step)
         name = " and ".join(dict.fromkeys(models[run] for run in own))
-        bare = measured.graph(name)
+        used = measured.eager_use()
+        bare = measured.graph(name, used)
         begin_bytes = max(0, measured.begin_bytes - bare.resident_bytes)
         if is_whole and around.persistent_bytes is not None:
             begin_bytes = around.persistent_bytes
         static_bytes = max(0, begin_bytes + more_bytes - held_bytes)
-        graph = replace(with_held(bare, held_bytes), static_bytes=static_bytes, link=around.link)
+
+        def graph(parts: tuple[Part, ...]) -> StepGraph:
+            bare = replace(measured, parts=parts).graph(name, used)
+            return replace(with_held(bare, held_bytes), static_bytes=static_bytes, link=around.link)
+
+        def planned_with(parts: tuple[Part, ...], planner: Planner | None = None, *, fixed: bool) -> PlannedParts:
+            step = replace(measured, parts=parts)
+            return _planned(step, graph(parts), around.options, planner, fixed=fixed, retains=iteration.again)
 
         def planned(*, fixed: bool) -> Plan:
-            made, own_shares = _planned(measured, graph, around.options, fixed=fixed, retains=iteration.again)
-            for run, share in zip(own, own_shares, strict=True):
+            if choose is not None and not (fixed or step.inner or any(measured.sizes)):
+                ports = tuple(iteration.ports[run] for run in own)
+                made = choose(VariantPlanning(measured.parts, ports, graph, partial(planned_with, fixed=False)))
+            else:
+                made = planned_with(measured.parts, fixed=fixed)
+            for run, share in zip(own, made.shares, strict=True):
                 shares[run] = share
-            return made
+            variants.update(zip(own, made.variants, strict=False))
+            return made.plan
 
         try:
             made = planned(fixed=fixed)
@@ -399,17 +474,25 @@ def plan_iteration(
             plan(inner, now_bytes - before_bytes, 0, is_whole=False)
 
     plan(whole, around.more_bytes, around.held_bytes, is_whole=True)
-    return PlannedIteration(tuple(plans), tuple(runs), tuple(shares))
+    in_order_of_runs = tuple(variants[run] for run in sorted(variants))
+    return PlannedIteration(tuple(plans), tuple(runs), tuple(shares), in_order_of_runs)
 
 
 def _planned(
-    measured: MeasuredStep, graph: StepGraph, options: CompileOptions, *, fixed: bool, retains: bool
-) -> tuple[Plan, tuple[Share, ...]]:
+    measured: MeasuredStep,
+    graph: StepGraph,
+    options: CompileOptions,
+    planner: Planner | None = None,
+    *,
+    fixed: bool,
+    retains: bool,
+) -> PlannedParts:
     """The plan of a step of several graphs, and the share that each has in it.
 
     Args:
         measured, graph: the step, and with what is in use around it.
         options: what the plan is to be.
+        planner: what makes it; None: what the options say.
         fixed: as of `plan_iteration`.
         retains: whether what backward passes read is kept for another backward pass.
 
@@ -419,8 +502,9 @@ def _planned(
     started = time.perf_counter()
     hardware, budget_bytes = measure(measured.device), options.budget_bytes or 0
     each_state_bytes = state_bytes(measured.device)
-    planner: Planner
-    if fixed:
+    if planner is not None:
+        pass
+    elif fixed:
         planner = counting_states(partial(_as_measured, measured.residences), each_state_bytes)
     elif options.budget_bytes is None:
         planner = planner_called("keep_all")
@@ -451,7 +535,9 @@ def _planned(
     check_own_plan(plan.captured_graph, plan.graph, plan.residences, budget_bytes)
     plan = replace(plan, planning_seconds=time.perf_counter() - started, options=options.to_json())
     back = measured.has_backward
-    return plan, tuple(share if part in back else measured.shares[part] for part, share in enumerate(shares))
+    return PlannedParts(
+        plan, tuple(share if part in back else measured.shares[part] for part, share in enumerate(shares))
+    )
 
 
 def _retained_bytes(graph: StepGraph, residences: Share) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import fx
@@ -18,8 +18,7 @@ from shoal.engine.metering import Metered
 from shoal.memory.step_meter import WeakStorage
 
 
-@dataclass(frozen=True)
-class Ports:
+class Ports(NamedTuple):
     """Which storages of a part's step its graphs are given and return, by place; -1 for what is none.
 
     Attributes:

@@ -36,8 +36,9 @@ from shoal.engine.iteration.first import first_share, least_bytes, minimum_share
 from shoal.engine.iteration.graphs import GraphSequence, GraphStep, Node
 from shoal.engine.iteration.known import FIRST_RUN, KnownIteration, first_run_bytes
 from shoal.engine.iteration.meter import Iteration, IterationMetering
-from shoal.engine.iteration.plan import MeasuredIteration
+from shoal.engine.iteration.plan import Choose, MeasuredIteration
 from shoal.engine.iteration.record import MeteredGraph
+from shoal.engine.iteration.variants import plan_best_variant
 from shoal.engine.optimizer_steps import watch
 from shoal.engine.overlapping import waiting_bytes
 from shoal.engine.refusal_hints import with_reserve
@@ -519,6 +520,7 @@ class Iterations(GraphSequence):
             steps[0].device,
             tuple(run.sizes for run in record.runs),
             record.eager_argument_bytes if measures else 0,
+            ports=tuple(step.ports for step in steps),
         )
         return known
 
@@ -587,7 +589,10 @@ class Iterations(GraphSequence):
         what = SEVERAL_MODELS if self._shared else A_MODEL
         session, link = self.session, self.link_on(self.metering.device)
         for known in begun:
-            known.planned = known.plan(session.options, link, session.static, what, decided, fixed=fixed)
+            choose = self._choose_for(known) if len(begun) == 1 else None
+            known.planned = known.plan(
+                session.options, link, session.static, what, decided, fixed=fixed, choose=choose
+            )
             known.has_run_planned = False
             known.to_meter = STEPS_TO_METER
             if known.planned is not None:
@@ -597,7 +602,19 @@ class Iterations(GraphSequence):
                 shares = self._keep_as_it_ran(known)
             for node, share in zip(known.nodes, shares, strict=True):
                 decided.setdefault(node, share)
+            variants = known.planned.variants if known.planned is not None else ()
+            for node, chosen in zip(known.nodes, variants, strict=False):
+                if node.chosen != chosen:
+                    node.chosen, node.pieces, node.run = chosen, chosen.variant.pieces, None
         return decided
+
+    def _choose_for(self, known: KnownIteration) -> Choose | None:
+        """What plans an iteration in its best variant; None if it stays as it was measured."""
+        session, budget_bytes = self.session, self._budget_bytes
+        graphs = [node.part for node in known.nodes if node.part is not None]
+        if budget_bytes is None or session.static.is_sharded or len(graphs) != len(known.nodes):
+            return None
+        return lambda planning: plan_best_variant(planning, graphs, self, budget_bytes)
 
     def _keep_as_it_ran(self, known: KnownIteration) -> list[Mapping[str, Residence]]:
         """The shares of an iteration that cannot be planned as one: everything is kept if all of it fits in any
