@@ -5,6 +5,7 @@ PyTorch does not guarantee these names; 2.12 to 2.15 have them, and `tests/lowle
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
@@ -56,7 +57,35 @@ def backward_pass() -> int | None:
     ([True], None)
     """
     number: int = torch._C._current_graph_task_id()
-    return None if number == -1 else number
+    return None if number in (-1, _left.number) else number
+
+
+class _LeftBackward(threading.local):
+    number = -1  # of the backward pass that `outside_backward` was entered in
+
+
+_left = _LeftBackward()
+
+
+@contextmanager
+def outside_backward() -> Iterator[None]:
+    """Let code that runs at the end of a backward pass, such as a capture, be taken for code outside of it.
+
+    >>> seen = []
+    >>> def look(gradient):
+    ...     with outside_backward():
+    ...         seen.append(backward_pass())
+    >>> x = torch.ones(2, requires_grad=True)
+    >>> _ = x.register_hook(look)
+    >>> x.sum().backward()
+    >>> seen
+    [None]
+    """
+    before, _left.number = _left.number, torch._C._current_graph_task_id()
+    try:
+        yield
+    finally:
+        _left.number = before
 
 
 def call_at_end_of_backward(callback: Callable[[], None]) -> None:

@@ -43,7 +43,7 @@ from shoal.engine.session import Session
 from shoal.engine.step_planning import CompiledVariant
 from shoal.errors import BudgetError
 from shoal.lowlevel.constant_numbers import as_constants, constant_numbers, is_number
-from shoal.lowlevel.torch_state import autocast_state, autocasting
+from shoal.lowlevel.torch_state import autocast_state, autocasting, outside_backward
 from shoal.memory import reads
 from shoal.memory.limit import no_memory_limit
 
@@ -271,6 +271,7 @@ class GraphSequence(ABC):
             reads.paused(),
             no_memory_limit(),
             torch.enable_grad(),
+            outside_backward(),
             autocasting(part.autocast),
         ):
             return joint_step(graph, part.inputs, part.places, name=self.session.name, keeps_as_written=False)
