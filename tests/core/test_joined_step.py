@@ -16,13 +16,14 @@ from shoal.core.joined_step import (
     Pass,
     are_in_order,
     crossing,
+    eager_use,
     grown,
     joined_residences,
     joined_step,
     residences_of,
     with_arguments,
+    with_eager_use,
     with_held,
-    with_measured,
 )
 from shoal.core.residence import Recompute
 from shoal.core.simulate import simulate
@@ -194,7 +195,7 @@ def test_what_was_measured_is_what_the_step_takes(measured: list[tuple[int, int]
     for place, (more, peak) in enumerate(measured):
         least = in_use[stretches[place // 2]]
         intervals.append(Interval(least + more + peak, least + more))
-    step = with_measured(bare, residences, intervals)
+    step = with_eager_use(bare, eager_use(bare, residences, intervals))
     check_step(step)
     check_plan(step, residences)
     found = {m.op: m.total_bytes for m in simulate(step, residences).moments if m.phase != "recompute"}
@@ -214,7 +215,7 @@ def test_what_eager_code_takes_grows_with_what_it_is_given(growth: int, more: in
     least = {m.op: m.total_bytes for m in simulate(small, {}).moments}
     stretches = [op.name for op in small.ops if op.target in (STRETCH, "loss")]
     intervals = [Interval(least[name] + 2 * more, least[name] + more) for name in stretches for _ in range(2)]
-    step = grown(with_measured(small, {}, intervals), large)
+    step = grown(with_eager_use(small, eager_use(small, {}, intervals)), large)
     check_step(step)
     held, taken = step.storage_called.get("eager0_holds"), next(op for op in step.ops if op.name == "eager0")
     assert (held.nbytes if held else 0) == taken.workspace_bytes == growth * more

@@ -17,10 +17,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import shoal
-from shoal.errors import BudgetError, InputError
+from shoal.errors import BudgetError, CaptureError, InputError
 from shoal.memory.limit import memory_limit
 from shoal.memory.storage_bytes import distinct_bytes
-from tests.engine.training_laws import costs_that_do_not_matter, needs_compiler
+from tests.engine.several_graphs import Chain, breaks
+from tests.engine.training_laws import costs_that_do_not_matter, images, needs_compiler
 from tests.raising import raising
 
 Models = Sequence[nn.Module]
@@ -240,7 +241,7 @@ def test_what_cannot_be_is_refused_in_one_line() -> None:
             options=shoal.Options(codec="linear"),
         ),
         lambda: shoal.compile(
-            pair()[0], budget=shared, offload_to="host", options=shoal.Options(strict=True, host_budget=3)
+            pair()[0], budget=shared, offload_to="host", options=shoal.Options(cuda_graphs=True, host_budget=3)
         ),
         lambda: shoal.compile(
             pair()[0],
@@ -346,3 +347,40 @@ def test_what_is_shown_and_that_nothing_keeps_the_models_alive() -> None:
     gc.collect()
     assert [one() for one in left] == [None, None]
     assert not shared.models
+
+
+def test_of_models_that_share_a_budget_one_may_have_to_be_one_graph() -> None:
+    shared = shoal.Budget("1MiB")
+    loose, strict = Chain(breaks), Chain(breaks)
+    shoal.compile(loose, budget=shared)
+    shoal.compile(strict, budget=shared, options=shoal.Options(strict=True))
+    (batch,) = images(1, 2, 3, 16, 16)
+    loose(batch).sum().backward()
+    with raising(CaptureError, "graph_break"):
+        strict(batch)
+
+
+def test_models_that_share_a_budget_offload_inside_it() -> None:
+    def train(models: Sequence[nn.Module], loss: Callable[..., torch.Tensor], steps: int = 4) -> list[torch.Tensor]:
+        (batch,) = images(1, 4, 3, 32, 32)
+        for _ in range(steps):
+            for model in models:
+                model.zero_grad()
+            loss(*(model(batch) for model in models)).backward()
+        return [p.grad for model in models for p in model.parameters() if p.grad is not None]
+
+    def sigmoids() -> nn.Module:
+        layers = [one for n in (3, 16, 16, 16) for one in (nn.Conv2d(n, 16, 3, padding=1), nn.Sigmoid())]
+        return nn.Sequential(*layers)
+
+    torch.manual_seed(0)
+    plain = sigmoids(), sigmoids()
+    shared, models = shoal.Budget("3MiB"), copy.deepcopy(plain)
+    for model in models:
+        shoal.compile(model, budget=shared, offload_to="host", allow="offload")
+    found = train(models, F.mse_loss)
+    assert shared.status is not None and shared.predicted_peak_bytes is not None
+    assert shared.status.plans[-1].offloaded
+    assert shared.peak_bytes == pytest.approx(shared.predicted_peak_bytes, rel=0.02)
+    assert shared.peak_bytes <= 3 * 2**20
+    assert all(map(torch.equal, found, train(plain, F.mse_loss)))

@@ -283,7 +283,8 @@ class _Joining:
             self._run(number, phase)
         if first_backward is None:
             self._add_op("loss", "loss", "loss", (), ())
-        return StepGraph(model, tuple(self._ops), tuple(self._storages), static_bytes)
+        link = next((part.graph.link for part in self._parts), None)
+        return StepGraph(model, tuple(self._ops), tuple(self._storages), static_bytes, link=link)
 
     def _origin(self, place: Place) -> Place:
         seen = {place}

@@ -42,7 +42,6 @@ from shoal.engine.model_refusals import reject_compiled, reject_hopeless
 from shoal.engine.options import Options, options_of
 from shoal.engine.repair import run_again_where_repaired
 from shoal.engine.reserved_budget import grow_segments
-from shoal.engine.search.without_effect import A_MODEL, CALLS, in_several_graphs
 from shoal.engine.session import CallsBefore, Session
 from shoal.engine.set_up import SetUp
 from shoal.engine.shared_budget import Budget
@@ -315,9 +314,6 @@ class _Caller(ModelCall):
         models: weakref.WeakValueDictionary[str, nn.Module] = weakref.WeakValueDictionary({session.name: model})
         if before is not None:
             log.info("%s: a call is given what one before it returned: calls are planned together", session.name)
-            session.say_without_effect(
-                in_several_graphs(session.options, CALLS, leaves=session.offloading is not None)
-            )
         return Iterations(session, device, models, shared=False, broken=broken, before=before)
 
     def _begin_in_parts(
@@ -360,7 +356,6 @@ class _Caller(ModelCall):
             why.reason,
             why.place,
         )
-        session.say_without_effect(in_several_graphs(session.options, A_MODEL, leaves=session.offloading is not None))
 
     def _is_set_up(self) -> bool:
         """Whether the first call, at which the model broke, has set it up, so that the next may be one graph."""

@@ -31,7 +31,6 @@ from shoal.engine.compile_options import CompileOptions
 from shoal.engine.iteration.run import Iterations
 from shoal.engine.model_call import ModelCall, raise_as_plain, reject_function_transforms
 from shoal.engine.options import Options
-from shoal.engine.search.without_effect import SEVERAL_MODELS, in_several_graphs
 from shoal.engine.session import Session
 from shoal.engine.status import Status
 from shoal.errors import InputError, brief
@@ -44,6 +43,7 @@ from shoal.offload.policy import AUTO
 
 log = logging.getLogger("shoal")
 _SHARED = ("planner", "kernels", "host_budget", "rehearse")  # the options that all models of a budget have in common
+_OF_EACH = ("strict",)  # those of one model
 _ALONE = "has a budget of its own: give shoal.compile(model, budget=) bytes for it"
 
 
@@ -146,7 +146,7 @@ class Budget:
         self._reject_another_process()
         if isinstance(model, DistributedDataParallel):
             raise InputError(f"a model in DistributedDataParallel {_ALONE}")
-        of_one_model = [name for name in asked.given if name not in _SHARED]
+        of_one_model = [name for name in asked.given if name not in _SHARED + _OF_EACH]
         if of_one_model:
             raise InputError(f"{', '.join(of_one_model)}: not for models that share a shoal.Budget; leave it out")
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -157,13 +157,11 @@ class Budget:
         options = CompileOptions.of(budget=known_bytes, allow=allow, offload_to=offload_to, options=asked)
         if steps is not None and (options != self._options or device != self._device):
             raise InputError(
-                f"all models of a shoal.Budget have the same planner=, allow=, kernels= and offload_to=, on one device: "
+                "all models of a shoal.Budget have the same planner=, allow=, kernels= and offload_to=, on one device: "
                 f"got {_words(options, device)} where the others have {_words(self._options or options, self._device)}"
             )
         if steps is None:
-            leaves = options.offloading(device.type)
-            session = Session(Status(known_bytes), options, offloading=leaves)
-            session.say_without_effect(in_several_graphs(options, SEVERAL_MODELS, leaves=leaves is not None))
+            session = Session(Status(known_bytes), options, offloading=options.offloading(device.type))
             steps = Iterations(session, device, self._models, shared=True)
             steps.metering.open()
             weakref.finalize(self, steps.close)
@@ -182,7 +180,7 @@ class Budget:
                 " and ".join(other for other in self._models if other != named),
             )
             steps.meter_again()
-        SharedCall(model, self, steps, named).install(model, status=session.status)
+        SharedCall(model, self, steps, named, strict=asked.strict).install(model, status=session.status)
 
     def _reject_hopeless(self, name: str, model: nn.Module, optimizer: Declared | None) -> None:
         budget_bytes = self.budget_bytes or 0
@@ -240,13 +238,15 @@ class SharedCall(ModelCall):
         budget: it shares.
         steps: of all models of the budget.
         name: the model's.
+        strict: whether it must be one graph.
     """
 
-    def __init__(self, model: nn.Module, budget: Budget, steps: Iterations, name: str) -> None:
+    def __init__(self, model: nn.Module, budget: Budget, steps: Iterations, name: str, *, strict: bool) -> None:
         super().__init__(model)
         self.budget = budget  # lives as long as a model that shares it
         self.name = name
         self._steps = steps
+        self._strict = strict
         self._captured: dict[Any, Callable[..., Any]] = {}
         self._logging: Collection[Callable[..., Any]] = ()
 
@@ -282,7 +282,7 @@ class SharedCall(ModelCall):
             admit_cumulative_norms(self.model)
         try:
             with settings(self._logging), one_graph():
-                return self._steps.call(self.name, self._captured, kind, args, kwargs)
+                return self._steps.call(self.name, self._captured, kind, args, kwargs, strict=self._strict)
         except ModelRaised as failure:
             raised = failure
         raise_as_plain(self.model, raised, args, kwargs)

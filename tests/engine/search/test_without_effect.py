@@ -103,20 +103,25 @@ def test_a_compiled_model_says_it_once_and_its_plan_too(caplog: pytest.LogCaptur
     assert list(saved.without_effect) == lines(caplog)
 
 
-def test_several_graphs_are_planned_without_forms(caplog: pytest.LogCaptureFixture) -> None:
-    model = shoal.compile(Breaking(), "1MiB", allow="fuse, recompute")
-    model(torch.randn(8, 16)).sum().backward()
-    shoal.compile(plain_layers(), shoal.Budget("1MiB"), allow="offload, recompute")
+def test_several_graphs_say_it_too_when_they_are_planned(caplog: pytest.LogCaptureFixture) -> None:
+    model = shoal.compile(Breaking(), "1MiB", allow="fuse, order, recompute")
+    for _ in range(2):
+        model(torch.randn(8, 16)).sum().backward()
+    shared = shoal.compile(plain_layers(), shoal.Budget("1MiB"), allow="encode, offload, recompute")
+    for _ in range(3):  # the first that adds to gradients is measured by itself
+        shared(torch.randn(8, 16)).sum().backward()
     assert lines(caplog) == [
-        "'fuse' is without effect: a model of several graphs is planned only with recompute",
-        "'offload' is without effect: an iteration of several models is planned only with recompute",
+        "'fuse' is without effect: there is no batch norm",
+        "'order' is without effect: a model of several graphs is planned without it",
+        "'encode' is without effect: an iteration of several models is planned without it",
+        "'offload' is without effect: device and host are one; offload_to= may name a folder",
     ]
 
 
-def test_several_graphs_offload_nothing_though_it_was_asked_for(caplog: pytest.LogCaptureFixture) -> None:
-    model = shoal.compile(Breaking(), "1MiB", offload_to="host")
+def test_a_planner_of_several_graphs_may_offload_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    model = shoal.compile(Breaking(), "1MiB", offload_to="host", options=shoal.Options(planner="chain"))
     model(torch.randn(8, 16)).sum().backward()
-    said = "'offload' is without effect: a model of several graphs is planned only with recompute"
+    said = "'offload' is without effect: the planner 'chain' offloads nothing"
     assert lines(caplog) == [said]
     assert model.shoal.plan.without_effect == (said,)
     assert said in str(model.shoal) and said in model.shoal.plan.explain()

@@ -57,12 +57,12 @@ def first_share(
     """
     if not keeps_little and fits_easily(graph, in_use_bytes, budget_bytes):
         return {}
-    try:
+    if graph.link is None or not any(op.recomputable for op in graph.ops):
+        return _little_share(graph, device, in_use_bytes, budget_bytes, who)
+    try:  # to take memory of the host takes long, and the plan may not need it
         return _little_share(replace(graph, link=None), device, in_use_bytes, budget_bytes, who)
     except BudgetError:
-        if graph.link is None:
-            raise
-        return _little_share(graph, device, in_use_bytes, budget_bytes, who)  # slower, for the first iteration only
+        return _little_share(graph, device, in_use_bytes, budget_bytes, who)
 
 
 def _little_share(

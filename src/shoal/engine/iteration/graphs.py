@@ -21,7 +21,6 @@ from shoal.capture.graph_breaks import break_after
 from shoal.capture.pieces import choose_pieces, in_pieces
 from shoal.capture.shrunk import shrunk
 from shoal.capture.varying_sizes import SizesSeen, bytes_at, make_static, shape_of
-from shoal.core.hardware import Link
 from shoal.core.joined_step import label
 from shoal.core.means import KERNEL_MEANS
 from shoal.core.plan import Plan
@@ -33,6 +32,7 @@ from shoal.cost.measure_links import link_to
 from shoal.cost.profile import profile_step
 from shoal.engine.backend import PlannedStep
 from shoal.engine.choose_variant import in_form
+from shoal.engine.compile_options import WITHOUT_LINK
 from shoal.engine.iteration.first import fits_easily
 from shoal.engine.iteration.plan import GraphVariant
 from shoal.engine.iteration.record import Ports
@@ -40,7 +40,7 @@ from shoal.engine.many_shapes import compile_for_shapes
 from shoal.engine.once_differentiable import once_differentiable
 from shoal.engine.search.variants import Variants
 from shoal.engine.session import Session
-from shoal.engine.step_planning import CompiledVariant
+from shoal.engine.step_planning import CompiledVariant, limited_step
 from shoal.errors import BudgetError
 from shoal.lowlevel.constant_numbers import as_constants, constant_numbers, is_number
 from shoal.lowlevel.torch_state import autocast_state, autocasting, outside_backward
@@ -154,7 +154,7 @@ class GraphStep(PlannedStep):
             if self.node.pieces is None:
                 self.node.pieces = self.steps.pieces_of(captured, in_use_bytes)
             captured = in_pieces(captured, self.node.pieces)
-            self.graph = replace(profile_step(captured, captured.device), link=self.steps.link_on(captured.device))
+            self.graph = self.steps.costed(captured)
             chosen, share = self.node.chosen, self.node.share
             if chosen is not None and chosen.fingerprint != self.graph.fingerprint:
                 log.debug("%s: a graph is not what it was planned as; it keeps the minimum", self.session.name)
@@ -187,9 +187,7 @@ def described(
     """
     pieces = tuple(replace(cut, op=label(place) + cut.op) for place, n in enumerate(nodes) for cut in n.pieces or ())
     breaks = dict.fromkeys([broken, *(n.part.broken for n in nodes if n.part is not None)])
-    as_they_are = Variant(
-        pieces=pieces, shrunk=any(n.step is not None and n.step.form.variant.shrunk for n in nodes)
-    )
+    as_they_are = Variant(pieces=pieces, shrunk=any(n.step is not None and n.step.form.variant.shrunk for n in nodes))
     return replace(
         plan,
         variant=plan.variant if is_chosen else as_they_are,
@@ -218,13 +216,13 @@ class GraphSequence(ABC):
         self.sizes_vary = False
         self._sizes: dict[Any, SizesSeen] = {}
 
-    def link_on(self, device: torch.device) -> Link | None:
-        """The link over which saved tensors may be offloaded; None if they may not."""
-        offloading = self.session.offloading
-        if offloading is None or "offload" not in self.session.options.means:
-            return None
+    def costed(self, captured: Captured) -> StepGraph:
+        """The step of a part, profiled here, as far as it may be recomputed and offloaded."""
+        options, offloading, link = self.session.options, self.session.offloading, None
         with no_memory_limit():
-            return link_to(offloading, device)
+            if offloading is not None and options.planner not in WITHOUT_LINK:
+                link = link_to(offloading, captured.device)
+            return limited_step(options.means, replace(profile_step(captured, captured.device), link=link))
 
     @abstractmethod
     def in_use_bytes(self) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from shoal.core.hardware import Link
 from shoal.core.joined_step import joined_step
 from shoal.core.over_budget import over_budget
 from shoal.core.sizes import format_bytes
@@ -145,7 +144,6 @@ class KnownIteration:
     def plan(
         self,
         options: CompileOptions,
-        link: Link | None,
         static: StaticMemory,
         what: str,
         decided: Mapping[Node, Share],
@@ -157,7 +155,6 @@ class KnownIteration:
 
         Args:
             options: what the plans are to be.
-            link: over which saved tensors may be offloaded; None: they may not.
             static: of the models.
             what: as of `in_several_graphs`.
             decided: shares that some of its graphs have in the plan of another iteration.
@@ -175,12 +172,10 @@ class KnownIteration:
             return None
         to_come_bytes = max(0, static.state_bytes() - static.state_there_bytes())
         now = self.grown_bytes + self.learnt_bytes + to_come_bytes, self.held_bytes
-        around = Surroundings(options, *now, link=link)
+        around = Surroundings(options, *now)
         if measured.begin_bytes is None:
             whole = joined_step("", measured.parts, measured.passes)
-            around = Surroundings(
-                options, self.learnt_bytes, persistent_bytes=static.bytes_beside(whole), link=link
-            )
+            around = Surroundings(options, self.learnt_bytes, persistent_bytes=static.bytes_beside(whole))
         if self.refused is not None and self.refused[1] == now:
             raise self.refused[0].with_traceback(None)
         back = {run for run, phase in measured.passes if phase == "backward"}  # what others keep nothing for
@@ -199,7 +194,14 @@ class KnownIteration:
         if planned is None:
             return None
         made = zip(planned.plans, planned.runs, strict=True)
-        lines = in_several_graphs(options, what, leaves=link is not None)
+        graphs = dict.fromkeys(node.part for node in self.nodes if node.part is not None)
+        lines = in_several_graphs(
+            [graph.variants for graph in graphs],
+            options,
+            what,
+            leaves=any(part.graph.link is not None for part in measured.parts),
+            may_vary=bool(planned.variants),
+        )
         plans = tuple(
             described(plan, [self.nodes[run] for run in runs], lines, self.broken, is_chosen=bool(planned.variants))
             for plan, runs in made

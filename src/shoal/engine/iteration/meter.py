@@ -147,11 +147,6 @@ class IterationMetering(Metering):
             self._takes_the_counter()
 
     @property
-    def device(self) -> torch.device:
-        """Where they run."""
-        return self._running.device
-
-    @property
     def measures(self) -> bool:
         """Whether what is in use is measured: not without a C++ compiler on the CPU."""
         return self._running.is_running

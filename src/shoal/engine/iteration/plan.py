@@ -14,11 +14,11 @@ from functools import partial
 
 import torch
 
-from shoal.core.hardware import Hardware, Link
+from shoal.core.hardware import Hardware
 from shoal.core.joined_step import (
     STRETCH,
-    Interval,
     EagerUse,
+    Interval,
     Part,
     Pass,
     Place,
@@ -322,14 +322,12 @@ class Surroundings:
         more_bytes: in use throughout, in addition to what was when it was metered.
         held_bytes: of what is in use when it begins, what is freed before its first backward pass.
         persistent_bytes: in use throughout; None: as it was measured.
-        link: over which saved tensors may be offloaded; None: they may not.
     """
 
     options: CompileOptions
     more_bytes: int = 0
     held_bytes: int = 0
     persistent_bytes: int | None = None
-    link: Link | None = None
 
 
 @dataclass(frozen=True)
@@ -441,7 +439,7 @@ def plan_iteration(
 
         def graph(parts: tuple[Part, ...]) -> StepGraph:
             bare = replace(measured, parts=parts).graph(name, used)
-            return replace(with_held(bare, held_bytes), static_bytes=static_bytes, link=around.link)
+            return replace(with_held(bare, held_bytes), static_bytes=static_bytes)
 
         def planned_with(parts: tuple[Part, ...], planner: Planner | None = None, *, fixed: bool) -> PlannedParts:
             step = replace(measured, parts=parts)

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from shoal.capture.dynamo import plain_call
+from shoal.capture.dynamo import capturing, plain_call
 from shoal.capture.graph_breaks import capturing_parts
 from shoal.capture.varying_sizes import SizesSeen
 from shoal.core.joined_step import Interval
@@ -98,6 +98,7 @@ class Iterations(GraphSequence):
         self._calling = ""
         self._times_forgotten = 0
         self._unknown: set[Node] = set()  # iterations that begin with these have to be metered
+        self._differs_later = False  # iterations that begin alike: their first graphs stay as they were measured
         self._said: set[str] = set()
         self._used: set[str] = set()  # models whose optimizer has stepped since their last backward pass
         self._keeps_little = shared or before is not None
@@ -127,6 +128,8 @@ class Iterations(GraphSequence):
         kind: Any,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
+        *,
+        strict: bool = False,
     ) -> Any:
         """Call a model for a training step.
 
@@ -135,13 +138,17 @@ class Iterations(GraphSequence):
             captured: its calls as Dynamo knows them, filled in here and kept by who keeps the model.
             kind: what decides, other than shapes, over how it is captured.
             args, kwargs: the call's.
+            strict: whether the model must be one graph.
 
         Raises:
             BudgetError: no plan fits; or, in the first iteration, a graph does not.
-            CaptureError: nothing of the model that trains can be captured.
+            CaptureError: nothing of the model that trains can be captured, or it is not one graph.
         """
         if self._refused is not None:
             raise self._refused.with_traceback(None)  # of this call, not of those before
+        if strict and (kind, self._times_forgotten) not in captured:
+            capture = capturing(self.models[name], self.compile_graph, name, self.session.status.prepared)
+            captured[kind, self._times_forgotten] = capture
         if not self._may_begin_again():
             return self._run(name, captured, kind, args, kwargs)
         before, sizes = Snapshot(self.models[name]), copy.deepcopy(self._sizes)
@@ -536,6 +543,13 @@ class Iterations(GraphSequence):
         """Plan iterations that begin alike. Those with most graphs first: what others have of these graphs is decided
         then."""
         session = self.session
+        if len(begun) > 1 and not self._differs_later:
+            self._differs_later = True
+            if any(node.chosen is not None for known in begun for node in known.nodes):
+                log.info("%s: what follows its graphs differs between iterations; measuring again", self._said_name)
+                self._keeps_little = True
+                self.forget()
+                return
         begun = sorted(begun, key=lambda known: -len(known.nodes))
         with preparing(begun[0].name, why="its graphs have been measured", record=session.status.prepared):
             doing("plan")
@@ -587,12 +601,12 @@ class Iterations(GraphSequence):
         """
         decided: dict[Node, Mapping[str, Residence]] = {}
         what = SEVERAL_MODELS if self._shared else A_MODEL
-        session, link = self.session, self.link_on(self.metering.device)
+        session = self.session
         for known in begun:
-            choose = self._choose_for(known) if len(begun) == 1 else None
-            known.planned = known.plan(
-                session.options, link, session.static, what, decided, fixed=fixed, choose=choose
-            )
+            choose = self._choose_for(known)
+            known.planned = known.plan(session.options, session.static, what, decided, fixed=fixed, choose=choose)
+            if known.planned is not None:
+                session.say_without_effect(known.planned.plans[0].without_effect)
             known.has_run_planned = False
             known.to_meter = STEPS_TO_METER
             if known.planned is not None:
@@ -612,7 +626,7 @@ class Iterations(GraphSequence):
         """What plans an iteration in its best variant; None if it stays as it was measured."""
         session, budget_bytes = self.session, self._budget_bytes
         graphs = [node.part for node in known.nodes if node.part is not None]
-        if budget_bytes is None or session.static.is_sharded or len(graphs) != len(known.nodes):
+        if budget_bytes is None or session.static.is_sharded or self._differs_later:
             return None
         return lambda planning: plan_best_variant(planning, graphs, self, budget_bytes)
 

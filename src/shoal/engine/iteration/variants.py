@@ -1,4 +1,4 @@
-"""The variants of an iteration: each of its graphs as its author wrote it, fused, on slices, in pieces; and the fastest.
+"""The variants of an iteration: its graphs as their author wrote them, fused, on slices, in pieces; and the fastest.
 
 A variant of the iteration is one of each graph that has it; the others stay unmodified. What eager code between the
 graphs uses was measured once and does not depend on how they are computed. The search is that of a step of one graph.
@@ -156,7 +156,7 @@ class _Prices:
         planning, graphs, session = self._planning, self._graphs, self._sequence.session
         laid_out = {one: session.in_traced_layouts(step.captured) for one, step in steps.items()}
         with no_memory_limit(), unset_fake_temporarily():
-            costed = {one: profile_step(captured, captured.device) for one, captured in laid_out.items()}
+            costed = {one: self._sequence.costed(captured) for one, captured in laid_out.items()}
         ports = [Ports.of(laid_out[one]) for one in graphs]
         parts = _moved(planning.parts, planning.ports, [costed[one] for one in graphs], ports)
         variants = tuple(GraphVariant(steps[one].variant, costed[one].fingerprint) for one in graphs)
@@ -166,7 +166,9 @@ class _Prices:
                 planned = replace(planning.plan(parts, planner), variants=variants)
             return planned, planned.plan
 
-        def changed(choose: Callable[..., tuple[Pieces, ...]]) -> tuple[tuple[Pieces, ...], Priced[PlannedParts]] | None:
+        def changed(
+            choose: Callable[..., tuple[Pieces, ...]],
+        ) -> tuple[tuple[Pieces, ...], Priced[PlannedParts]] | None:
             if not KERNEL_MEANS & self._means:
                 return None
             found: dict[DynamoGraph, _InVariant] = {}

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from shoal.core.means import KERNEL_MEANS
 from shoal.engine.compile_options import WITHOUT_LINK, CompileOptions
 from shoal.engine.search.variants import Variants
 
 _OF_JOINT = {*KERNEL_MEANS, "order"}
+_OF_ONE_GRAPH = {"order", "encode"}
 A_MODEL = "a model of several graphs"
-CALLS = "an iteration of several calls"
 SEVERAL_MODELS = "an iteration of several models"
 
 
@@ -36,17 +36,29 @@ def without_effect(variants: Variants, options: CompileOptions, *, leaves: bool,
     return _lines(reasons)
 
 
-def in_several_graphs(options: CompileOptions, what: str, *, leaves: bool) -> tuple[str, ...]:
-    """The same if several graphs are planned as one step: only what to recompute and what to offload is looked for.
+def in_several_graphs(
+    graphs: Iterable[Variants], options: CompileOptions, what: str, *, leaves: bool, may_vary: bool
+) -> tuple[str, ...]:
+    """The same if several graphs are planned as one step.
 
     Args:
+        graphs: the variants of each.
         options, leaves: as for `without_effect`.
-        what: is several graphs, `A_MODEL`, `CALLS` or `SEVERAL_MODELS`.
+        what: is several graphs, `A_MODEL` or `SEVERAL_MODELS`.
+        may_vary: whether their variants are looked for.
     """
-    named = sorted(options.named - {"recompute"})
-    reasons = dict.fromkeys(named, f"{what} is planned only with recompute and offload")
-    if "offload" in reasons:
-        reasons["offload"] = _why_not_offloaded(options, leaves=leaves)
+    reasons: dict[str, str] = {}
+    graphs = tuple(graphs)
+    for name in sorted(options.named - {"recompute"}):
+        if name == "offload":
+            reasons[name] = _why_not_offloaded(options, leaves=leaves)
+        elif name in _OF_ONE_GRAPH or not may_vary:
+            reasons[name] = f"{what} is planned without it"
+        elif name in KERNEL_MEANS and options.planner != "joint":
+            reasons[name] = "only planner='joint' looks for it"
+        else:
+            each = [variants.why_not(name) for variants in graphs]
+            reasons[name] = each[0] if all(each) else ""
     return _lines(reasons)
 
 
