@@ -26,21 +26,25 @@ def copy_small_buffers(joint: fx.GraphModule, backward: set[fx.Node]) -> None:
     """Put copies of buffers that the forward pass changes before ops that would otherwise run only once.
 
     Args:
-        joint: the joint graph, in which nothing but what changes a buffer in place changes one; edited.
+        joint: the joint graph; edited.
         backward: its backward nodes.
     """
     graph = joint.graph
     for buffer, _ in list(changed_inputs(graph)):
-        readers = {node for node in _readers(buffer) if node not in backward and _reads_again(node)}
-        made_bytes = sum(_made_bytes(node) for node in readers)
-        if not readers or made_bytes < _LEAST_RATIO * held_bytes(buffer.meta["val"]):
+        least_bytes = _LEAST_RATIO * held_bytes(buffer.meta["val"])
+        readers = {
+            node
+            for node in _readers(buffer)
+            if node not in backward and _made_bytes(node) >= least_bytes and _reads_again(node)
+        }
+        if not readers:
             continue
         first = next(node for node in graph.nodes if node in buffer.users)
         with graph.inserting_before(first):
             copy = graph.call_function(torch.ops.aten.clone.default, (buffer,))
         describe_as(copy, buffer.meta["val"].clone(), first)
-        for node in [node for node in buffer.users if node.op == "call_function" and not _changes(node)]:
-            if node is not copy and node not in backward:
+        for node in list(buffer.users):
+            if node in readers or (is_view(node) and node not in backward):
                 node.replace_input_with(buffer, copy)
 
 
@@ -58,10 +62,6 @@ def _reads_again(node: fx.Node) -> bool:
     again: list[fx.Node] = []
     fx.node.map_arg((second_call(node)[1], dict(node.kwargs)), again.append)
     return can_run_again(node) and set(node.all_input_nodes) <= set(again)
-
-
-def _changes(node: fx.Node) -> bool:
-    return not is_view(node) and not can_run_again(node)
 
 
 def _made_bytes(node: fx.Node) -> int:
