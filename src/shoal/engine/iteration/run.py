@@ -288,7 +288,7 @@ class Iterations(GraphSequence):
         except BudgetError as error:
             if not self._may_run_over(graph, device, in_use_bytes):
                 raise
-            self._over = error
+            self._over = _alone(error)
             return minimum_share(graph, device)
 
     def _first_share_of_several(
@@ -749,6 +749,12 @@ class Iterations(GraphSequence):
         if (key or text) not in self._said:
             self._said.add(key or text)
             log.warning("%s", text)
+
+
+def _alone(error: BudgetError) -> BudgetError:
+    """The error without tracebacks: their frames hold what the forward pass has made."""
+    error.__context__ = None
+    return error.with_traceback(None)
 
 
 def _weak(outputs: Any) -> list[WeakStorage]:
