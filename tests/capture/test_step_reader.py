@@ -264,7 +264,7 @@ def test_what_reads_a_buffer_that_the_forward_pass_changes_must_not_run_twice() 
     calls, factor = [s.id for s in graph.storages if s.kind == "buffer"]
     of_calls = [op.recomputable for op in graph.ops if calls in op.reads and op.phase == "forward"]
     of_factor = [op.recomputable for op in graph.ops if factor in op.reads and op.phase == "forward"]
-    assert of_calls == [False, False]  # the product and the sum
+    assert of_calls == [False, False]  # what copies it, and what adds to it
     assert of_factor == [True]
 
 

@@ -30,3 +30,27 @@ def test_a_forward_pass_that_is_begun_anew_does_the_same() -> None:
     assert model() != once
     before.restore()
     assert model() == once
+
+
+class Growing(nn.Module):
+    """Its buffers get their sizes in the first call: one is resized, the other replaced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("resized", torch.zeros(0))
+        self.register_buffer("replaced", torch.zeros(0))
+        self.resized: torch.Tensor
+
+    def forward(self) -> None:
+        self.resized.resize_(1000).fill_(1.0)
+        self.replaced = torch.ones(1000)
+
+
+def test_buffers_that_have_grown_are_as_small_as_before() -> None:
+    model = Growing()
+    buffers = list(model.buffers())
+    before = Snapshot(model)
+    model()
+    before.restore()
+    assert all(now is then for now, then in zip(model.buffers(), buffers, strict=True))
+    assert all(not buffer.numel() and not buffer.untyped_storage().nbytes() for buffer in buffers)

@@ -35,7 +35,7 @@ def change_in_place(joint: fx.GraphModule, backward: set[fx.Node]) -> None:
         backward: its backward nodes.
     """
     graph = joint.graph
-    changed = dict(_changed_inputs(graph))
+    changed = dict(changed_inputs(graph))
     for node in graph.find_nodes(op="call_function", target=_FUNCTIONAL):
         if node not in backward and node.args[_TRAINING] is True:
             _write_statistics(graph, node, changed)
@@ -44,7 +44,7 @@ def change_in_place(joint: fx.GraphModule, backward: set[fx.Node]) -> None:
     _count_at_once(graph)
 
 
-def _changed_inputs(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
+def changed_inputs(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
     """Each input that gets a new value when the forward pass ends, and that value."""
     output = graph.output_node()
     input_of = {node.meta.get("desc"): node for node in graph.find_nodes(op="placeholder")}

@@ -28,6 +28,7 @@ from shoal.capture.dynamo import (
 )
 from shoal.capture.early_gradients import Fate
 from shoal.capture.failed_traces import line_of_failure
+from shoal.capture.fake_quantization import tracing_fake_quantization
 from shoal.capture.fx_nodes import input_layers, parameter_places
 from shoal.capture.sizes_of_values import break_at_unknown_sizes
 from shoal.capture.step_reader import capture
@@ -97,7 +98,13 @@ def in_dynamo(
 
     admit_cumulative_norms(model)
     try:
-        with torch.enable_grad(), settings(logging_functions()), one_graph(), few_collections():
+        with (
+            torch.enable_grad(),
+            tracing_fake_quantization(model),
+            settings(logging_functions()),
+            one_graph(),
+            few_collections(),
+        ):
             with torch.random.fork_rng(devices=[]):
                 drawn = drawn_for(model, args)
             torch.compile(call_of(model), backend=backend, fullgraph=True, dynamic=False)(*args, **kwargs, **drawn)

@@ -13,6 +13,7 @@ from shoal.capture.dynamo import call_of, held_weakly, place_of, refusals
 from shoal.capture.known_graphs import KnownGraphs
 from shoal.capture.layer_by_layer import containers, entered, in_a_row
 from shoal.capture.recurrences import between_graphs, in_words
+from shoal.lowlevel.resume_functions import releasing_arguments
 from shoal.lowlevel.torch_state import on_this_rank
 from shoal.lowlevel.torch_versions import COUNTED_APART
 
@@ -22,6 +23,7 @@ def capturing_parts(model: nn.Module, backend: Callable[..., Any]) -> Callable[.
 
     Between its graphs the model runs eagerly, as under `torch.compile`. What that would leave out of all graphs, the
     containers of torch.nn in a function that Dynamo gives up, is captured too, and what surrounds a recurrent layer.
+    No function in which it goes on holds what the model itself would have released.
     """
     for module in containers(model):
         object.__setattr__(module, "_compiled_call_impl", entered(module))
@@ -40,7 +42,7 @@ def capturing_parts(model: nn.Module, backend: Callable[..., Any]) -> Callable[.
 
     @wraps(run)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with between_graphs():
+        with between_graphs(), releasing_arguments():
             return run(*args, **kwargs)
 
     call.compiles = compile_graph  # type: ignore[attr-defined]  # holds it: Dynamo does not

@@ -41,6 +41,7 @@ import torch
 from torch import fx
 
 from shoal.capture.activation_masks import save_masks
+from shoal.capture.buffer_copies import copy_small_buffers
 from shoal.capture.buffers_in_place import change_in_place
 from shoal.capture.concatenation_gradients import add_gradients_whole
 from shoal.capture.cudnn_batch_norms import leave_to_cudnn
@@ -110,6 +111,7 @@ def save_fewer_bytes(joint: fx.GraphModule, backward: set[fx.Node], *, cpu_kerne
             _write_through_views(graph, node, backward)
     merge_duplicates(graph, backward)
     change_in_place(joint, backward)
+    copy_small_buffers(joint, backward)
     type_as_kernels_do(joint, backward)
     lay_out_as_kernels_do(joint, backward, leave_to_cudnn(joint, backward))
     for node in list(graph.nodes):

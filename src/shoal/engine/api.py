@@ -29,6 +29,7 @@ from shoal.capture.dynamo import (
     plain_call,
     settings,
 )
+from shoal.capture.fake_quantization import admit_fake_quantization
 from shoal.core.plan import Plan
 from shoal.core.progress import doing, preparing
 from shoal.engine import memory_warnings
@@ -254,6 +255,7 @@ class _Caller(ModelCall):
         if kind not in self._planned:
             self._logging = logging_functions()
             admit_cumulative_norms(model)
+            admit_fake_quantization(model)
         try:
             with settings(self._logging), one_graph():
                 if self._parts is not None:

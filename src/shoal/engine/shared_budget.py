@@ -24,6 +24,7 @@ from shoal.capture.dynamo import (
     plain_call,
     settings,
 )
+from shoal.capture.fake_quantization import admit_fake_quantization
 from shoal.core.over_budget import over_budget
 from shoal.core.sizes import format_bytes
 from shoal.engine.budget_table import PersistentMemory, table
@@ -280,6 +281,7 @@ class SharedCall(ModelCall):
         if not self._captured:
             self._logging = logging_functions()
             admit_cumulative_norms(self.model)
+            admit_fake_quantization(self.model)
         try:
             with settings(self._logging), one_graph():
                 return self._steps.call(self.name, self._captured, kind, args, kwargs, strict=self._strict)

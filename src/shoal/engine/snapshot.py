@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shoal.kernels.generator import generator_state, set_generator_state
-from shoal.memory.storage_bytes import dense_tensors
+from shoal.memory.storage_bytes import dense_tensors, distinct_bytes
 
 
 class Snapshot:
@@ -20,6 +20,12 @@ class Snapshot:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        self._places = [
+            (module._buffers, name, buffer, buffer.shape, distinct_bytes([buffer]))
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
         alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
         for buffer in dense_tensors(list(model.buffers())):
             alike.setdefault((buffer.device, buffer.dtype), []).append(buffer.detach())
@@ -38,7 +44,12 @@ class Snapshot:
         return [*(copy for _, copies in self._buffers for copy in copies), *states]
 
     def restore(self) -> None:
-        """Put all back as it was."""
+        """Put all back as it was, also buffers that have got other sizes, or have been replaced."""
+        for owner, name, buffer, shape, nbytes in self._places:
+            owner[name] = buffer
+            if buffer.shape != shape:
+                buffer.resize_(shape)
+                buffer.untyped_storage().resize_(nbytes)  # which resize_() only makes larger
         for buffers, copies in self._buffers:
             torch._foreach_copy_(buffers, copies)
         for device, state in self._states:

@@ -151,6 +151,10 @@ class IterationMetering(Metering):
         """Whether what is in use is measured: not without a C++ compiler on the CPU."""
         return self._running.is_running
 
+    def measures_it(self, tensor: torch.Tensor) -> bool:
+        """Whether the memory of a tensor counts in what is measured because it was allocated meanwhile."""
+        return self._running.is_fresh(tensor)
+
     def begin(self, models: Mapping[str, nn.Module], arguments: Iterable[torch.Tensor], *, closely: bool) -> Interval:
         """An iteration begins; what was in use since the one before.
 

@@ -105,6 +105,7 @@ class Iterations(GraphSequence):
         self._before = before  # until the first of these iterations has ended
         if before is not None:
             self.metering.calls = before.calls
+        self._buffer_bytes: dict[str, int] | None = None  # before the iteration; None: no copies of buffers are kept
         self._refused: BudgetError | None = None
         self._goes_back_later = False  # an iteration was taken for one that is left over, and was not
         self._over: BudgetError | None = None  # why the iteration that goes on does not fit
@@ -152,6 +153,8 @@ class Iterations(GraphSequence):
         if not self._may_begin_again():
             return self._run(name, captured, kind, args, kwargs)
         before, sizes = Snapshot(self.models[name]), copy.deepcopy(self._sizes)
+        if self.metering.iteration is None or self.metering.is_over():
+            self._buffer_bytes = {key: distinct_bytes([b]) for key, b in self.models[name].named_buffers()}
         try:
             return self._run(name, captured, kind, args, kwargs, before.tensors)
         except CaptureError:
@@ -296,7 +299,7 @@ class Iterations(GraphSequence):
         except BudgetError as error:
             if not self._may_run_over(graph, device, in_use_bytes):
                 raise
-            self._over = error
+            self._over = _alone(error)
             return minimum_share(graph, device)
 
     def _first_share_of_several(
@@ -442,7 +445,7 @@ class Iterations(GraphSequence):
         over, self._over = self._over, None
         if over is None or needed_bytes <= over.budget_bytes:
             return
-        needed_bytes = first_run_bytes(self.node.path(), needed_bytes, more_bytes)
+        needed_bytes = first_run_bytes(self.node.path(), needed_bytes, more_bytes + self._grown_bytes()[0])
         self._refused = over_budget(self._said_name, needed_bytes, over.budget_bytes, details=FIRST_RUN)
         raise self._refused
 
@@ -503,6 +506,8 @@ class Iterations(GraphSequence):
         assert [node.step for node in nodes] == steps
         begin_bytes, intervals = iteration.as_later()
         known = KnownIteration(nodes, tuple(self._whose[node] for node in nodes), None, begin_bytes)
+        known.grown_bytes, measured_bytes = self._grown_bytes()
+        known.begin_bytes += measured_bytes
         known.broken = self._broken
         known.peak_bytes = max((one.peak_bytes for one in intervals), default=0)
         known.first_bytes = known.peak_bytes if self._keeps_little else 0
@@ -530,6 +535,20 @@ class Iterations(GraphSequence):
             ports=tuple(step.ports for step in steps),
         )
         return known
+
+    def _grown_bytes(self) -> tuple[int, int]:
+        """How much more the next iteration takes than was measured because buffers have grown in this one, as those of
+        observers do: themselves, and the copies that are kept to begin again. And how much of them was measured."""
+        before = self._buffer_bytes
+        if before is None:
+            return 0, 0
+        grown = [
+            (distinct_bytes([buffer]) - before.get(name, 0), buffer)
+            for model in self.models.values()
+            for name, buffer in model.named_buffers()
+        ]
+        measured_bytes = sum(distinct_bytes([b]) for more, b in grown if more > 0 and self.metering.measures_it(b))
+        return max(0, 2 * sum(max(0, more) for more, _ in grown) - measured_bytes), measured_bytes
 
     def _held_bytes(self, known: KnownIteration, iteration: Iteration) -> int:
         """Of what is in use now, what such an iteration frees before its first backward pass: old results and
@@ -781,6 +800,12 @@ class Iterations(GraphSequence):
         if (key or text) not in self._said:
             self._said.add(key or text)
             log.warning("%s", text)
+
+
+def _alone(error: BudgetError) -> BudgetError:
+    """The error without tracebacks: their frames hold what the forward pass has made."""
+    error.__context__ = None
+    return error.with_traceback(None)
 
 
 def _weak(outputs: Any) -> list[WeakStorage]:
