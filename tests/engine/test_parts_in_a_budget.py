@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -142,28 +141,6 @@ def test_the_gradient_of_logits_beside_a_loss_does_not_count_once_it_is_read() -
         model.zero_grad()
     status = model.shoal
     assert 0 <= status.predicted_peak_bytes - status.measured_peak_bytes <= 1024
-
-
-class Skip(nn.Module):
-    """A ReLU whose result is read by a convolution that is done with it long before the ReLU is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Conv2d(4, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x).relu()
-        longer = self.first((x + 1).tanh())
-        return self.last(x) + longer
-
-
-@needs_compiler
-@pytest.mark.parametrize(("last", "form"), [(nn.GELU, "unmodified"), (Skip, "unmodified, compact saved tensors")])
-def test_it_is_said_that_a_part_is_shrunk_where_a_budget_has_it_so(last: Callable[[], nn.Module], form: str) -> None:
-    for budget, expected in (("64MiB", form), (None, "unmodified")):
-        model = shoal.compile(Chain(prints, [*blocks(3, 4), last()]), budget=budget)
-        train(model, images(2, 1, 3, 256, 256))
-        assert f"computed        {expected}\n" in str(model.shoal)
 
 
 class Volumes(nn.Module):

@@ -194,6 +194,10 @@ class KnownIteration:
         if planned is None:
             return None
         made = zip(planned.plans, planned.runs, strict=True)
+
+        def is_chosen(runs: Sequence[int]) -> bool:
+            return bool(planned.variants) and all(planned.variants[run] is not None for run in runs)
+
         graphs = dict.fromkeys(node.part for node in self.nodes if node.part is not None)
         lines = in_several_graphs(
             [graph.variants for graph in graphs],
@@ -203,7 +207,7 @@ class KnownIteration:
             may_vary=bool(planned.variants),
         )
         plans = tuple(
-            described(plan, [self.nodes[run] for run in runs], lines, self.broken, is_chosen=bool(planned.variants))
+            described(plan, [self.nodes[run] for run in runs], lines, self.broken, is_chosen=is_chosen(runs))
             for plan, runs in made
         )
         return replace(planned, plans=plans)

@@ -373,7 +373,8 @@ class PlannedParts:
     variants: tuple[GraphVariant, ...] = ()
 
 
-Choose = Callable[[VariantPlanning], PlannedParts]  # plans an iteration in the best variant of it
+# Plans the graphs of a step of an iteration, which are these by number, in the best variant.
+Choose = Callable[[tuple[int, ...], VariantPlanning], PlannedParts]
 
 
 @dataclass(frozen=True)
@@ -382,13 +383,13 @@ class PlannedIteration:
 
     Attributes:
         plans: of each step, the outermost first. runs: the graphs of each, by number.
-        shares: residences of each graph. variants: how each is computed; none as they were measured.
+        shares: residences of each graph. variants: how each is computed; None or none as they were measured.
     """
 
     plans: tuple[Plan, ...]
     runs: tuple[tuple[int, ...], ...]
     shares: tuple[Share, ...]
-    variants: tuple[GraphVariant, ...] = ()
+    variants: tuple[GraphVariant | None, ...] = ()
 
     @property
     def predicted_peak_bytes(self) -> int:
@@ -411,7 +412,7 @@ def plan_iteration(
         around: what it is planned for.
         models: whose each graph is.
         fixed: whether the graphs keep the shares under which they were measured.
-        choose: plans it in the best variant, if it is one step and its sizes do not vary; None: as it was measured.
+        choose: plans a step of it in the best variant, if its sizes do not vary; None: as it was measured.
 
     Returns:
         The plans; None where the iteration is no step with steps inside.
@@ -446,9 +447,9 @@ def plan_iteration(
             return _planned(step, graph(parts), around.options, planner, fixed=fixed, retains=iteration.again)
 
         def planned(*, fixed: bool) -> Plan:
-            if choose is not None and not (fixed or step.inner or any(measured.sizes)):
+            if choose is not None and not (fixed or any(measured.sizes)):
                 ports = tuple(iteration.ports[run] for run in own)
-                made = choose(VariantPlanning(measured.parts, ports, graph, partial(planned_with, fixed=False)))
+                made = choose(own, VariantPlanning(measured.parts, ports, graph, partial(planned_with, fixed=False)))
             else:
                 made = planned_with(measured.parts, fixed=fixed)
             for run, share in zip(own, made.shares, strict=True):
@@ -472,8 +473,8 @@ def plan_iteration(
             plan(inner, now_bytes - before_bytes, 0, is_whole=False)
 
     plan(whole, around.more_bytes, around.held_bytes, is_whole=True)
-    in_order_of_runs = tuple(variants[run] for run in sorted(variants))
-    return PlannedIteration(tuple(plans), tuple(runs), tuple(shares), in_order_of_runs)
+    computed = tuple(map(variants.get, range(len(shares)))) if variants else ()
+    return PlannedIteration(tuple(plans), tuple(runs), tuple(shares), computed)
 
 
 def _planned(

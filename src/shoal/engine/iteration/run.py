@@ -36,7 +36,7 @@ from shoal.engine.iteration.first import first_share, least_bytes, minimum_share
 from shoal.engine.iteration.graphs import GraphSequence, GraphStep, Node
 from shoal.engine.iteration.known import FIRST_RUN, KnownIteration, first_run_bytes
 from shoal.engine.iteration.meter import Iteration, IterationMetering
-from shoal.engine.iteration.plan import Choose, MeasuredIteration
+from shoal.engine.iteration.plan import Choose, MeasuredIteration, PlannedParts, VariantPlanning
 from shoal.engine.iteration.record import MeteredGraph
 from shoal.engine.iteration.variants import plan_best_variant
 from shoal.engine.optimizer_steps import watch
@@ -637,7 +637,7 @@ class Iterations(GraphSequence):
                 decided.setdefault(node, share)
             variants = known.planned.variants if known.planned is not None else ()
             for node, chosen in zip(known.nodes, variants, strict=False):
-                if node.chosen != chosen:
+                if chosen is not None and node.chosen != chosen:
                     node.chosen, node.pieces, node.run = chosen, chosen.variant.pieces, None
         return decided
 
@@ -647,7 +647,11 @@ class Iterations(GraphSequence):
         graphs = [node.part for node in known.nodes if node.part is not None]
         if budget_bytes is None or session.static.is_sharded or self._differs_later:
             return None
-        return lambda planning: plan_best_variant(planning, graphs, self, budget_bytes)
+
+        def choose(runs: tuple[int, ...], planning: VariantPlanning) -> PlannedParts:
+            return plan_best_variant(planning, [graphs[run] for run in runs], self, budget_bytes)
+
+        return choose
 
     def _keep_as_it_ran(self, known: KnownIteration) -> list[Mapping[str, Residence]]:
         """The shares of an iteration that cannot be planned as one: everything is kept if all of it fits in any
