@@ -62,6 +62,7 @@ class DynamoGraph:
     constants: frozenset[str]
     variants: Variants
     autocast: Mapping[str, torch.dtype]
+    unmodified: Captured | None = None  # its step as its author wrote it, once it is compiled
     steps: weakref.WeakSet[GraphStep] = field(default_factory=weakref.WeakSet)  # as it is compiled by now
 
 
@@ -131,7 +132,9 @@ class GraphStep(PlannedStep):
 
     def _in_its_form(self, captured: Captured) -> tuple[CompiledVariant, Captured]:
         """Shrunk wherever there is a budget: how little room there is for a part is known when all have run."""
-        chosen = self.node.chosen
+        chosen, part = self.node.chosen, self.node.part
+        if part is not None and chosen is None:
+            part.unmodified = captured
         shrinks = chosen.variant.shrunk if chosen is not None else bool(self.session.status.budget_bytes)
         smaller = shrunk(captured) if shrinks else None
         form = CompiledVariant(Variant(shrunk=smaller is not None))
@@ -261,7 +264,7 @@ class GraphSequence(ABC):
         return choose_pieces(captured, graph, means, lambda other: profile_step(other, other.device))
 
     def captured(self, part: DynamoGraph, graph: fx.GraphModule) -> Captured:
-        """The step of a part, or of another variant of it, captured and not run."""
+        """The step of a variant of a part, captured and not run."""
         context = None if part.context is None else TracingContext(part.context.fake_mode)
         with (
             tracing(context),

@@ -122,7 +122,6 @@ class _Prices:
     def __init__(self, planning: VariantPlanning, graphs: Sequence[DynamoGraph], sequence: GraphSequence) -> None:
         self._planning, self._graphs, self._sequence = planning, graphs, sequence
         self._means = sequence.session.options.form_means
-        self._unmodified: dict[DynamoGraph, Captured] = {}
 
     def of(self, changed: _Changed) -> Priced[PlannedParts]:
         """What a variant costs."""
@@ -132,9 +131,8 @@ class _Prices:
         if one in changed:
             graph, variant = changed[one]
             return _InVariant(self._sequence.captured(one, graph), variant)
-        if one not in self._unmodified:
-            self._unmodified[one] = self._sequence.captured(one, one.graph)
-        return _InVariant(self._unmodified[one], WHOLE)
+        assert one.unmodified is not None  # it has run
+        return _InVariant(one.unmodified, WHOLE)
 
     def _launched(self, steps: Mapping[DynamoGraph, _InVariant], *, shrinks: bool) -> Priced[PlannedParts]:
         def smaller() -> Priced[PlannedParts] | None:
