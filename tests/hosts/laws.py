@@ -77,6 +77,7 @@ def holds_to(
     budget_share: float,
     train: Callable[[int | None], nn.Module],
     beside_bytes: int = 0,
+    more_precisely: Callable[[], nn.Module] | None = None,
 ) -> tuple[Run, int]:
     """Train plainly, then inside that share of what this took: the same to rounding, never a byte over the budget.
 
@@ -84,6 +85,8 @@ def holds_to(
         train: trains a new model inside a budget, None for plain PyTorch, and returns it.
         beside_bytes: what the host holds in addition to the step, as its page says: such as the next batch, which some
             read before they run a step.
+        more_precisely: trains it in plain PyTorch in a wider dtype, where `train` has one narrower than float32: its
+            rounding is far more than what is allowed here, and both runs are held against this one.
 
     Returns:
         The run inside the budget, and the budget.
@@ -93,7 +96,8 @@ def holds_to(
     there = {id(status) for status in _statuses()}
     planned = metered(lambda: train(budget))
     assert planned.state.keys() == plain.state.keys()
-    unequal = list(beyond_rounding(planned.state, plain.state))
+    right = plain if more_precisely is None else metered(more_precisely)
+    unequal = list(beyond_rounding(planned.state, plain.state, right.state))
     _write_row(
         graphs=max((_graphs(status) for status in _statuses() if id(status) not in there), default=None),
         budget_bytes=budget,
@@ -111,10 +115,15 @@ def holds_to(
     return planned, budget
 
 
-def beyond_rounding(ours: Mapping[str, np.ndarray], plain: Mapping[str, np.ndarray]) -> dict[str, tuple[float, float]]:
-    """The tensors that differ by more than rounding, each with its largest difference and the one allowed."""
-    theirs = {name: torch.from_numpy(value) for name, value in plain.items()}
-    return too_far({name: torch.from_numpy(value) for name, value in ours.items()}, theirs, theirs, ROUNDING)
+def beyond_rounding(
+    ours: Mapping[str, np.ndarray], plain: Mapping[str, np.ndarray], right: Mapping[str, np.ndarray] | None = None
+) -> dict[str, tuple[float, float]]:
+    """The tensors that differ by more than rounding, each with its largest difference and the one allowed.
+
+    `right`: the values of a run in a wider dtype, whose error is none; None: those of `plain`.
+    """
+    runs = ({name: torch.from_numpy(value) for name, value in run.items()} for run in (ours, plain, right or plain))
+    return too_far(*runs, ROUNDING)
 
 
 def _statuses() -> list[Status]:

@@ -102,7 +102,13 @@ def _norm_act(draw: Draw) -> tuple[Arguments, Arguments]:
     forward: Arguments = (xs, *vectors, draw.maybe(draw.tensor(*whole)), relu)
     adds = relu and forward[4] is not None
     needs = [draw.random() < 0.7, draw.random() < 0.7, adds]
-    return forward, (draw.tensor(*whole), xs, *vectors, OPS.norm_act(*forward) if adds else None, relu, needs)
+    z = OPS.norm_act(*forward) if adds else None
+    return forward, (draw.tensor(*whole), xs, *vectors, z, relu, needs, *_own(draw, n))
+
+
+def _own(draw: Draw, channels: int) -> Arguments:
+    """A variance and eps, or neither."""
+    return draw.choice([(), (draw.vector(channels).square(), 1e-5)])
 
 
 def _norm_conv(draw: Draw) -> tuple[Arguments, Arguments]:
@@ -118,6 +124,8 @@ def _norm_conv(draw: Draw) -> tuple[Arguments, Arguments]:
     needs = [draw.random() < 0.7, vectors[0] is not None, draw.random() < 0.7, bias is not None]
     written = (y, mean) if statistics else (None, None)
     backward = (draw.tensor(*y.shape), *of_statistics, xs, *written, *vectors, *head[4:], *window, needs)
+    if vectors[0] is not None and _own(draw, 1):
+        backward = *backward, None, None, draw.vector(n_in).square(), 1e-5
     return (*head, bias, *window, statistics), backward
 
 

@@ -40,8 +40,8 @@ def fold_norm_gradients(joint: fx.GraphModule, backward: set[fx.Node]) -> None:
 
 
 def _fold_product(graph: fx.Graph, node: fx.Node, backward: set[fx.Node]) -> None:
-    grad, xs, _, scale, *_, relu, needs = _args(node)
-    if not needs[0] or len(xs) != 1:
+    grad, xs, _, scale, _, _, relu, needs, *own = _args(node)
+    if not needs[0] or len(xs) != 1 or (own and own[0] is not None):  # its gradient is whole, and no product
         return
     items = _items(node)
     product = items.get(1 if needs[2] else 0)
@@ -61,7 +61,7 @@ def _fold_product(graph: fx.Graph, node: fx.Node, backward: set[fx.Node]) -> Non
         passed = _with_what_passes(graph, node, items, backward)
     else:
         _without_product(graph, node, items, backward)
-    reader.args = (passed, *arguments[1:_FACTOR], scale, None)
+    reader.args = (passed, *arguments[1:_FACTOR], scale, *arguments[_ONTO:])
     for unread in (product, *([] if node.users else [node])):
         graph.erase_node(unread)
         backward.discard(unread)
@@ -116,7 +116,7 @@ def _add_while_written(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int]
             continue
         if not (_is_alike(other.meta["val"], value) and _is_alike(node.meta["val"], value)):
             continue
-        producer.args = (*arguments[:_ONTO], other)
+        producer.args = (*arguments[:_ONTO], other, *arguments[_ONTO + 1 :])
         node.replace_all_uses_with(gradient)
         graph.erase_node(node)
         backward.discard(node)
@@ -124,7 +124,7 @@ def _add_while_written(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int]
 
 
 def _all_of_convolution(node: fx.Node) -> tuple[Any, ...]:
-    return (*node.args, None, None)[: _ONTO + 1]
+    return (*node.args, *[None] * (_ONTO + 1 - len(node.args)))
 
 
 def _is_read_natively(value: torch.Tensor) -> bool:

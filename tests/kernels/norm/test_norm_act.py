@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from shoal.kernels.norm.norm_act import activated, activated_backward, norm_act
 from shoal.kernels.norm.norm_sweeps import NormAffine
@@ -32,6 +33,29 @@ def test_gradcheck(relu: bool, adds: bool) -> None:
     assert torch.autograd.gradcheck(call, [*xs, *vectors, *residual])
 
 
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(("relu", "adds", "learns"), [(True, False, True), (True, True, False), (False, True, True)])
+def test_with_a_variance_of_its_own_its_gradient_is_batch_norms(
+    layout: torch.memory_format, relu: bool, adds: bool, learns: bool
+) -> None:
+    """On images larger than the pieces that it is made in."""
+    xs = [_leaf(2, channels, 500, 300, seed=channels).detach().to(memory_format=layout) for channels in (2, 1)]
+    weight, bias, residual = _leaf(3, seed=3), _leaf(3, seed=4), _leaf(2, 3, 500, 300, seed=5) if adds else None
+    leaves = [*(x.requires_grad_() for x in xs), *([weight, bias] if learns else []), *([residual] if adds else [])]
+    x = torch.cat(xs, 1)
+    z = F.batch_norm(x, None, None, weight, bias, True, 0.0, 0.1)
+    z = z if residual is None else z + residual
+    z = z.relu() if relu else z
+    grad = _leaf(2, 3, 500, 300, seed=6).detach()
+    expected = [z, *torch.autograd.grad(z, leaves, grad)]
+    with torch.no_grad():
+        variance, mean = torch.var_mean(x, (0, 2, 3), correction=0)
+    scale = weight * torch.rsqrt(variance + 0.1)
+    z = norm_act(xs, mean, scale, bias, residual, relu, variance, 0.1)
+    for own, other in zip([z, *torch.autograd.grad(z, leaves, grad)], expected, strict=True):
+        torch.testing.assert_close(own, other)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("adds", [False, True])
@@ -43,6 +67,8 @@ def test_what_the_compiler_believes_is_so(dtype: torch.dtype, layout: torch.memo
     vectors = [_leaf(3, seed=seed, dtype=torch.float32) for seed in (3, 4, 5)]
     arguments: Any = ([tensor(2), tensor(1)], *vectors, tensor(3) if adds else None, True)
     torch.library.opcheck(torch.ops.shoal.norm_act.default, arguments)
+    if dtype == torch.bfloat16:
+        torch.library.opcheck(torch.ops.shoal.norm_act.default, (*arguments, vectors[1].detach().square(), 0.1))
     z = torch.ops.shoal.norm_act(*arguments)
     assert z.is_contiguous(memory_format=layout) and z.dtype == dtype
 

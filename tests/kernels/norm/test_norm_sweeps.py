@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shoal.errors import InputError
 from shoal.kernels.norm.norm_sweeps import NATIVE as passes
-from shoal.kernels.norm.norm_sweeps import NormAffine
+from shoal.kernels.norm.norm_sweeps import NormAffine, NormMoves
 from shoal.lowlevel.native import levels
 from tests.norm_reference import assert_no_worse, row
 from tests.raising import raising
@@ -83,6 +83,16 @@ def test_normalise_and_its_gradient_are_as_exact_as_plain_float32(
     names = ("z", "x", "mean", "scale", "shift", "residual")
     terms = dict.fromkeys(("mean", "scale", "shift"), (x.numel() / x.shape[1]) ** 0.5)
     assert_no_worse(names, ours, plain(torch.float32), plain(torch.float64), terms)
+
+
+def test_a_moved_gradient_is_the_product_and_the_line() -> None:
+    x, grad, of_x = (pixels((2, 19, 5, 6), seed, 0) for seed in range(3))
+    affine, moves = NormAffine(*torch.randn(3, 19)), NormMoves(*torch.randn(2, 19))
+    passes.moved_gradient(grad, None, x, affine, True, moves, of_x)
+    centred, da = x.double() - row(affine.mean), grad.double()
+    da = da * (centred * row(affine.scale) + row(affine.shift) > 0)
+    expected = da * row(affine.scale) + centred * row(moves.slope) + row(moves.constant)
+    torch.testing.assert_close(of_x.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @each_level

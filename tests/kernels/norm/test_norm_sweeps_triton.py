@@ -12,7 +12,7 @@ import torch
 
 from shoal.errors import InputError
 from shoal.kernels.norm.norm_act import activated, norm_act
-from shoal.kernels.norm.norm_sweeps import TRITON, TRITON_KERNELS, NormAffine, sweeps
+from shoal.kernels.norm.norm_sweeps import TRITON, TRITON_KERNELS, NormAffine, NormMoves, sweeps
 from shoal.kernels.norm.statistics import MeasuredNorm, measure, statistics, whole_gradient
 from shoal.lowlevel import triton_launch
 from tests.interpreter import drawn, each_shape, not_interpreted, on_device, with_triton
@@ -101,6 +101,11 @@ def test_narrow_tensors_are_rounded_once(device: str, dtype: torch.dtype, layout
     torch.testing.assert_close(of_shift.double(), da.sum((0, 2, 3)), rtol=1e-5, atol=1e-4)
     centred = x.double() - row(mean)
     torch.testing.assert_close(of_scale.double(), (da * centred).sum((0, 2, 3)), rtol=1e-5, atol=1e-4)
+    slope, constant, _ = vectors(37, device)
+    moved = torch.empty_like(x)
+    TRITON.moved_gradient(grad, z, x, NormAffine(mean, scale, shift), True, NormMoves(slope, constant), moved)
+    line = da * row(scale) + centred * row(slope) + row(constant)
+    torch.testing.assert_close(moved.double(), line, rtol=step, atol=1e-6)
 
 
 @on_device
@@ -137,6 +142,34 @@ def test_the_ops_call_them_and_agree_with_pytorchs_own(
     for own, other in zip(ours, run(), strict=True):
         assert own.stride() == other.stride()
         torch.testing.assert_close(own, other, rtol=1e-5, atol=2e-5)
+
+
+@on_device
+@with_triton
+@pytest.mark.parametrize("adds", [False, True])
+def test_whole_gradients_of_narrow_tensors_agree_with_pytorchs_own(
+    monkeypatch: pytest.MonkeyPatch, device: str, adds: bool
+) -> None:
+    xs = [drawn((2, count, 5, 6), "channels_last", count, device).bfloat16().requires_grad_() for count in (3, 8)]
+    residual = drawn((2, 11, 5, 6), "channels_last", 7, device).bfloat16().requires_grad_() if adds else None
+    grad = drawn((2, 11, 5, 6), "channels_last", 8, device).bfloat16()
+    variance, mean = torch.var_mean(torch.cat(xs, 1).detach().float(), (0, 2, 3), correction=0)
+    _, weight, shift = (vector.requires_grad_() for vector in vectors(11, device))
+    leaves = [*xs, weight, shift, *([] if residual is None else [residual])]
+
+    def run() -> tuple[torch.Tensor, ...]:
+        scale = weight * torch.rsqrt(variance + 1e-5)
+        z = norm_act(xs, mean, scale, shift, residual, True, variance, 1e-5)
+        return torch.autograd.grad(z, leaves, grad)
+
+    asked: list[str] = []
+    real = TRITON.moved_gradient
+    monkeypatch.setattr(TRITON, "moved_gradient", lambda *a: asked.append("moved_gradient") or real(*a))
+    ours = run()
+    assert len(asked) == len(xs)
+    monkeypatch.setenv("SHOAL_KERNELS", "reference")
+    for own, other in zip(ours, run(), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-2, atol=1e-5)
 
 
 @on_device
@@ -199,6 +232,7 @@ def test_they_compile_for_a_device_that_is_not_here(capability: int) -> None:
             TRITON.norm_act_backward(y, residual, y, NormAffine(mean, mean, mean), True, y, residual)
         dense, mean = there(32, 96, 28, 28, dtype=torch.float16, channels_last=True, gap=32), there(96)
         TRITON.norm_act_backward(dense, None, dense, NormAffine(mean, mean, mean), True, None, None)
+        TRITON.moved_gradient(dense, None, dense, NormAffine(mean, mean, mean), True, NormMoves(mean, mean), dense)
     assert found.keys() == kernels_of(norm_triton_kernels)
     for name in found.keys() - {"merge"}:
         assert any("ld.global.v4" in ptx for ptx in found[name])  # 16 bytes at a time

@@ -241,6 +241,26 @@ def test_batch_norm_of_slices_is_near_that_in_float64(layout: torch.memory_forma
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_gradients_of_slices_in_bfloat16_cancel_as_well_as_the_wholes(layout: torch.memory_format) -> None:
+    """Summed over all pixels nothing is left of them in exact arithmetic, with x as a factor neither."""
+    torch.manual_seed(0)
+    x = (2 * torch.randn(8, 8, 64, 64) + 1).bfloat16().contiguous(memory_format=layout)
+    grad = (
+        torch.randn(8, 8, 1, 1).bfloat16().expand_as(x).contiguous(memory_format=layout)
+    )  # as of a mean over the image
+    layer = nn.BatchNorm2d(8)
+    nn.init.normal_(layer.weight, 1.0, 0.2), nn.init.normal_(layer.bias, 0.0, 0.3)
+    left = []
+    for run in (lambda x: F.relu(layer(x)), lambda x: torch.cat(sliced_batch_norm(x.split(2), layer, "relu"))):
+        leaf = x.clone().requires_grad_()
+        run(leaf).backward(grad)
+        assert leaf.grad is not None
+        every = leaf.grad.double()
+        left.append(torch.stack([(every * factor).sum((0, 2, 3)).abs().max() for factor in (1.0, x.double())]))
+    assert bool((left[1] <= 1.2 * left[0]).all()), left
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_writing_over_an_operand_changes_no_bit(layout: torch.memory_format) -> None:
     torch.manual_seed(0)
     x, grad = (torch.randn(3, 8, 5, 5).contiguous(memory_format=layout) for _ in range(2))

@@ -14,8 +14,8 @@ import torch
 from torch.nn import functional as F
 
 from shoal.kernels.memory_format import memory_format_of
-from shoal.kernels.norm.norm_act import activated, activated_backward, backward_, normalised
-from shoal.kernels.norm.norm_sweeps import NormAffine, sweeps
+from shoal.kernels.norm.norm_act import activated, activated_backward, moved_gradient_, normalised
+from shoal.kernels.norm.norm_sweeps import NormAffine, NormMoves, sweeps
 from shoal.lowlevel.direct_call import register_op
 
 
@@ -172,17 +172,20 @@ def sliced_norm_gradient_(
         slope, constant: (C,), by how much the gradient moves for each step from the mean, and in any case.
         activation: as of `sliced_norm`.
     """
-    affine, moves = NormAffine(mean, scale, shift), NormAffine(mean, slope, constant)
+    affine, moves = NormAffine(mean, scale, shift), NormMoves(slope, constant)
     if activation not in _IN_THE_SWEEP:
         _let_through(grad, x, affine, activation, overwrite=True)
     relu = activation == "relu"
     seen, of_seen = _pictures(x, grad)
-    backward_(of_seen, [seen], *affine, None, relu, [True, False, False])
     kernel = sweeps(of_seen, seen)
-    if kernel is None:
-        return grad.add_(normalised(x, moves))
-    kernel.norm_act(seen, moves, of_seen, False, of_seen)
-    return grad
+    if kernel is not None:
+        kernel.moved_gradient(of_seen, None, seen, affine, relu, moves, of_seen)
+        return grad
+    if relu:
+        over = normalised(x, affine)
+        torch.ops.aten.threshold_backward.grad_input(grad, over, 0, grad_input=grad)
+        del over
+    return moved_gradient_(grad, x, affine, moves)
 
 
 def _gradient_fake(grad: torch.Tensor, x: torch.Tensor, *_: Any) -> torch.Tensor:

@@ -2,18 +2,23 @@
 
 Saved for the backward pass: what was normalised and vectors. The normalised tensor is not; the result is only where a
 residual was added before the ReLU, since nothing else then says which elements are zero.
+
+The gradients of mean and variance, if those are of what is normalised itself, are one more term of its own gradient. In
+float32 whatever measured it adds that term. In bfloat16 and float16 the term is part of what is made here, `own`: added
+later to numbers that are rounded already it is lost wherever it is less than half a step of theirs, always to the same
+side, and the gradient of a weight, a sum over all pixels, is off by more the more pixels there are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
 import torch
 
 from shoal.kernels.memory_format import dense_in_format, in_format, memory_format_of
-from shoal.kernels.norm.norm_sweeps import NormAffine, sweeps
+from shoal.kernels.norm.norm_sweeps import NormAffine, NormMoves, OwnVariance, sweeps
 from shoal.kernels.norm.statistics import by_channel
 from shoal.lowlevel.direct_call import register_op
 
@@ -28,6 +33,8 @@ def norm_act(
     shift: torch.Tensor,
     residual: torch.Tensor | None = None,
     relu: bool = True,
+    variance: torch.Tensor | None = None,
+    eps: float = 0.0,
 ) -> torch.Tensor:
     """Replaces `relu((torch.cat(xs, 1) - mean) * scale + shift + residual)`.
 
@@ -36,6 +43,9 @@ def norm_act(
         mean, scale, shift: (C,), in float32 or float64.
         residual: of the shape of the result, or None.
         relu: whether a ReLU follows.
+        variance: biased, of `xs` themselves, whose mean `mean` is; the gradient of `xs` is then the whole one, and
+            `mean`, `scale` and `variance` must lead back to `xs` by no other way. None: vectors are only numbers.
+        eps: what was added to the variance.
 
     Returns:
         (N, C, ...), differentiable once.
@@ -44,8 +54,13 @@ def norm_act(
     >>> norm_act([torch.tensor([[[1.0, 5.0]]])], 3 * ones, 2 * ones, ones)
     tensor([[[0., 5.]]])
     """
-    result: torch.Tensor = _norm_act(list(xs), mean, scale, shift, residual, relu)
+    result: torch.Tensor = _norm_act(list(xs), mean, scale, shift, residual, relu, variance, eps)
     return result
+
+
+def own_variance(variance: torch.Tensor | None, eps: float) -> OwnVariance | None:
+    """The optional arguments of an op as one."""
+    return None if variance is None else OwnVariance(variance, eps)
 
 
 def joined(xs: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -114,16 +129,44 @@ def activated(x: torch.Tensor, affine: NormAffine | None, relu: bool, dtype: tor
 
 
 def activated_backward(
-    grad: torch.Tensor, x: torch.Tensor, affine: NormAffine, relu: bool, needs: Sequence[bool]
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    affine: NormAffine,
+    relu: bool,
+    needs: Sequence[bool],
+    own: OwnVariance | None = None,
 ) -> tuple[torch.Tensor | None, NormAffine | None]:
     """From the gradient of `activated`: that of x, and those of mean, scale and shift.
 
     Args:
         grad: of what `activated` returned, which is not needed: it is recomputed from x.
         needs: whether the gradient of x is wanted, and those of the vectors.
+        own: the gradient of x is the whole one, through its statistics too.
     """
-    of_x, of_vectors, _ = _gradients(grad, [x], affine, None, relu, [*needs, False], overwrite=False)
+    of_x, of_vectors, _ = _gradients(grad, [x], affine, None, relu, [*needs, False], own=own)
     return of_x[0] if of_x else None, of_vectors
+
+
+def moved_gradient_(grad: torch.Tensor, x: torch.Tensor, affine: NormAffine, moves: NormMoves) -> torch.Tensor:
+    """`grad * scale + (x - mean) * slope + constant`, written over `grad` and rounded once; PyTorch's own kernels."""
+    for some, of_some in zip(_pieces(x), _pieces(grad), strict=True):
+        line = some - by_channel(affine.mean, x)  # promotes
+        line.mul_(by_channel(moves.slope, x)).add_(by_channel(moves.constant, x))
+        of_some.copy_(line.addcmul_(of_some.to(line.dtype), by_channel(affine.scale, x)))
+    return grad
+
+
+def _pieces(x: torch.Tensor) -> Iterator[torch.Tensor]:
+    """All of (N, C, ...) in views, some images or a part of one, that stay in L2 as float32; on a GPU one."""
+    image = x.numel() // max(1, x.shape[0])
+    if not x.is_cpu or not image:
+        yield x
+    elif image <= _PIECE_ELEMS or x.dim() == 2:
+        yield from x.split(max(1, _PIECE_ELEMS // image))
+    else:
+        rows = max(1, _PIECE_ELEMS * x.shape[2] // image)
+        for one in x.split(1):
+            yield from one.split(rows, 2)
 
 
 def parted(grad: torch.Tensor, xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -155,6 +198,7 @@ def _forward(
     shift: torch.Tensor,
     residual: torch.Tensor | None,
     relu: bool,
+    *_: Any,
 ) -> torch.Tensor:
     affine, layout = NormAffine(mean, scale, shift), memory_format_of(xs[0])
     given = [in_format(x, layout) for x in xs]
@@ -187,22 +231,34 @@ def _empty(xs: Sequence[torch.Tensor], residual: torch.Tensor | None) -> torch.T
 
 
 def _forward_fake(
-    xs: list[torch.Tensor], mean: Any, scale: Any, shift: Any, residual: torch.Tensor | None, relu: bool
+    xs: list[torch.Tensor], mean: Any, scale: Any, shift: Any, residual: torch.Tensor | None, *_: Any
 ) -> torch.Tensor:
     return _empty(xs, residual)
 
 
 def _backward(
-    grad: torch.Tensor, xs: list[torch.Tensor], mean: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, *rest: Any
+    grad: torch.Tensor,
+    xs: list[torch.Tensor],
+    mean: torch.Tensor,
+    scale: torch.Tensor,
+    shift: torch.Tensor,
+    z: torch.Tensor | None,
+    relu: bool,
+    needs: Sequence[bool],
+    variance: torch.Tensor | None = None,
+    eps: float = 0.0,
+    *,
+    overwrite: bool = False,
 ) -> list[torch.Tensor]:
     """`needs`: of xs, of the vectors, of the residual after a ReLU, which comes first."""
-    of_xs, of_vectors, masked = _gradients(grad, xs, NormAffine(mean, scale, shift), *rest)
+    affine, own = NormAffine(mean, scale, shift), own_variance(variance, eps)
+    of_xs, of_vectors, masked = _gradients(grad, xs, affine, z, relu, needs, overwrite=overwrite, own=own)
     return [*([] if masked is None else [masked]), *of_xs, *(of_vectors or ())]
 
 
 def backward_(*arguments: Any) -> list[torch.Tensor]:
     """`norm_act_backward`, whose first result is written over `grad`; both have the same shape, strides and dtype."""
-    return _backward(*arguments, True)
+    return _backward(*arguments, overwrite=True)
 
 
 _Gradients = tuple[list[torch.Tensor], NormAffine | None, torch.Tensor | None]
@@ -215,7 +271,9 @@ def _gradients(
     z: torch.Tensor | None,
     relu: bool,
     needs: Sequence[bool],
+    *,
     overwrite: bool = False,
+    own: OwnVariance | None = None,
 ) -> _Gradients:
     """As for `_backward`: of xs (none where not needed), of the vectors, and what the ReLU lets through.
 
@@ -226,20 +284,29 @@ def _gradients(
     kernel = sweeps(coming, *given, *([] if z is None else [z]))
     if kernel is None:
         del coming, given
-        return _reference_gradients(grad, xs, affine, z, relu, needs, overwrite)
+        return _reference_gradients(grad, xs, affine, z, relu, needs, overwrite, own)
     masked = (grad if overwrite else torch.empty_like(coming, memory_format=layout)) if needs[2] else None
     of_xs: list[torch.Tensor | None] = [None] * len(xs)
     if needs[0]:
         over_grad = overwrite and masked is None
         of_xs = [grad] if over_grad else [torch.empty_like(x, memory_format=layout) for x in given]
     vectors = []
-    for x, of_x, run in zip(given, of_xs, _runs(xs), strict=True):
+    runs = list(zip(given, of_xs, _runs(xs), strict=True))
+    for x, of_x, run in runs:
         result, through = (None if whole is None else whole[:, run] for whole in (z, masked))
-        vectors.append(kernel.norm_act_backward(coming[:, run], result, x, affine.of(run), relu, of_x, through))
+        product = of_x if own is None else None
+        vectors.append(kernel.norm_act_backward(coming[:, run], result, x, affine.of(run), relu, product, through))
     of_scale, of_shift = (torch.cat(parts).to(affine.scale.dtype) for parts in zip(*vectors, strict=True))
+    of_vectors = affine.gradients(of_scale, of_shift)
+    if own is not None:
+        moves = affine.moves(of_vectors, own, xs[0].numel() // xs[0].shape[1])
+        for x, of_x, run in runs:
+            if of_x is not None:
+                result, moved = None if z is None else z[:, run], NormMoves(*(vector[run] for vector in moves))
+                kernel.moved_gradient(coming[:, run], result, x, affine.of(run), relu, moved, of_x)
     return (
         [dense_in_format(of_x, memory_format_of(x)) for of_x, x in zip(of_xs, xs, strict=True) if of_x is not None],
-        affine.gradients(of_scale, of_shift) if needs[1] else None,
+        of_vectors if needs[1] else None,
         masked,
     )
 
@@ -252,6 +319,7 @@ def _reference_gradients(
     relu: bool,
     needs: Sequence[bool],
     overwrite: bool,
+    own: OwnVariance | None,
 ) -> _Gradients:
     x = joined(xs)
     if relu:
@@ -264,51 +332,61 @@ def _reference_gradients(
             grad = _aten.threshold_backward(grad, over if z is None else z, 0)
         del over
     grad = dense_in_format(grad, memory_format_of(xs[0]))
-    of_vectors = reduced(grad, x, affine) if needs[1] else None
+    of_vectors = reduced(grad, x, affine) if needs[1] or (needs[0] and own is not None) else None
     of_xs: list[torch.Tensor] = []
     if needs[0]:
-        factor = by_channel(affine.scale, x)
-        of_xs = parted(grad.mul_(factor) if (relu or overwrite) and not needs[2] else grad * factor, xs)
-    return of_xs, of_vectors, grad if needs[2] else None
+        factor, is_free = by_channel(affine.scale, x), (relu or overwrite) and not needs[2]
+        if own is not None:
+            assert of_vectors is not None
+            moves = affine.moves(of_vectors, own, x.numel() // x.shape[1])
+            written = grad if is_free else grad.clone(memory_format=memory_format_of(grad))
+            of_xs = parted(moved_gradient_(written, x, affine, moves), xs)
+        else:
+            of_xs = parted(grad.mul_(factor) if is_free else grad * factor, xs)
+    return of_xs, of_vectors if needs[1] else None, grad if needs[2] else None
 
 
 def _backward_fake(grad: torch.Tensor, xs: list[torch.Tensor], *rest: Any) -> list[torch.Tensor]:
-    *vectors, _, _, needs = rest
+    vectors, needs = rest[:3], rest[5]
     found = [torch.empty_like(grad, memory_format=memory_format_of(xs[0]))] if needs[2] else []
     found += parted_fake(xs) if needs[0] else []
     return found + [torch.empty_like(vector) for vector in vectors] if needs[1] else found
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    xs, mean, scale, shift, residual, relu = inputs
+    xs, mean, scale, shift, residual, relu, *rest = inputs
     keeps = relu and residual is not None
     ctx.relu, ctx.n, ctx.residual_kind = relu, len(xs), None if residual is None else residual.dtype
-    ctx.save_for_backward(*xs, mean, scale, shift, *([output] if keeps else []))
+    ctx.keeps, own = keeps, own_variance(*rest) if rest else None
+    ctx.eps = None if own is None else own.eps
+    ctx.save_for_backward(*xs, mean, scale, shift, *([output] if keeps else []), *([] if own is None else own[:1]))
 
 
 def _differentiate(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     n = ctx.n
     saved = ctx.saved_tensors
-    xs, (mean, scale, shift), z = list(saved[:n]), saved[n : n + 3], (saved[n + 3] if len(saved) > n + 3 else None)
+    xs, (mean, scale, shift), z = list(saved[:n]), saved[n : n + 3], (saved[n + 3] if ctx.keeps else None)
+    own = () if ctx.eps is None else (saved[-1], ctx.eps)
     of_xs, *of_vectors = ctx.needs_input_grad[:4]
     of_residual = ctx.needs_input_grad[4]
     needs = [any(of_xs), any(of_vectors), bool(of_residual and ctx.relu)]
     found: list[torch.Tensor] = []
     if any(needs):
-        found = _norm_act_backward(grad, xs, mean, scale, shift, z, ctx.relu, needs)
+        found = _norm_act_backward(grad, xs, mean, scale, shift, z, ctx.relu, needs, *own)
     taken = iter(found)
     residual = (next(taken) if ctx.relu else grad).to(ctx.residual_kind) if of_residual else None
     grads = [next(taken) for _ in xs] if needs[0] else [None] * n
     vectors = [next(taken) for _ in range(3)] if needs[1] else [None] * 3
-    return grads, *vectors, residual, None
+    return grads, *vectors, residual, *[None] * (len(ctx.needs_input_grad) - 5)  # as many as the call had
 
 
 _norm_act = register_op(
-    "norm_act(Tensor[] xs, Tensor mean, Tensor scale, Tensor shift, Tensor? residual, bool relu) -> Tensor",
+    "norm_act(Tensor[] xs, Tensor mean, Tensor scale, Tensor shift, Tensor? residual, bool relu,"
+    " Tensor? variance=None, float eps=0.0) -> Tensor",
     *(_forward, _forward_fake, _setup, _differentiate),
 )
 _norm_act_backward = register_op(
     "norm_act_backward(Tensor grad, Tensor[] xs, Tensor mean, Tensor scale, Tensor shift, Tensor? z, bool relu,"
-    " bool[] needs) -> Tensor[]",
+    " bool[] needs, Tensor? variance=None, float eps=0.0) -> Tensor[]",
     *(_backward, _backward_fake),
 )

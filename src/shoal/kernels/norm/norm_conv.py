@@ -3,7 +3,7 @@
 Batch norm split in two (Jung et al., MLSys'19, section 3): the statistics of a convolution's result come from the
 convolution, and the normalisation happens where the next one reads. The backward pass recomputes the normalised
 tensor, so that it is never saved. Gradients of the statistics are summed over all their readers by autograd and reach
-the producer as two vectors, one affine map for all.
+the producer as two vectors, one affine map for all; but not those of tensors narrower than float32, see `norm_act`.
 
 The reference here is PyTorch's own kernels around its convolution; `norm_conv_native` runs where it applies and pays.
 """
@@ -19,16 +19,24 @@ from torch.utils.flop_counter import register_flop_formula
 
 from shoal.kernels.memory_format import dense_in_format, memory_format_of, suggested_memory_format
 from shoal.kernels.norm import norm_conv_native, norm_weight_grad
-from shoal.kernels.norm.norm_act import activated, activated_backward, joined, parted, parted_fake
+from shoal.kernels.norm.norm_act import activated, activated_backward, joined, own_variance, parted, parted_fake
 from shoal.kernels.norm.norm_conv_native import ConvWindow, NormConv
 from shoal.kernels.norm.norm_rows import native_row_stride
 from shoal.kernels.norm.norm_sweeps import affine_of
-from shoal.kernels.norm.statistics import MeasuredNorm, by_channel, measure, whole_gradient, wide
+from shoal.kernels.norm.statistics import (
+    MeasuredNorm,
+    by_channel,
+    is_narrow,
+    measure,
+    measured_alone,
+    whole_gradient,
+    wide,
+)
 from shoal.lowlevel.direct_call import register_op
 from shoal.lowlevel.dispatch import DispatchedOp, Implementation, choose, register
 
 _aten = torch.ops.aten
-_N_BACKWARD = 18  # operands of the backward op
+_ONTO = 17  # place of an operand of the backward op
 _Vector = torch.Tensor | None
 
 _FORWARD: DispatchedOp[ModuleType | None] = register(
@@ -59,6 +67,8 @@ def norm_conv(
     bias: torch.Tensor | None,
     window: ConvWindow,
     statistics: bool,
+    variance: torch.Tensor | None = None,
+    eps: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Replaces `y = conv(relu((torch.cat(xs, 1) - mean) * scale + shift))` and `torch.var_mean(y)`.
 
@@ -69,10 +79,11 @@ def norm_conv(
         weight, bias: of the convolution; its dtype is that of the result.
         window: of the convolution.
         statistics: whether mean and biased variance of the result's channels are wanted.
+        variance, eps: as for `norm_act`.
 
     Returns:
         y, (N, K, ...), and its mean and variance, (K,), in float32 (float64 for float64); (0,) where not wanted.
-        Differentiable once.
+        Differentiable once; but mean and variance of a y narrower than float32 are numbers that lead back to nothing.
 
     Under autocast the convolution runs in its dtype, as PyTorch's own does; statistics stay in float32.
 
@@ -85,7 +96,11 @@ def norm_conv(
     if device != "meta" and torch.is_autocast_enabled(device) and weight.dtype != torch.float64:
         kind = torch.get_autocast_dtype(device)
         weight, bias = weight.to(kind), None if bias is None else bias.to(kind)
-    y, mean_y, variance_y = _norm_conv(list(xs), mean, scale, shift, relu, weight, bias, *window, statistics)
+    alone = statistics and is_narrow(weight.dtype)
+    rest = statistics and not alone, variance, eps
+    y, mean_y, variance_y = _norm_conv(list(xs), mean, scale, shift, relu, weight, bias, *window, *rest)
+    if alone:
+        mean_y, variance_y = measured_alone(y)
     return y, mean_y, variance_y
 
 
@@ -93,7 +108,7 @@ def convolve(
     x: torch.Tensor, layer: NormConv, statistics: bool, out: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`norm_conv` of one tensor without autograd; the result goes to `out` where there is one."""
-    affine, relu, weight, bias, window = layer
+    affine, relu, weight, bias, window, _ = layer
     native = choose(_FORWARD, x, weight, bias, window)
     if native is not None:
         rows = out if out is not None and native_row_stride(out) is not None else None
@@ -115,7 +130,7 @@ def runs_winograd(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 def _forward(
     xs: list[torch.Tensor], mean: _Vector, scale: _Vector, shift: _Vector, relu: bool, weight: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    bias, *moves, statistics = rest
+    bias, *moves, statistics = rest[:6]
     window, x = ConvWindow(*moves), joined(xs)
     layer = NormConv(affine_of(mean, scale, shift), relu, weight, bias, window)
     y, mean_y, variance_y = convolve(x, layer, statistics)
@@ -128,7 +143,7 @@ def _forward(
 def _forward_fake(
     xs: list[torch.Tensor], mean: _Vector, scale: _Vector, shift: _Vector, relu: bool, weight: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    bias, *moves, statistics = rest
+    bias, *moves, statistics = rest[:6]
     a = joined(xs).to(weight.dtype)
     if relu or mean is not None:
         a = torch.empty_like(a, memory_format=memory_format_of(a))
@@ -139,24 +154,30 @@ def _forward_fake(
 
 
 def _backward(*arguments: Any) -> list[torch.Tensor]:
-    operands: list[Any] = [*arguments, None, None][:_N_BACKWARD]
-    if operands[-1] is not None:
-        operands[-1] = operands[-1].clone(memory_format=memory_format_of(operands[-1]))
+    operands = _with_defaults(arguments)
+    if operands[_ONTO] is not None:
+        operands[_ONTO] = operands[_ONTO].clone(memory_format=memory_format_of(operands[_ONTO]))
     return backward_onto(*operands)
 
 
+def _with_defaults(operands: Sequence[Any]) -> list[Any]:
+    """Those of the backward op, of which a call may leave out the last."""
+    return [*operands, *(None, None, None, 0.0)[len(operands) - _ONTO + 1 :]]
+
+
 def backward_onto(*operands: Any) -> list[torch.Tensor]:
-    """`norm_conv_backward` of the same operands, which writes over the last, `onto`.
+    """`norm_conv_backward` of the same operands, which writes over `onto`.
 
     What is needed comes in the order of `needs`: of xs, of the vectors, of the weight, of the bias. `onto` is what the
     gradient of a single x is added to; it is the first result.
     """
-    grad, of_mean, of_variance, xs, y, mean_y, *vectors, relu, weight = operands[:11]
-    *moves, needs, factor, onto = operands[11:]
+    given = _with_defaults(operands)
+    grad, of_mean, of_variance, xs, y, mean_y, *vectors, relu, weight = given[:11]
+    *moves, needs, factor, onto, variance, eps = given[11:]
     measured = (
         None if y is None or of_mean is None or of_variance is None else MeasuredNorm(y, mean_y, of_mean, of_variance)
     )
-    layer = NormConv(affine_of(*vectors), relu, weight, None, ConvWindow(*moves))
+    layer = NormConv(affine_of(*vectors), relu, weight, None, ConvWindow(*moves), own_variance(variance, eps))
     of_x, *of_vectors, of_weight, of_bias = convolve_backward(grad, measured, joined(xs), layer, needs, onto, factor)
     found = [] if of_x is None else parted(of_x, xs)
     if of_weight is not None:
@@ -181,8 +202,8 @@ def convolve_backward(
         factor: (K,), what `grad` is multiplied with; None: nothing.
         The others as for `norm_conv_native.backward`.
     """
-    affine, relu, weight, _, window = layer
-    native = choose(_BACKWARD, x, weight, None, window)
+    affine, relu, weight, _, window, own = layer
+    native = choose(_BACKWARD, x, weight, None, window) if own is None else None
     if native is not None:
         rows = grad_x if grad_x is not None and native_row_stride(grad_x) is not None else None
         of_input, *others = native.backward(grad, measured, x, layer, needs, factor=factor, grad_x=rows)
@@ -206,7 +227,7 @@ def convolve_backward(
     vectors: tuple[torch.Tensor | None, ...] | None = None
     if through and affine is not None:
         del a
-        of_x, vectors = activated_backward(da, x, affine, relu, needs[:2])
+        of_x, vectors = activated_backward(da, x, affine, relu, needs[:2], own)
     elif through and relu:
         of_x = _aten.threshold_backward(da, a, 0)
     del da
@@ -229,15 +250,19 @@ def _backward_fake(*operands: Any) -> list[torch.Tensor]:
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    xs, mean, scale, shift, relu, weight, _, *window, statistics = inputs
+    xs, mean, scale, shift, relu, weight, _, *window, statistics = inputs[:12]
     ctx.n, ctx.relu, ctx.window = len(xs), relu, window
     ctx.normalises, ctx.statistics = mean is not None, statistics
     vectors = [mean, scale, shift] if ctx.normalises else []
-    ctx.save_for_backward(*xs, weight, *vectors, *(output[:2] if statistics else ()))
+    own = own_variance(*inputs[12:]) if len(inputs) > 12 else None
+    ctx.eps = None if own is None else own.eps
+    own_vectors = [] if own is None else [own.variance]
+    ctx.save_for_backward(*xs, weight, *vectors, *(output[:2] if statistics else ()), *own_vectors)
 
 
 def _differentiate(ctx: Any, grad: torch.Tensor, of_mean: torch.Tensor, of_variance: torch.Tensor) -> tuple[Any, ...]:
     saved = list(ctx.saved_tensors)
+    own = () if ctx.eps is None else (None, None, saved.pop(), ctx.eps)
     xs, weight, rest = saved[: ctx.n], saved[ctx.n], saved[ctx.n + 1 :]
     vectors = [rest.pop(0) for _ in range(3)] if ctx.normalises else [None] * 3
     y, mean_y = rest if ctx.statistics else (None, None)
@@ -245,24 +270,26 @@ def _differentiate(ctx: Any, grad: torch.Tensor, of_mean: torch.Tensor, of_varia
     of_weight, of_bias = ctx.needs_input_grad[5:7]
     needs = [any(of_xs), any(of_vectors), of_weight, of_bias]
     of_statistics = (of_mean, of_variance) if ctx.statistics else (None, None)
-    operands = grad, *of_statistics, xs, y, mean_y, *vectors, ctx.relu, weight, *ctx.window, needs
+    operands = grad, *of_statistics, xs, y, mean_y, *vectors, ctx.relu, weight, *ctx.window, needs, *own
     taken = iter(_norm_conv_backward(*operands))
     grads = [next(taken) for _ in xs] if needs[0] else [None] * ctx.n
     vector_grads = [next(taken) for _ in range(3)] if needs[1] else [None] * 3
     weight_grad, bias_grad = (next(taken) if wanted else None for wanted in (of_weight, of_bias))
-    return grads, *vector_grads, None, weight_grad, bias_grad, None, None, None, None, None
+    return grads, *vector_grads, None, weight_grad, bias_grad, *[None] * (len(ctx.needs_input_grad) - 7)
 
 
 _norm_conv = register_op(
     "norm_conv(Tensor[] xs, Tensor? mean, Tensor? scale, Tensor? shift, bool relu, Tensor weight, Tensor? bias,"
-    " SymInt[] stride, SymInt[] padding, SymInt[] dilation, SymInt groups, bool statistics)"
+    " SymInt[] stride, SymInt[] padding, SymInt[] dilation, SymInt groups, bool statistics, Tensor? variance=None,"
+    " float eps=0.0)"
     " -> (Tensor, Tensor, Tensor)",
     *(_forward, _forward_fake, _setup, _differentiate),
 )
 _norm_conv_backward = register_op(
     "norm_conv_backward(Tensor grad, Tensor? of_mean, Tensor? of_variance, Tensor[] xs, Tensor? y, Tensor? mean_y,"
     " Tensor? mean, Tensor? scale, Tensor? shift, bool relu, Tensor weight, SymInt[] stride, SymInt[] padding,"
-    " SymInt[] dilation, SymInt groups, bool[] needs, Tensor? factor=None, Tensor? onto=None) -> Tensor[]",
+    " SymInt[] dilation, SymInt groups, bool[] needs, Tensor? factor=None, Tensor? onto=None, Tensor? variance=None,"
+    " float eps=0.0) -> Tensor[]",
     *(_backward, _backward_fake),
 )
 

@@ -21,7 +21,7 @@ import torch
 
 from shoal.errors import InputError
 from shoal.kernels.norm.norm_rows import address, empty_rows, in_rows, native_row_stride, run_in_workspace, vector
-from shoal.kernels.norm.norm_sweeps import NormAffine
+from shoal.kernels.norm.norm_sweeps import NormAffine, OwnVariance
 from shoal.kernels.norm.statistics import MeasuredNorm
 from shoal.lowlevel.dispatch import allowed, level_number
 from shoal.lowlevel.native import levels
@@ -55,6 +55,7 @@ class NormConv(NamedTuple):
         relu: whether a ReLU comes before the convolution.
         weight, bias: of the convolution, (K, C, ...) and (K,) or None.
         window: of the convolution.
+        own: the gradient of x is the whole one, through the statistics in `affine` too; never where this runs.
     """
 
     affine: NormAffine | None
@@ -62,6 +63,7 @@ class NormConv(NamedTuple):
     weight: torch.Tensor
     bias: torch.Tensor | None
     window: ConvWindow
+    own: OwnVariance | None = None
 
 
 class _NormConvNativeCall(ctypes.Structure):

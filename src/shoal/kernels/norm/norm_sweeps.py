@@ -44,6 +44,36 @@ class NormAffine(NamedTuple):
         """Gradients of all vectors, given those of scale and shift."""
         return NormAffine(-self.scale * of_shift, of_scale, of_shift)
 
+    def moves(self, sums: NormAffine, own: OwnVariance, count: int) -> NormMoves:
+        """What the gradient of x is moved by since mean and variance are those of x itself.
+
+        Args:
+            sums: gradients of the vectors.
+            own: the variance that the scale was made from.
+            count: elements of a channel of x.
+        """
+        share = self.scale / -count
+        return NormMoves(share * sums.scale / (own.variance + own.eps), share * sums.shift)
+
+
+class OwnVariance(NamedTuple):
+    """Says that mean and scale of an `NormAffine` were made from the statistics of what it normalises.
+
+    Attributes:
+        variance: biased, (C,).
+        eps: of the batch norm, which was added to it.
+    """
+
+    variance: torch.Tensor
+    eps: float
+
+
+class NormMoves(NamedTuple):
+    """What is added to a gradient, (C,): `slope` for each step of x from its mean, and `constant` in any case."""
+
+    slope: torch.Tensor
+    constant: torch.Tensor
+
 
 def affine_of(mean: torch.Tensor | None, scale: torch.Tensor | None, shift: torch.Tensor | None) -> NormAffine | None:
     """The optional vectors of an op as one; None if they are: nothing is normalised."""
@@ -151,6 +181,25 @@ class _NormSweepsNative:
         run_in_workspace("shoal_norm_act_backward", call, _BYTES)
         return of_scale, of_shift
 
+    def moved_gradient(
+        self,
+        grad: torch.Tensor,
+        z: torch.Tensor | None,
+        x: torch.Tensor,
+        affine: NormAffine,
+        relu: bool,
+        moves: NormMoves,
+        grad_x: torch.Tensor,
+    ) -> None:
+        """Write `grad * scale + (x - mean) * slope + constant`, where `relu` lets `grad` through, into `grad_x`.
+
+        Args:
+            moves: used in float32.
+            The others as for `norm_act_backward`; `grad_x` may be `grad`.
+        """
+        self.norm_act_backward(grad, z, x, affine, relu, grad_x, None)
+        self.norm_act(x, NormAffine(affine.mean, *moves), grad_x, False, grad_x)
+
 
 def _row_stride(x: torch.Tensor) -> int:
     found = native_row_stride(x)
@@ -253,11 +302,31 @@ class _NormSweepsTriton:
             rest = (*strides, *grid.extent, *grid.shares, relu, *grid.tile)
             return Launch(TRITON_KERNELS.found().activate_backward, grid.by_part, lambda *given: (*given, *rest))
 
-        tensors = (x, grad, z, *map(vector, affine), grad_x, masked, *sums)
+        tensors = (x, grad, z, *map(vector, affine), None, None, grad_x, masked, *sums)
         with on_device(x.device):
             self._launches.run(key, tensors, made)
         of_scale, of_shift = sums.sum(1)
         return of_scale, of_shift
+
+    def moved_gradient(
+        self,
+        grad: torch.Tensor,
+        z: torch.Tensor | None,
+        x: torch.Tensor,
+        affine: NormAffine,
+        relu: bool,
+        moves: NormMoves,
+        grad_x: torch.Tensor,
+    ) -> None:
+        def made() -> Launch:
+            grid, strides = grid_of(x, grad, z, grad_x, None)
+            rest = (*strides, *grid.extent, *grid.shares, relu, *grid.tile)
+            return Launch(TRITON_KERNELS.found().activate_backward, grid.by_part, lambda *given: (*given, *rest))
+
+        key = "moved_gradient", relu, x.device, *map(_form, (grad, z, x, grad_x))
+        tensors = (x, grad, z, *map(vector, affine), *map(vector, moves), grad_x, None, None, None)
+        with on_device(x.device):
+            self._launches.run(key, tensors, made)
 
     def _parts(self, key: Hashable, x: torch.Tensor, *others: torch.Tensor | None) -> int:
         """Into how many parts a sweep divides the tensors; the key says what that depends on."""

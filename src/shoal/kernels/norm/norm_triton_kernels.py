@@ -161,6 +161,8 @@ def activate_backward(
     mean,
     scale,
     shift,
+    slope,
+    constant,
     grad_x,
     masked,
     of_scale,
@@ -182,7 +184,8 @@ def activate_backward(
 ):
     """With da = grad where z > 0: grad_x = da * scale, masked = da, and each part's sums of da * (x - mean) and da.
 
-    z, grad_x and masked may be None; z is then recomputed from x.
+    z, grad_x and masked may be None; z is then recomputed from x. With a slope and a constant grad_x is
+    da * scale + (x - mean) * slope + constant. Both sums may be None.
     """
     part = tl.program_id(0)
     rows = tl.arange(0, ROWS)
@@ -211,13 +214,18 @@ def activate_backward(
         product += tl.where(there, da * off, 0.0)
         if grad_x is not None:
             to = tile(grad_x, ld_grad_x, image, first, rows, columns, pixels, CHANNELS_LAST)
-            tl.store(to, (da * factor).to(grad_x.dtype.element_ty), mask=there)
+            moved = da * factor
+            if slope is not None:
+                moved += off * tl.load(slope + columns, mask=ours, other=0.0)[None, :]
+                moved += tl.load(constant + columns, mask=ours, other=0.0)[None, :]
+            tl.store(to, moved.to(grad_x.dtype.element_ty), mask=there)
         if masked is not None:
             to = tile(masked, ld_masked, image, first, rows, columns, pixels, CHANNELS_LAST)
             tl.store(to, da.to(masked.dtype.element_ty), mask=there)
-    to = part.to(tl.int64) * channels + columns
-    tl.store(of_scale + to, tl.sum(product, axis=0), mask=ours)
-    tl.store(of_shift + to, tl.sum(total, axis=0), mask=ours)
+    if of_scale is not None:
+        to = part.to(tl.int64) * channels + columns
+        tl.store(of_scale + to, tl.sum(product, axis=0), mask=ours)
+        tl.store(of_shift + to, tl.sum(total, axis=0), mask=ours)
 
 
 INTERPRETED = not isinstance(activate, triton.JITFunction)  # TRITON_INTERPRET=1 was set before this was imported

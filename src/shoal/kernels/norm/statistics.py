@@ -41,9 +41,20 @@ def statistics(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return mean, variance
 
 
+def measured_alone(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`statistics` as numbers that lead back to nothing: of an `x` whose readers make its whole gradient themselves."""
+    mean, variance = statistics(x)
+    return mean.detach(), variance.detach()
+
+
 def wide(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which channels are measured: float32 for a narrower one."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def is_narrow(dtype: torch.dtype) -> bool:
+    """Whether a dtype has fewer digits than channels are measured in."""
+    return wide(dtype) != dtype
 
 
 def by_channel(vector: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

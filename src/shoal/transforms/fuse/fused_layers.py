@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -22,13 +23,28 @@ from shoal.kernels.norm.dense_block import DenseLayer, dense_block
 from shoal.kernels.norm.norm_act import joined, norm_act
 from shoal.kernels.norm.norm_conv import norm_conv
 from shoal.kernels.norm.norm_conv_native import ConvWindow
-from shoal.kernels.norm.statistics import statistics, wide
+from shoal.kernels.norm.statistics import is_narrow, measured_alone, statistics, wide
 from shoal.lowlevel.torch_state import check_batch_norm_input
 from shoal.transforms.fuse import fusion_size
 from shoal.transforms.fuse.fusion_size import FusionSize
 
-Vectors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # mean, scale, shift
 Moments = tuple[torch.Tensor, torch.Tensor]  # mean, variance
+
+
+class Vectors(NamedTuple):
+    """What a batch norm does to each channel, (C,): (x - mean) * scale + shift.
+
+    Attributes:
+        variance: where mean and scale are of what is normalised and its readers make its whole gradient, else None;
+            see `norm_act`.
+        eps: of the batch norm, where there is a variance.
+    """
+
+    mean: torch.Tensor
+    scale: torch.Tensor
+    shift: torch.Tensor
+    variance: torch.Tensor | None = None
+    eps: float = 0.0
 
 
 class Measure(nn.Module):
@@ -41,7 +57,7 @@ class Measure(nn.Module):
     def forward(self, x: torch.Tensor) -> Moments | None:
         """(N, C, ...) → mean and variance, (C,); None where every reader is frozen, or `x` is small."""
         wanted = any(measures(layer) for layer in self.readers) and self.size.fuses(x)
-        return statistics(x) if wanted else None
+        return _measured(x) if wanted else None
 
 
 class Affine(nn.Module):
@@ -75,11 +91,14 @@ class Affine(nn.Module):
         count = x.numel() // x.shape[1]
         if count == 1:
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {x.shape}")
-        pairs = [statistics(part) if pair is None else pair for part, pair in zip(xs, moments, strict=True)]
+        pairs = [_measured(part) if pair is None else pair for part, pair in zip(xs, moments, strict=True)]
         mean = joined_vectors([pair[0] for pair in pairs])
         variance = joined_vectors([pair[1] for pair in pairs])
         move_statistics(layer, mean, variance, count)
-        return self._line(mean, variance)
+        if not any(is_narrow(part.dtype) for part in xs):
+            return self._line(mean, variance)
+        mean, variance = mean.detach(), variance.detach()  # of parts in float32 beside narrow ones
+        return self._line(mean, variance)._replace(variance=variance, eps=layer.eps)
 
     def _plain(self, xs: Sequence[torch.Tensor]) -> torch.Tensor:
         layer, x = self.layer, joined(xs)
@@ -93,7 +112,7 @@ class Affine(nn.Module):
     def _line(self, mean: torch.Tensor, variance: torch.Tensor) -> Vectors:
         layer = self.layer
         scale = batch_norm_scale(variance, layer.weight, layer.eps)
-        return mean, scale, torch.zeros_like(mean) if layer.bias is None else layer.bias.to(mean.dtype)
+        return Vectors(mean, scale, torch.zeros_like(mean) if layer.bias is None else layer.bias.to(mean.dtype))
 
 
 class Normalise(nn.Module):
@@ -113,9 +132,9 @@ class Normalise(nn.Module):
             z = vectors + residual
             return z.relu_() if self.relu else z
         if residual is not None and residual.shape != _shape(xs):  # broadcast: the sum by itself
-            z = norm_act(xs, *vectors, None, False) + residual
+            z = norm_act(xs, *vectors[:3], None, False, *vectors[3:]) + residual
             return z.relu() if self.relu else z
-        return norm_act(xs, *vectors, residual, self.relu)
+        return norm_act(xs, *vectors[:3], residual, self.relu, *vectors[3:])
 
 
 class Convolve(nn.Module):
@@ -149,8 +168,11 @@ class Convolve(nn.Module):
         wanted = any(measures(reader) for reader in self.readers) and (quick or self.size.fuses(x, self._elems(x)))
         if vectors is None and not (wanted or quick or (relu and self.size.fuses(x))):
             return layer.forward(torch.relu(joined(xs)) if relu else joined(xs)), None
-        mean, scale, shift = vectors or (None, None, None)
-        y, mean_y, variance_y = norm_conv(xs, mean, scale, shift, relu, layer.weight, layer.bias, window, wanted)
+        mean, scale, shift, variance, eps = vectors or (None, None, None, None, 0.0)
+        weight, bias = layer.weight, layer.bias
+        y, mean_y, variance_y = norm_conv(
+            *(xs, mean, scale, shift, relu, weight, bias, window, wanted), variance=variance, eps=eps
+        )
         return y, ((mean_y, variance_y) if wanted else None)
 
     def _elems(self, x: torch.Tensor) -> int:
@@ -215,6 +237,9 @@ class DenseBlock(nn.Module):
             and self.size.fuses(xs[0], self._elems(xs[0]), fusion_size.MIN_BLOCK_ELEMS)
             and (xs[0].is_meta or not torch.is_autocast_enabled(device.type))
             and all(x.dtype == kind for x in xs)
+            and not is_narrow(
+                kind
+            )  # one op adds to the gradients of all layers, and what is rounded loses what is added
             and xs[0].numel() > xs[0].shape[1]
             and all(
                 norm.layer.training and conv.layer.weight.dtype == kind and xs[0].dim() == conv.layer.weight.dim()
@@ -229,7 +254,7 @@ class DenseBlock(nn.Module):
         measuring = any(measures(norm.layer) for layer in self.layers for norm, _ in layer)
         features = list(xs)
         measured = [
-            statistics(x) if pair is None and measuring and self.size.fuses(x) else pair
+            _measured(x) if pair is None and measuring and self.size.fuses(x) else pair
             for x, pair in zip(xs, moments, strict=True)
         ]
         for layer in self.layers:
@@ -241,7 +266,7 @@ class DenseBlock(nn.Module):
             measured += pairs
         if all(pair is None for pair in measured):
             return joined(features), None
-        known = [statistics(x) if pair is None else pair for x, pair in zip(features, measured, strict=True)]
+        known = [_measured(x) if pair is None else pair for x, pair in zip(features, measured, strict=True)]
         mean, variance = (joined_vectors([pair[which] for pair in known]) for which in range(2))
         return joined(features), (mean, variance)
 
@@ -258,6 +283,11 @@ def zero_padding(layer: _ConvNd) -> list[int]:
             raise ValueError("its padding is one more on one side than on the other")
         return [total // 2 for total in totals]
     return [int(padding) for padding in layer.padding]
+
+
+def _measured(x: torch.Tensor) -> Moments:
+    """Mean and variance of `x`; where it is narrow, its readers make its whole gradient."""
+    return measured_alone(x) if is_narrow(x.dtype) else statistics(x)
 
 
 def joined_vectors(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
