@@ -66,6 +66,11 @@ def of_two_models(model: Any) -> None:
     (model.one(x) - model.other(x)).square().mean().backward()
 
 
+def of_one_of_two_models(model: Any) -> None:
+    x = batch(model)
+    (model.one(x) - model.other(x).detach()).square().mean().backward()
+
+
 def of_two_calls(model: nn.Module) -> None:
     model(model(batch(model))).square().mean().backward()
 
@@ -93,9 +98,10 @@ def always(variant: Variant) -> Callable[..., Any]:
     [
         *((two_graphs, of_two_graphs, variant) for variant in VARIANTS.values()),
         (Pair, of_two_models, VARIANTS["fused"]),
+        (Pair, of_one_of_two_models, VARIANTS["slices"]),
         (Refined, of_two_calls, VARIANTS["slices"]),
     ],
-    ids=[*VARIANTS, "models, fused", "calls, slices"],
+    ids=[*VARIANTS, "models, fused", "a model that is not sent back, slices", "calls, slices"],
 )
 def test_an_iteration_trains_as_planned_in_each_variant(
     make: Callable[[], nn.Module], step: Step, variant: Variant, monkeypatch: pytest.MonkeyPatch

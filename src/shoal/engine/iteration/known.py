@@ -196,7 +196,7 @@ class KnownIteration:
         made = zip(planned.plans, planned.runs, strict=True)
 
         def is_chosen(runs: Sequence[int]) -> bool:
-            return bool(planned.variants) and all(planned.variants[run] is not None for run in runs)
+            return bool(planned.variants) and any(planned.variants[run] is not None for run in runs)
 
         graphs = dict.fromkeys(node.part for node in self.nodes if node.part is not None)
         lines = in_several_graphs(

@@ -336,12 +336,14 @@ class VariantPlanning:
 
     Attributes:
         parts, ports: of its graphs as they were measured, by number.
+        trained: the graphs whose backward pass runs; the others stay as they were measured.
         graph: the step of all graphs, with others in place of those that were measured.
         plan: its plan, by the planner given or that of the options, and the share of each graph.
     """
 
     parts: tuple[Part, ...]
     ports: tuple[Ports, ...]
+    trained: frozenset[int]
     graph: Callable[[tuple[Part, ...]], StepGraph]
     plan: Callable[[tuple[Part, ...], Planner | None], PlannedParts]
 
@@ -365,12 +367,12 @@ class PlannedParts:
 
     Attributes:
         plan: of all.
-        shares: that each graph has in it. variants: how each is computed; none as they were measured.
+        shares: that each graph has in it. variants: how each is computed; None or none as they were measured.
     """
 
     plan: Plan
     shares: tuple[Share, ...]
-    variants: tuple[GraphVariant, ...] = ()
+    variants: tuple[GraphVariant | None, ...] = ()
 
 
 # Plans the graphs of a step of an iteration, which are these by number, in the best variant.
@@ -425,7 +427,7 @@ def plan_iteration(
         return None
     plans: list[Plan] = []
     runs: list[tuple[int, ...]] = []
-    shares, variants = list(iteration.shares), dict[int, GraphVariant]()
+    shares, variants = list(iteration.shares), dict[int, GraphVariant | None]()
 
     def plan(step: InOrder, more_bytes: int, held_bytes: int, *, is_whole: bool) -> None:
         measured = iteration.measured(step, whole=is_whole)
@@ -449,7 +451,8 @@ def plan_iteration(
         def planned(*, fixed: bool) -> Plan:
             if choose is not None and not (fixed or any(measured.sizes)):
                 ports = tuple(iteration.ports[run] for run in own)
-                made = choose(own, VariantPlanning(measured.parts, ports, graph, partial(planned_with, fixed=False)))
+                trained, plan_variant = frozenset(measured.has_backward), partial(planned_with, fixed=False)
+                made = choose(own, VariantPlanning(measured.parts, ports, trained, graph, plan_variant))
             else:
                 made = planned_with(measured.parts, fixed=fixed)
             for run, share in zip(own, made.shares, strict=True):
@@ -501,13 +504,11 @@ def _planned(
     started = time.perf_counter()
     hardware, budget_bytes = measure(measured.device), options.budget_bytes or 0
     each_state_bytes = state_bytes(measured.device)
-    if planner is not None:
-        pass
-    elif fixed:
+    if fixed:
         planner = counting_states(partial(_as_measured, measured.residences), each_state_bytes)
     elif options.budget_bytes is None:
         planner = planner_called("keep_all")
-    else:
+    elif planner is None:
         planner = allowed(options.means - {"order"}, options.planner, each_state_bytes)
     first: Plan | None = None
     aim_bytes = budget_bytes

@@ -155,9 +155,13 @@ class _Prices:
         laid_out = {one: session.in_traced_layouts(step.captured) for one, step in steps.items()}
         with no_memory_limit(), unset_fake_temporarily():
             costed = {one: self._sequence.costed(captured) for one, captured in laid_out.items()}
-        ports = [Ports.of(laid_out[one]) for one in graphs]
-        parts = _moved(planning.parts, planning.ports, [costed[one] for one in graphs], ports)
-        variants = tuple(GraphVariant(steps[one].variant, costed[one].fingerprint) for one in graphs)
+        trained = {run: one for run, one in enumerate(graphs) if run in planning.trained}
+        ports = {run: Ports.of(laid_out[one]) for run, one in trained.items()}
+        parts = _moved(planning.parts, planning.ports, {run: costed[one] for run, one in trained.items()}, ports)
+        variants = tuple(
+            GraphVariant(steps[one].variant, costed[one].fingerprint) if run in trained else None
+            for run, one in enumerate(graphs)
+        )
 
         def made(planner: Planner | None = None) -> tuple[PlannedParts, Plan]:
             with unset_fake_temporarily():
@@ -176,7 +180,7 @@ class _Prices:
                         step.captured, costed[one], self._means, lambda other: profile_step(other, other.device)
                     )
                     found[one] = _InVariant(in_pieces(step.captured, pieces), replace(step.variant, pieces=pieces))
-            named = [(label(run) + cut.op, cut) for run, one in enumerate(graphs) for cut in found[one].variant.pieces]
+            named = [(label(run) + cut.op, cut) for run, one in trained.items() for cut in found[one].variant.pieces]
             return (tuple(replace(cut, op=op) for op, cut in named), self._priced(found)) if named else None
 
         is_joint = session.options.planner == "joint"
@@ -190,15 +194,19 @@ class _Prices:
 
 
 def _moved(
-    parts: Sequence[Part], before: Sequence[Ports], graphs: Sequence[StepGraph], after: Sequence[Ports]
+    parts: Sequence[Part], before: Sequence[Ports], graphs: Mapping[int, StepGraph], after: Mapping[int, Ports]
 ) -> tuple[Part, ...]:
-    """The runs with other steps in place of those that ran: each is given and returns the same tensors.
+    """The runs with other steps in place of those that ran, by number: each is given and returns the same tensors.
 
     Raises:
         Refused: one does not.
     """
     moves: list[dict[int, int]] = []
-    for old, new in zip(before, after, strict=True):
+    for run, old in enumerate(before):
+        new = after.get(run)
+        if new is None:
+            moves.append({storage.id: storage.id for storage in parts[run].graph.storages})
+            continue
         kinds = [(getattr(old, kind), getattr(new, kind)) for kind in ("inputs", "results", "tangents", "gradients")]
         if any(len(one) != len(other) for one, other in kinds):
             raise Refused("it is given or returns other tensors")
@@ -218,7 +226,7 @@ def _moved(
         }
         return replace(
             part,
-            graph=graphs[run],
+            graph=graphs.get(run, part.graph),
             results=of(part.results),
             same=same,
             fresh=of(part.fresh),
