@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -58,7 +57,6 @@ class StaticMemory:
         self.gradients_pass = self.hook_is_metered = self.copies_inputs = False
         self.input_copies: list[torch.Tensor] = []
         self._library: dict[Caller, int] = {}  # what cuBLAS keeps for the steps planned so far
-        self._counted: Collection[int] | None = None
         self._wrapper: weakref.ref[DistributedDataParallel] | None = None
         self.add(model, optimizer)
 
@@ -260,17 +258,7 @@ class StaticMemory:
 
     def gradient_bytes(self) -> int:
         """Bytes of the gradients that the step accumulates into."""
-        there = (g for g in self.gradients() if self._counted is None or g.untyped_storage()._cdata in self._counted)
-        return 0 if self.gradients_pass else distinct_bytes(there)
-
-    @contextmanager
-    def with_gradients_of(self, keys: Collection[int]) -> Iterator[None]:
-        """Count no other gradients than those with these storages: a step has ended, and has made the others."""
-        self._counted = keys
-        try:
-            yield
-        finally:
-            self._counted = None
+        return 0 if self.gradients_pass else distinct_bytes(self.gradients())
 
     def bucket_bytes(self) -> int:
         """Bytes of the DDP wrapper's buckets, without those that gradients are views of, and of its hook."""

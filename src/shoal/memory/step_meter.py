@@ -149,11 +149,6 @@ class StepMeter:
         self.intervals = [Interval(before_bytes, before_bytes)] if self._counter is not None else []
         return True
 
-    @property
-    def counts_between(self) -> bool:
-        """Whether what is used between passes is counted too."""
-        return self._counter is not None
-
     def is_fresh(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor's storage was allocated since the step began, as far as that can be told."""
         return self._counter is not None and self._counter.is_fresh(tensor)

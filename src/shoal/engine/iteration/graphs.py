@@ -8,6 +8,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -60,10 +61,15 @@ class DynamoGraph:
     context: TracingContext | None
     broken: str
     constants: frozenset[str]
-    variants: Variants
+    means: frozenset[str]
     autocast: Mapping[str, torch.dtype]
     unmodified: Captured | None = None  # its step as its author wrote it, once it is compiled
     steps: weakref.WeakSet[GraphStep] = field(default_factory=weakref.WeakSet)  # as it is compiled by now
+
+    @cached_property
+    def variants(self) -> Variants:
+        """Its variants, of which nothing may be asked if its sizes vary: the answer would hold for one size."""
+        return Variants(self.graph, self.means)
 
 
 @dataclass(eq=False)
@@ -293,7 +299,7 @@ class GraphSequence(ABC):
             TracingContext.try_get(),
             break_after(gm),
             constant_numbers(),
-            Variants(gm, self.session.options.form_means),
+            self.session.options.form_means,
             autocast_state(example_inputs),
         )
         here = self.node.followed_by(part)  # what is captured runs next, and its guards are still open

@@ -200,7 +200,7 @@ class KnownIteration:
 
         graphs = dict.fromkeys(node.part for node in self.nodes if node.part is not None)
         lines = in_several_graphs(
-            [graph.variants for graph in graphs],
+            (graph.variants for graph in graphs),
             options,
             what,
             leaves=any(part.graph.link is not None for part in measured.parts),

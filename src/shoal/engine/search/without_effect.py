@@ -42,13 +42,12 @@ def in_several_graphs(
     """The same if several graphs are planned as one step.
 
     Args:
-        graphs: the variants of each.
+        graphs: the variants of each, which are only asked where `may_vary`.
         options, leaves: as for `without_effect`.
         what: is several graphs, `A_MODEL` or `SEVERAL_MODELS`.
         may_vary: whether their variants are looked for.
     """
     reasons: dict[str, str] = {}
-    graphs = tuple(graphs)
     for name in sorted(options.named - {"recompute"}):
         if name == "offload":
             reasons[name] = _why_not_offloaded(options, leaves=leaves)
@@ -57,6 +56,7 @@ def in_several_graphs(
         elif name in KERNEL_MEANS and options.planner != "joint":
             reasons[name] = "only planner='joint' looks for it"
         else:
+            graphs = tuple(graphs)
             each = [variants.why_not(name) for variants in graphs]
             reasons[name] = each[0] if all(each) else ""
     return _lines(reasons)
