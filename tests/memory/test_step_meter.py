@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -32,6 +33,7 @@ def no_limit(*_: Any) -> Any:
 
 @pytest.fixture(params=COUNTERS)
 def counter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    gc.collect()  # the profiler would report the release of what earlier tests have left in cycles
     if request.param == "profiler":
         monkeypatch.setattr(step_meter, "memory_limit", no_limit)
     yield request.param
