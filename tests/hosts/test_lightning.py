@@ -121,7 +121,15 @@ def test_the_peak_goes_to_the_trainers_loggers(tmp_path: Path) -> None:
     assert str(module.shoal.measured_peak_bytes) in text and "shoal/measured_peak_bytes" in text
 
 
-def test_lightnings_batch_finder_finds_the_largest_batch_inside_the_budget(tmp_path: Path) -> None:
+def test_lightnings_batch_finder_finds_the_largest_batch_inside_the_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each trial calls one compiled module with a batch of another size; `fits` compiles one for that batch alone.
+
+    Bit for bit, in which a batch is refused in a second, not after all forms. That those of a later size are the same
+    is tested with the search.
+    """
+    monkeypatch.setenv("SHOAL_ALLOW", "bitwise")
     module = Whole()
     found = page.run(FINDER, 2**20, module=module, settings=settings(tmp_path))["largest"]
     assert 1 <= found < 24 and module.batch_size == found

@@ -274,6 +274,23 @@ def test_below_what_the_whole_needs_it_runs_on_slices_of_the_batch(monkeypatch: 
     assert trained_in_less(network, x, 0.8) == Variant(depth=1.0, slices=3)
 
 
+def test_a_batch_of_another_size_runs_on_slices_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo has a symbol for its size by then."""
+    monkeypatch.setattr("shoal.engine.search.split_forms._SLICES", (4,))
+    monkeypatch.setattr("shoal.engine.search.split_forms._PARTS", ())
+    model = nn.Sequential(*blocks(3, 24, 24), nn.MaxPool2d(8), nn.Flatten(), nn.Linear(24 * 4, 5))
+    few, many = batches(1, 2, 3, 16, 16)[0], batches(1, 6, 3, 16, 16)[0]
+    with pytest.raises(BudgetError) as whole:
+        shoal.plan(model, many, 10_000, allow="bitwise")
+    budget_bytes = int(0.8 * whole.value.least_feasible_bytes)  # type: ignore[operator]
+    model = shoal.compile(model, budget_bytes, allow="bitwise, exact_split")
+    found = []
+    for x in (few, many):
+        step(model, x)
+        found.append(chosen(model))
+    assert [form.slices for form in found] == [0, 3]
+
+
 def test_instance_norms_run_on_slices_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in nnU-Net's networks for volumes."""
     monkeypatch.setattr("shoal.engine.search.split_forms._SLICES", (2,))

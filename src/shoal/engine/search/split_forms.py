@@ -12,6 +12,7 @@ from torch import fx
 from torch.nn.modules.conv import _ConvNd
 
 from shoal.capture.layered import LayeredGraph, Refused, as_dynamo_graph
+from shoal.capture.symbolic_sizes import expression_of
 from shoal.core.variant import Variant
 from shoal.engine.search.pieces_of_a_graph import VOLUME, bytes_of
 from shoal.errors import CaptureError, InputError
@@ -99,7 +100,7 @@ class SplitForms:
             return 0
         images = next(iter(source.graph.nodes)).meta.get("example_value")
         samples = images.shape[0] if isinstance(images, torch.Tensor) and images.dim() > 2 else 0
-        return samples if isinstance(samples, int) else 0
+        return int(samples) if _is_a_number(samples) else 0
 
     def _slab_region(self, source: LayeredGraph | None, slabs: int) -> SlabRegion | None:
         """The layers of volumes that are worth it; None where there are none."""
@@ -227,6 +228,11 @@ def spatial_dims(source: LayeredGraph) -> int:
     """Of the images, other than samples and channels."""
     images = next(iter(source.graph.nodes)).meta.get("example_value")
     return images.dim() - 2 if isinstance(images, torch.Tensor) else 0
+
+
+def _is_a_number(size: int | torch.SymInt) -> bool:
+    """Whether a size is one; what Dynamo took for a symbol, as another call had another size, may be by now."""
+    return isinstance(size, int) or bool(expression_of(size).is_number)
 
 
 def _elems(node: fx.Node) -> int:
