@@ -46,8 +46,8 @@ images, noise = torch.zeros(32, 3, 64, 64, device="cuda"), torch.zeros(32, 8, 64
 of_generator, of_discriminator = (torch.optim.Adam(m.parameters()) for m in (generator, discriminator))
 shared = shoal.Budget(int(sys.argv[1])) if int(sys.argv[1]) else None
 if shared is not None:
-    shoal.compile(generator, budget=shared, optimizer=of_generator, allow="bitwise", name="G")
-    shoal.compile(discriminator, budget=shared, optimizer=of_discriminator, allow="bitwise", name="D")
+    shoal.compile(generator, budget=shared, optimizer=of_generator, allow="recompute, pieces", name="G")
+    shoal.compile(discriminator, budget=shared, optimizer=of_discriminator, allow="recompute, pieces", name="D")
 peaks = []
 for _ in range(7):
     with recorded() as record:
