@@ -84,4 +84,4 @@ def test_turns_take_what_was_predicted(beside_mib: int) -> None:
     assert predicted <= budget_bytes
     assert max(peaks[3:]) <= budget_bytes
     assert max(peaks[3:]) == pytest.approx(predicted, rel=0.05)
-    assert not [line for line in found["said"] if "between two turns" in line]  # type: ignore[attr-defined]
+    assert not [line for line in found["said"] if "between two iterations" in line]  # type: ignore[attr-defined]
