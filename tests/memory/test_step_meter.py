@@ -33,7 +33,10 @@ def no_limit(*_: Any) -> Any:
 
 @pytest.fixture(params=COUNTERS)
 def counter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    gc.collect()  # the profiler would report the release of what earlier tests have left in cycles
+    # The profiler would report that what earlier tests have left in cycles is released, whenever that is.
+    gc.collect()
+    gc.disable()
+    request.addfinalizer(gc.enable)
     if request.param == "profiler":
         monkeypatch.setattr(step_meter, "memory_limit", no_limit)
     yield request.param
