@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -33,10 +32,6 @@ def no_limit(*_: Any) -> Any:
 
 @pytest.fixture(params=COUNTERS)
 def counter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    # The profiler would report that what earlier tests have left in cycles is released, whenever that is.
-    gc.collect()
-    gc.disable()
-    request.addfinalizer(gc.enable)
     if request.param == "profiler":
         monkeypatch.setattr(step_meter, "memory_limit", no_limit)
     yield request.param

@@ -306,9 +306,12 @@ class StepMeter:
         self._watched = [watched(each) for key, each in storages.items() if key not in self._there and each.nbytes()]
 
     def _with_released(self, changes: list[int]) -> list[int]:
-        """The changes since a watched storage was freed, and that: where the profiler knows it, it comes first."""
+        """The changes since a watched storage was freed, and that. If the profiler reports it, it comes first, with the
+        bytes of what it saw at that address last: another storage, if this one was allocated between two parts."""
         released_bytes, self._released_bytes = self._released_bytes, 0
-        return [-released_bytes, *changes] if released_bytes and changes[:1] != [-released_bytes] else changes
+        if not released_bytes:
+            return changes
+        return [-released_bytes, *(changes[1:] if changes and changes[0] < 0 else changes)]
 
     def _close_part(self) -> None:
         if self._counter is None:
