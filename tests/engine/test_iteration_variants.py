@@ -137,7 +137,9 @@ def test_the_plan_says_which_variants_were_considered() -> None:
     assert "batch norm fused" in model.shoal.plan.explain()
 
 
-def test_a_graph_that_is_not_what_it_was_planned_as_keeps_the_minimum(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_that_is_not_what_it_was_planned_as_is_said_and_planned_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     planned = variants.plan_best_variant
 
     def mistaken(*args: Any) -> Any:
@@ -148,7 +150,10 @@ def test_a_graph_that_is_not_what_it_was_planned_as_keeps_the_minimum(monkeypatc
     torch.manual_seed(0)
     plain = two_graphs()
     model = shoal.compile(copy.deepcopy(plain), budget="3MiB", allow="bitwise")
-    found = gradients(model, of_two_graphs, 3)
+    found = gradients(model, of_two_graphs, 5)
+    assert "planned unmodified" in caplog.text
+    assert model.shoal.plan.candidates == ()
+    assert model.shoal.measured_peak_bytes <= 3 * 2**20
     expected = gradients(plain, of_two_graphs, 3)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 

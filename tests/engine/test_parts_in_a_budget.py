@@ -379,3 +379,20 @@ def test_what_profiling_a_graph_takes_is_no_part_of_the_step(monkeypatch: pytest
         model(batch).sum().backward()
         model.zero_grad()
     assert model.shoal.plan is not None
+
+
+@needs_compiler
+def test_graphs_offload_no_more_than_the_host_may_hold() -> None:
+    """In the first iteration too, in which each is planned before those after it are known."""
+
+    def sigmoids(inputs: int) -> nn.Module:
+        layers = [one for n in (inputs, 16, 16) for one in (nn.Conv2d(n, 16, 3, padding=1), nn.Sigmoid())]
+        return nn.Sequential(*layers)
+
+    torch.manual_seed(0)
+    plain = Chain(breaks, [sigmoids(3), sigmoids(16)], 16)
+    options = shoal.Options(host_budget=3 * 2**18)  # of 2 MiB that the two could offload
+    model = shoal.compile(copy.deepcopy(plain), 1_900_000, allow="offload", offload_to="host", options=options)
+    train(model, images(3, 4, 3, 32, 32))
+    assert model.shoal.measured_peak_bytes <= 1_900_000
+    assert 0 < model.shoal.plan.host_bytes <= 3 * 2**18

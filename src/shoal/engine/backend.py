@@ -192,14 +192,15 @@ class PlannedStep:
         self.handed_stayed = stayed or bool(self.handed_stayed)
 
     @property
-    def keeps_as_written(self) -> bool:
-        """Whether its plan says what plain PyTorch takes; of another form the candidates say so."""
-        return self.form.variant == WHOLE_FORM.variant
+    def is_of_several(self) -> bool:
+        """Whether it is one of several graphs of an iteration. Then other graphs offload meanwhile, what is recorded
+        between the passes has the undefined gradients, and combined steps do not carry the step as it was written."""
+        return False
 
     @property
-    def may_allocate_late(self) -> bool:
-        """Whether it allocates gradients that `backward()` does not compute itself; see `undefined_gradients`."""
-        return True
+    def keeps_as_written(self) -> bool:
+        """Whether its plan says what plain PyTorch takes; of another form the candidates say so."""
+        return self.form.variant == WHOLE_FORM.variant and not self.is_of_several
 
     def partition(
         self,
@@ -239,10 +240,10 @@ class PlannedStep:
         self.device = captured.device
         self.n_outputs, self.results = num_fwd_outputs, captured.results
         self.errors_unknown = bool(self.plan.encoded)
-        transfers = self.session.carry(self.plan, captured.device)
+        transfers = self.session.carry(self.plan, captured.device, is_of_several=self.is_of_several)
         doing("plan", "writing its graphs")
         forward, backward = lower(captured, self.plan.residences, transfers=transfers)
-        if self.may_allocate_late and self._captured is None and self.session.replayed is None:
+        if not self.is_of_several and self._captured is None and self.session.replayed is None:
             self.undefined = undefined
             allocate_late(backward.graph, undefined)
         self.leaving, self.gradient_order = (

@@ -24,8 +24,13 @@ class OpenTransfers:
         self._link: OpenLink | None = None
         self._transfers: weakref.WeakSet[Transfers] = weakref.WeakSet()  # a graph that is compiled again drops its own
 
-    def of(self, plan: Plan, device: torch.device) -> Transfers | None:
+    def of(self, plan: Plan, device: torch.device, *, exact: bool = False) -> Transfers | None:
         """What moves the storages that the plan offloads; None where it offloads nothing.
+
+        Args:
+            plan: of the step.
+            device: where it runs.
+            exact: as of `Transfers`.
 
         Raises:
             TransferError: the host has no room for them.
@@ -44,7 +49,9 @@ class OpenTransfers:
                 pace.latency_seconds if pace else 0.0,
             )
         overlaps = pace is None or pace.overlaps
-        transfers = Transfers(self._link, [storage.nbytes for storage in plan.offloaded], overlaps=overlaps)
+        transfers = Transfers(
+            self._link, [storage.nbytes for storage in plan.offloaded], overlaps=overlaps, exact=exact
+        )
         self._transfers.add(transfers)
         return transfers
 

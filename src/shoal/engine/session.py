@@ -492,8 +492,13 @@ class Session:
             )
         return self._placement
 
-    def carry(self, plan: Plan, device: torch.device) -> Transfers | None:
+    def carry(self, plan: Plan, device: torch.device, *, is_of_several: bool) -> Transfers | None:
         """What moves the storages that the plan offloads; None where it offloads nothing.
+
+        Args:
+            plan: of the step.
+            device: where it runs.
+            is_of_several: whether other graphs of the same iteration offload meanwhile.
 
         Raises:
             TransferError: the host has no room for them.
@@ -501,7 +506,7 @@ class Session:
         """
         if plan.offloaded and self.replayed is not None:
             raise refuse("the plan offloads to the host")
-        return self._transfers.of(plan, device)
+        return self._transfers.of(plan, device, exact=is_of_several)
 
     def learn_errors(self, plan: Plan, errors: Sequence[float]) -> None:
         """Put what a step's encodings really lost into the plan."""

@@ -33,6 +33,7 @@ class Transfers:
         link: an open link, which may be shared with other steps and is not closed here.
         slot_bytes: the bytes of each slot.
         overlaps: False waits for every copy right after it is started, as a link without its own streams does.
+        exact: whether a step's slab is no larger than it needs: see `SlabPool.lease`.
 
     Attributes:
         host_bytes: the size of a step's slab.
@@ -55,8 +56,11 @@ class Transfers:
     from one thread at a time, in the order of the plan.
     """
 
-    def __init__(self, link: OpenLink, slot_bytes: Sequence[int], *, overlaps: bool = True) -> None:
+    def __init__(
+        self, link: OpenLink, slot_bytes: Sequence[int], *, overlaps: bool = True, exact: bool = False
+    ) -> None:
         self._link = link
+        self._exact = exact
         self._overlaps = overlaps
         self._slot_bytes = tuple(slot_bytes)
         *self._offsets, total = accumulate(map(in_pages, self._slot_bytes), initial=0)
@@ -79,7 +83,7 @@ class Transfers:
         """
         if not self._closer.alive:
             raise TransferError("these transfers were closed")
-        step = _TransferStep(self._link.pool.lease(self.host_bytes))
+        step = _TransferStep(self._link.pool.lease(self.host_bytes, exact=self._exact))
         self._link.begin_step()
         self._steps[step.ticket] = step
         receipt = _TransferReceipt(step.ticket.to_bytes(8, sys.byteorder))

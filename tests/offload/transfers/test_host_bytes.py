@@ -52,6 +52,16 @@ def test_no_step_after_the_first_makes_a_slab() -> None:
     assert link.pool.held_bytes == 4 * PAGE
 
 
+def test_graphs_of_one_iteration_have_slabs_no_larger_than_they_need() -> None:
+    host = RehearsedHost()
+    link = host.link(4 * PAGE)
+    small, large = (Transfers(link, [pages * PAGE], exact=True) for pages in (1, 3))
+    for _ in range(2):
+        receipts = small.begin(), large.begin()
+        assert link.pool.held_bytes == 4 * PAGE
+        del receipts
+
+
 def test_two_forwards_before_two_backwards_have_a_slab_each() -> None:
     host = RehearsedHost()
     link = host.link()

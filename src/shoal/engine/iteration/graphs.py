@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -47,8 +46,6 @@ from shoal.lowlevel.constant_numbers import as_constants, constant_numbers, is_n
 from shoal.lowlevel.torch_state import autocast_state, autocasting, outside_backward
 from shoal.memory import reads
 from shoal.memory.limit import no_memory_limit
-
-log = logging.getLogger("shoal")
 
 
 @dataclass(eq=False)
@@ -147,14 +144,9 @@ class GraphStep(PlannedStep):
         return form, in_form(self.session, smaller or captured, WHOLE)
 
     @property
-    def keeps_as_written(self) -> bool:
-        """Joined steps do not carry it."""
-        return False
-
-    @property
-    def may_allocate_late(self) -> bool:
-        """What is recorded between the passes has them."""
-        return False
+    def is_of_several(self) -> bool:
+        """As of `PlannedStep`."""
+        return True
 
     def make_plan(self, captured: Captured) -> Captured:
         """Take the part's share of the plan, or for a first run what leaves most room."""
@@ -166,7 +158,7 @@ class GraphStep(PlannedStep):
             self.graph = self.steps.costed(captured)
             chosen, share = self.node.chosen, self.node.share
             if chosen is not None and chosen.fingerprint != self.graph.fingerprint:
-                log.debug("%s: a graph is not what it was planned as; it keeps the minimum", self.session.name)
+                self.steps.is_not_as_planned(f"graph {len(self.node.path())}")
                 share = None
             if share is None:
                 if not self.steps.fits_easily(self.graph, in_use_bytes):
@@ -249,6 +241,10 @@ class GraphSequence(ABC):
     def sizes_changed(self, seen: SizesSeen) -> None:
         """The part that is captured has inputs of other sizes than those that were seen at its place, as of what a mask
         selects."""
+
+    @abstractmethod
+    def is_not_as_planned(self, name: str) -> None:
+        """A part, as it is compiled in a variant, is another step than was planned."""
 
     @abstractmethod
     def reached(self, node: Node) -> None:

@@ -429,7 +429,7 @@ def plan_iteration(
     runs: list[tuple[int, ...]] = []
     shares, variants = list(iteration.shares), dict[int, GraphVariant | None]()
 
-    def plan(step: InOrder, more_bytes: int, held_bytes: int, *, is_whole: bool) -> None:
+    def plan(step: InOrder, more_bytes: int, held_bytes: int, host_bytes: int = 0, *, is_whole: bool) -> None:
         measured = iteration.measured(step, whole=is_whole)
         own = iteration.runs_of(step)
         name = " and ".join(dict.fromkeys(models[run] for run in own))
@@ -442,7 +442,7 @@ def plan_iteration(
 
         def graph(parts: tuple[Part, ...]) -> StepGraph:
             bare = replace(measured, parts=parts).graph(name, used)
-            return replace(with_held(bare, held_bytes), static_bytes=static_bytes)
+            return with_less_host(replace(with_held(bare, held_bytes), static_bytes=static_bytes), host_bytes)
 
         def planned_with(parts: tuple[Part, ...], planner: Planner | None = None, *, fixed: bool) -> PlannedParts:
             step = replace(measured, parts=parts)
@@ -473,11 +473,20 @@ def plan_iteration(
             after = next(i for i, place in enumerate(step.places) if place > inner.places[-1])
             before_bytes = measured.in_use_before(was, measured.residences, after)
             now_bytes = measured.in_use_before(made.graph, made.residences, after)
-            plan(inner, now_bytes - before_bytes, 0, is_whole=False)
+            plan(inner, now_bytes - before_bytes, 0, host_bytes + made.host_bytes, is_whole=False)
 
     plan(whole, around.more_bytes, around.held_bytes, is_whole=True)
     computed = tuple(map(variants.get, range(len(shares)))) if variants else ()
     return PlannedIteration(tuple(plans), tuple(runs), tuple(shares), computed)
+
+
+def with_less_host(graph: StepGraph, used_bytes: int) -> StepGraph:
+    """The step where other steps, which go on meanwhile, have offloaded that many bytes already."""
+    link = graph.link
+    if link is None or not link.host_bytes or not used_bytes:
+        return graph
+    left_bytes = link.host_bytes - used_bytes
+    return replace(graph, link=replace(link, host_bytes=left_bytes) if left_bytes > 0 else None)  # 0: no limit
 
 
 def _planned(

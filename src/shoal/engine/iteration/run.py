@@ -36,7 +36,7 @@ from shoal.engine.iteration.first import first_share, least_bytes, minimum_share
 from shoal.engine.iteration.graphs import GraphSequence, GraphStep, Node
 from shoal.engine.iteration.known import FIRST_RUN, KnownIteration, first_run_bytes
 from shoal.engine.iteration.meter import Iteration, IterationMetering
-from shoal.engine.iteration.plan import Choose, MeasuredIteration, PlannedParts, VariantPlanning
+from shoal.engine.iteration.plan import Choose, MeasuredIteration, PlannedParts, VariantPlanning, with_less_host
 from shoal.engine.iteration.record import MeteredGraph
 from shoal.engine.iteration.variants import plan_best_variant
 from shoal.engine.optimizer_steps import watch
@@ -98,7 +98,8 @@ class Iterations(GraphSequence):
         self._calling = ""
         self._times_forgotten = 0
         self._unknown: set[Node] = set()  # iterations that begin with these have to be metered
-        self._differs_later = False  # iterations that begin alike: their first graphs stay as they were measured
+        self._stay_as_measured = False  # the graphs: no variant of an iteration is looked for
+        self._is_not_as_planned = False  # a graph, when it was compiled in the variant that was chosen
         self._said: set[str] = set()
         self._used: set[str] = set()  # models whose optimizer has stepped since their last backward pass
         self._keeps_little = shared or before is not None
@@ -292,6 +293,8 @@ class Iterations(GraphSequence):
         budget_bytes = self._budget_bytes
         if budget_bytes is None:
             return {}
+        plans = [node.step.plan for node in self.node.path() if node.step is not None and node.step.plan is not None]
+        graph = with_less_host(graph, sum(plan.host_bytes for plan in plans))
         if self._shared:
             return self._first_share_of_several(graph, device, in_use_bytes, budget_bytes)
         try:
@@ -299,7 +302,7 @@ class Iterations(GraphSequence):
         except BudgetError as error:
             if not self._may_run_over(graph, device, in_use_bytes):
                 raise
-            self._over = _alone(error)
+            self._over = _without_frames(error)
             return minimum_share(graph, device)
 
     def _first_share_of_several(
@@ -328,6 +331,13 @@ class Iterations(GraphSequence):
             and not self.sizes_vary
             and all(node.share is None for node in self.node.path())
             and least_bytes(graph, device, in_use_bytes) <= _MOST_OVER * (self._budget_bytes or 0)
+        )
+
+    def is_not_as_planned(self, name: str) -> None:
+        self._is_not_as_planned = True
+        self._say(
+            f"{self._said_name}: {name} is another step than was planned in its variant; it keeps the minimum in this "
+            "iteration, and the next ones are planned unmodified"
         )
 
     def sizes_changed(self, seen: SizesSeen) -> None:
@@ -376,6 +386,9 @@ class Iterations(GraphSequence):
                     metering.goes_on_with(tensors)
                     return metering.iteration
             self._settle(metering.iteration)
+        if self._is_not_as_planned:
+            self._is_not_as_planned, self._stay_as_measured, self._keeps_little = False, True, True
+            self.forget()
         self.node = self._begin
         if not self._shared:
             self._note_surroundings()
@@ -562,8 +575,8 @@ class Iterations(GraphSequence):
         """Plan iterations that begin alike. Those with most graphs first: what others have of these graphs is decided
         then."""
         session = self.session
-        if len(begun) > 1 and not self._differs_later:
-            self._differs_later = True
+        if len(begun) > 1 and not self._stay_as_measured:
+            self._stay_as_measured = True
             if any(node.chosen is not None for known in begun for node in known.nodes):
                 log.info("%s: what follows its graphs differs between iterations; measuring again", self._said_name)
                 self._keeps_little = True
@@ -625,7 +638,8 @@ class Iterations(GraphSequence):
             choose = self._choose_for(known)
             known.planned = known.plan(session.options, session.static, what, decided, fixed=fixed, choose=choose)
             if known.planned is not None:
-                session.say_without_effect(known.planned.plans[0].without_effect)
+                lines = (*session.without_effect, *known.planned.plans[0].without_effect)
+                session.say_without_effect(tuple(dict.fromkeys(lines)))
             known.has_run_planned = False
             known.to_meter = STEPS_TO_METER
             if known.planned is not None:
@@ -645,7 +659,7 @@ class Iterations(GraphSequence):
         """What plans an iteration in its best variant; None if it stays as it was measured."""
         session, budget_bytes = self.session, self._budget_bytes
         graphs = [node.part for node in known.nodes if node.part is not None]
-        if budget_bytes is None or session.static.is_sharded or self._differs_later:
+        if budget_bytes is None or session.static.is_sharded or self._stay_as_measured:
             return None
 
         def choose(runs: tuple[int, ...], planning: VariantPlanning) -> PlannedParts:
@@ -806,8 +820,8 @@ class Iterations(GraphSequence):
             log.warning("%s", text)
 
 
-def _alone(error: BudgetError) -> BudgetError:
-    """The error without tracebacks: their frames hold what the forward pass has made."""
+def _without_frames(error: BudgetError) -> BudgetError:
+    """The error without tracebacks, whose frames hold what the forward pass has made."""
     error.__context__ = None
     return error.with_traceback(None)
 

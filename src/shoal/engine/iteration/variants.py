@@ -53,7 +53,10 @@ class IterationVariants:
         return forms_up_to(fused, [elems for one in self._graphs for elems in one.variants.norm_elems])
 
     def split(self) -> Iterator[Variant]:
-        return iter(dict.fromkeys(_of_any_depth(own) for one in self._graphs for own in one.variants.split()))
+        found: dict[Variant, Variant] = {}
+        for own in (own for one in self._graphs for own in one.variants.split()):
+            found[_of_any_depth(own)] = max(own, found.get(_of_any_depth(own), own), key=lambda variant: variant.depth)
+        return iter(found.values())
 
     def work(self, variant: Variant) -> PatchWork:
         found = [one.variants.work(own) for one, own in self._own(variant).items()]
@@ -78,14 +81,14 @@ class IterationVariants:
         if not (variant.depth or variant.slabs):
             return dict.fromkeys(self._graphs, variant)
         pairs = ((one, own) for one in self._graphs for own in one.variants.split())
-        found = {one: own for one, own in pairs if _of_any_depth(own) == variant}
+        found = {one: own for one, own in pairs if _of_any_depth(own) == _of_any_depth(variant)}
         if not found:
             raise Refused("no graph of it can run part by part in this way")
         return found
 
 
 def _of_any_depth(variant: Variant) -> Variant:
-    """Slices are as deep as each graph takes."""
+    """Slices are as deep as each graph takes; the variant of the iteration has the depth of the deepest."""
     return replace(variant, depth=1.0) if variant.slices else variant
 
 

@@ -6,6 +6,7 @@ Ctrl-C cannot leak one.
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
@@ -142,14 +143,19 @@ class SlabPool:
             self._reserved -= Counter({nbytes: 1})
             self._trim()
 
-    def lease(self, nbytes: int) -> Lease:
+    def lease(self, nbytes: int, *, exact: bool = False) -> Lease:
         """The smallest free slab of at least `nbytes`, or a new one.
+
+        Args:
+            nbytes: of the slab.
+            exact: no larger one either: graphs of one iteration lease at the same time, and the larger is for another.
 
         Raises:
             TransferError: none is free, and the budget is too small or there is no memory for another.
         """
         with self._lock:
-            fitting = [slab for slab in self._slabs if slab.nbytes >= nbytes and slab.is_free]
+            most = nbytes if exact else sys.maxsize
+            fitting = [slab for slab in self._slabs if nbytes <= slab.nbytes <= most and slab.is_free]
             slab = min(fitting, key=lambda slab: slab.nbytes, default=None)
             if slab is None:
                 slab = self._made(nbytes)
