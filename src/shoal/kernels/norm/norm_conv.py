@@ -26,9 +26,9 @@ from shoal.kernels.norm.norm_sweeps import affine_of
 from shoal.kernels.norm.statistics import (
     MeasuredNorm,
     by_channel,
+    detached_statistics,
     is_narrow,
     measure,
-    measured_alone,
     whole_gradient,
     wide,
 )
@@ -100,7 +100,7 @@ def norm_conv(
     rest = statistics and not alone, variance, eps
     y, mean_y, variance_y = _norm_conv(list(xs), mean, scale, shift, relu, weight, bias, *window, *rest)
     if alone:
-        mean_y, variance_y = measured_alone(y)
+        mean_y, variance_y = detached_statistics(y)
     return y, mean_y, variance_y
 
 

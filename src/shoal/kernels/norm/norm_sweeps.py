@@ -11,7 +11,7 @@ CPU, in Triton's interpreter: slow, for tests.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -296,15 +296,7 @@ class _NormSweepsTriton:
         key = "norm_act_backward", relu, x.device, *map(_form, (grad, z, x, grad_x, masked))
         parts = self._parts(key, x, grad, z, grad_x, masked)
         sums = x.new_empty((2, parts, x.shape[1]), dtype=torch.float32)
-
-        def made() -> Launch:
-            grid, strides = grid_of(x, grad, z, grad_x, masked)
-            rest = (*strides, *grid.extent, *grid.shares, relu, *grid.tile)
-            return Launch(TRITON_KERNELS.found().activate_backward, grid.by_part, lambda *given: (*given, *rest))
-
-        tensors = (x, grad, z, *map(vector, affine), None, None, grad_x, masked, *sums)
-        with on_device(x.device):
-            self._launches.run(key, tensors, made)
+        self._run_backward(key, (x, grad, z), affine, (None, None), (grad_x, masked), sums, relu)
         of_scale, of_shift = sums.sum(1)
         return of_scale, of_shift
 
@@ -318,15 +310,27 @@ class _NormSweepsTriton:
         moves: NormMoves,
         grad_x: torch.Tensor,
     ) -> None:
+        key = "moved_gradient", relu, x.device, *map(_form, (grad, z, x, grad_x))
+        moved = vector(moves.slope), vector(moves.constant)
+        self._run_backward(key, (x, grad, z), affine, moved, (grad_x, None), (None, None), relu)
+
+    def _run_backward(
+        self,
+        key: Hashable,
+        read: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+        affine: NormAffine,
+        moves: tuple[torch.Tensor | None, torch.Tensor | None],
+        written: tuple[torch.Tensor | None, torch.Tensor | None],
+        sums: Iterable[torch.Tensor | None],
+        relu: bool,
+    ) -> None:
         def made() -> Launch:
-            grid, strides = grid_of(x, grad, z, grad_x, None)
+            grid, strides = grid_of(*read, *written)
             rest = (*strides, *grid.extent, *grid.shares, relu, *grid.tile)
             return Launch(TRITON_KERNELS.found().activate_backward, grid.by_part, lambda *given: (*given, *rest))
 
-        key = "moved_gradient", relu, x.device, *map(_form, (grad, z, x, grad_x))
-        tensors = (x, grad, z, *map(vector, affine), *map(vector, moves), grad_x, None, None, None)
-        with on_device(x.device):
-            self._launches.run(key, tensors, made)
+        with on_device(read[0].device):
+            self._launches.run(key, (*read, *map(vector, affine), *moves, *written, *sums), made)
 
     def _parts(self, key: Hashable, x: torch.Tensor, *others: torch.Tensor | None) -> int:
         """Into how many parts a sweep divides the tensors; the key says what that depends on."""

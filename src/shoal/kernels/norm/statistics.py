@@ -41,7 +41,7 @@ def statistics(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return mean, variance
 
 
-def measured_alone(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def detached_statistics(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`statistics` as numbers that lead back to nothing: of an `x` whose readers make its whole gradient themselves."""
     mean, variance = statistics(x)
     return mean.detach(), variance.detach()

@@ -23,7 +23,7 @@ from shoal.kernels.norm.dense_block import DenseLayer, dense_block
 from shoal.kernels.norm.norm_act import joined, norm_act
 from shoal.kernels.norm.norm_conv import norm_conv
 from shoal.kernels.norm.norm_conv_native import ConvWindow
-from shoal.kernels.norm.statistics import is_narrow, measured_alone, statistics, wide
+from shoal.kernels.norm.statistics import detached_statistics, is_narrow, statistics, wide
 from shoal.lowlevel.torch_state import check_batch_norm_input
 from shoal.transforms.fuse import fusion_size
 from shoal.transforms.fuse.fusion_size import FusionSize
@@ -287,7 +287,7 @@ def zero_padding(layer: _ConvNd) -> list[int]:
 
 def _measured(x: torch.Tensor) -> Moments:
     """Mean and variance of `x`; where it is narrow, its readers make its whole gradient."""
-    return measured_alone(x) if is_narrow(x.dtype) else statistics(x)
+    return detached_statistics(x) if is_narrow(x.dtype) else statistics(x)
 
 
 def joined_vectors(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
