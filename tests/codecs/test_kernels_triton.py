@@ -189,6 +189,7 @@ def test_what_they_do_not_read_is_left_to_others(monkeypatch: pytest.MonkeyPatch
     assert choose(TABLE["sign_mask"], flat, flat.byte()) is sign_mask_reference
 
 
+@not_interpreted
 @each_table
 def test_a_bucket_finds_what_a_search_finds(name: str) -> None:
     for thresholds in (TABLES[name].thresholds, TABLES[name].magnitudes[1:]):
@@ -197,6 +198,7 @@ def test_a_bucket_finds_what_a_search_finds(name: str) -> None:
         assert torch.equal(found.count(x), torch.bucketize(x, thresholds, right=True).int())
 
 
+@not_interpreted
 @settings(max_examples=50)
 @given(
     st.lists(st.floats(2**-10, 1.0, width=32), min_size=1, max_size=127, unique_by=lambda t: int(t * 2**18)),

@@ -38,7 +38,7 @@ PAGES = [
     *(
         path
         for path in sorted((ROOT / "docs").rglob("*.md"))
-        if not {"hosts", "figures"} & set(path.parts) and path.name != "upstream.md"
+        if not {"hosts", "figures"} & set(path.relative_to(ROOT).parts) and path.name != "upstream.md"
     ),
 ]
 NOT_RUN = re.compile(r"<!-- not run: (.+?) -->\s*\Z", re.DOTALL)

@@ -60,7 +60,7 @@ class Halting(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stages = nn.ModuleList(nn.Sequential(*blocks(inputs, 8, 8)) for inputs in (3, 8, 8))
+        self.stages = nn.ModuleList(nn.Sequential(*blocks(inputs, 8, 8)) for inputs in (3, 8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for stage in self.stages:

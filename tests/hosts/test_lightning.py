@@ -145,7 +145,10 @@ def test_lightnings_batch_finder_finds_the_largest_batch_inside_the_budget(
     assert fits(found) and not fits(found + 1)
 
 
-def test_where_not_even_one_image_fits_the_finder_gets_the_budgets_own_error(tmp_path: Path) -> None:
+def test_where_not_even_one_image_fits_the_finder_gets_the_budgets_own_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHOAL_ALLOW", "bitwise")  # refused in a second, not after all forms
     code = FINDER.replace("binsearch", "power").replace("init_val=8", "init_val=2")
     with raising(BudgetError, "58.59 KiB"):
         page.run(code, 60_000, module=Whole(), settings=settings(tmp_path))

@@ -103,7 +103,7 @@ def test_budgets_are_evenly_spaced_and_the_users_is_one_more() -> None:
 
 
 def test_where_the_smallest_budget_takes_more_than_twice_the_step_a_little_more_is_planned_too() -> None:
-    step = conv_bn_relu_chain(8)
+    step = conv_bn_relu_chain(5)
     plain = simulate(step, {})
     least, *more = found(Forms({WHOLE: step}), 3).points
     assert least.seconds > 2 * plain.seconds
