@@ -27,7 +27,7 @@ def planned(graph: StepGraph, seconds: float = 0.0) -> tuple[Any, Plan, Basis]:
     return (
         Step(),
         Plan(graph, {}, "none", "cpu", 0, planning_seconds=seconds),
-        Basis(graph, None, outputs, 0, "captured"),
+        Basis(graph, None, outputs, "captured"),
     )
 
 

@@ -143,13 +143,24 @@ def test_equal_graphs_of_equal_shares_are_compiled_once() -> None:
     assert len({id(node.step) for node in known.nodes}) == len(set(shares))
 
 
+@pytest.mark.parametrize("share", [1.0, 0.7, 0.5])
 @pytest.mark.parametrize("encoded", [False, True])
-def test_calls_that_do_not_depend_on_each_other_keep_the_plan_of_one_graph(encoded: bool) -> None:
+def test_calls_that_do_not_depend_on_each_other_are_one_iteration_too(share: float, encoded: bool) -> None:
     """Also where other compiled code, which trains as well, makes what they are given."""
     torch.manual_seed(0)
-    ours = shoal.compile(rolled_out(), "1GiB")
+    plain = rolled_out()
     encoder = torch.compile(nn.Conv2d(1, 1, 3, padding=1), backend="aot_eager") if encoded else nn.Identity()
-    for _ in range(2):
-        sum(ours(encoder(frame)).square().mean() for frame in FRAMES).backward()  # type: ignore[union-attr]
-    assert ours._compiled_call_impl._parts is None
-    assert ours.shoal.plan.breaks == ()
+
+    def step(net: nn.Module) -> None:
+        net.zero_grad()
+        sum(net(encoder(frame)).square().mean() for frame in FRAMES).backward()  # type: ignore[union-attr]
+
+    budget_bytes = int(share * peak_of(plain, step))
+    ours = shoal.compile(copy.deepcopy(plain), budget_bytes)
+    for _ in range(3):
+        step(ours)
+        pairs = zip(ours.parameters(), plain.parameters(), strict=True)
+        assert all(torch.equal(a.grad, b.grad) for a, b in pairs)  # type: ignore[arg-type]
+    assert peak_of(ours, step) <= budget_bytes
+    assert ours.shoal.measured_peak_bytes == pytest.approx(ours.shoal.predicted_peak_bytes, rel=0.02)
+    assert ours.shoal.repairs == 0 and ours.shoal.plan.breaks == ()

@@ -37,13 +37,14 @@ from shoal.engine.backend import compile_step
 from shoal.engine.compile_options import CompileOptions
 from shoal.engine.early_gradients import EarlyGradients
 from shoal.engine.eval_steps import EvalSteps
+from shoal.engine.iteration.first import CallsBefore
 from shoal.engine.iteration.run import Iterations
 from shoal.engine.model_call import ModelCall, raise_as_plain, reject_function_transforms
 from shoal.engine.model_refusals import reject_compiled, reject_hopeless
 from shoal.engine.options import Options, options_of
 from shoal.engine.repair import run_again_where_repaired
 from shoal.engine.reserved_budget import grow_segments
-from shoal.engine.session import CallsBefore, Session
+from shoal.engine.session import Session
 from shoal.engine.set_up import SetUp
 from shoal.engine.shared_budget import Budget
 from shoal.engine.snapshot import Snapshot
@@ -174,6 +175,7 @@ class _Caller(ModelCall):
     def __init__(self, model: nn.Module, session: Session, *, strict: bool = False) -> None:
         super().__init__(model)
         self.session = session
+        self._strict = strict
         self._may_break = not strict and session.ready_plan is None
         self._parts: Iterations | None = None
         self._before_first: SetUp | None = None  # how the model was before it broke at its first call
@@ -214,10 +216,11 @@ class _Caller(ModelCall):
         session = self.session
         wrapper = active_ddp_module()
         session.static.called_by(wrapper)
-        if self._parts is None and self._leads_on((args, kwargs)):
-            self._parts = self._iterations(before=session.calls_under_way())
+        if self._parts is None and self._is_of_an_iteration((args, kwargs)):
+            calls = session.metering.calls
+            self._parts = self._iterations(before=CallsBefore(calls, session.end_plans(), calls.under_way()))
         accumulating = session.before_call()
-        session.early = EarlyGradients.of(wrapper, added=accumulating, alone=session.loop.calls_at_once == 1)
+        session.early = EarlyGradients.of(wrapper, added=accumulating)
         session.static.hook_is_metered = session.early.sent
         kind = accumulating, session.early, *global_hooks()
         try:
@@ -259,7 +262,9 @@ class _Caller(ModelCall):
         try:
             with settings(self._logging), one_graph():
                 if self._parts is not None:
-                    return self._parts.call(self.session.name, self._planned, kind, args, kwargs)
+                    drawn = drawn_for(model, args)
+                    strict, kwargs = self._strict or bool(drawn), {**kwargs, **drawn}
+                    return self._parts.call(self.session.name, self._planned, kind, args, kwargs, strict=strict)
                 planned = self._planned.get(kind)
                 if planned is not None:
                     return planned(*args, **kwargs, **drawn_for(model, args))
@@ -300,14 +305,13 @@ class _Caller(ModelCall):
         self._parts = self._iterations(broken=f"{why.place}: {why.reason}")
         return self._begin_in_parts(self._parts, why, kind, args, kwargs)
 
-    def _leads_on(self, given: Any) -> bool:
-        """Whether the call is given what another one returned that has not gone back yet, as a cell its own state: what
-        such calls hold together is known to an iteration only."""
-        session, options = self.session, self.session.options
-        planned_alone = session.ready_plan is not None or options.cuda_graphs or options.budget_of == "reserved"
-        if session.status.budget_bytes is None or planned_alone or not self._may_break:
+    def _is_of_an_iteration(self, given: Any) -> bool:
+        """Whether the call comes before the backward passes of calls before it: what they hold together is known to an
+        iteration only. Else those are left over, as of a batch that the loop has skipped."""
+        session, calls = self.session, self.session.metering.calls
+        if session.ready_plan is not None or session.replayed is not None or not calls.under_way():
             return False
-        return session.metering.calls.lead_to(tree_leaves(given))
+        return not calls.went_back or calls.overlapped > 1 or calls.lead_to(tree_leaves(given))
 
     def _iterations(self, *, broken: str = "", before: CallsBefore | None = None) -> Iterations:
         model, session = self.model, self.session
@@ -315,7 +319,7 @@ class _Caller(ModelCall):
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         models: weakref.WeakValueDictionary[str, nn.Module] = weakref.WeakValueDictionary({session.name: model})
         if before is not None:
-            log.info("%s: a call is given what one before it returned: calls are planned together", session.name)
+            memory_warnings.calls_come_together(session.name, reserved=session.options.budget_of == "reserved")
         return Iterations(session, device, models, shared=False, broken=broken, before=before)
 
     def _begin_in_parts(

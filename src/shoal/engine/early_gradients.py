@@ -21,28 +21,26 @@ class EarlyGradients:
         sent: whether a `DistributedDataParallel` wrapper sends them. into_views: and keeps them only in its buckets.
         added: whether they are added to gradients that are there.
         unsent: ids of the parameters that the wrapper leaves out.
-        alone: whether no other call waits for its backward pass; else autograd adds their gradients up first.
     """
 
     sent: bool = False
     into_views: bool = False
     added: bool = False
     unsent: frozenset[int] = frozenset()
-    alone: bool = True
 
     @staticmethod
-    def of(wrapper: DistributedDataParallel | None, *, added: bool, alone: bool) -> EarlyGradients:
+    def of(wrapper: DistributedDataParallel | None, *, added: bool) -> EarlyGradients:
         """Of a call.
 
         Args:
             wrapper: what calls the model.
-            added, alone: as the attributes.
+            added: as the attribute.
         """
         if wrapper is None or not wrapper.require_backward_grad_sync or wrapper.mixed_precision is not None:
-            return EarlyGradients(added=added, alone=alone)
+            return EarlyGradients(added=added)
         ignored = wrapper.parameters_to_ignore
         unsent = frozenset(id(p) for name, p in wrapper.module.named_parameters() if name in ignored) if ignored else ()
-        return EarlyGradients(True, bool(wrapper.gradient_as_bucket_view), added, frozenset(unsent), alone)
+        return EarlyGradients(True, bool(wrapper.gradient_as_bucket_view), added, frozenset(unsent))
 
     def fates(self, inputs: Sequence[Any], hook_bytes: Callable[[nn.Parameter], int]) -> dict[int, Fate]:
         """The fate of each gradient that leaves early, by the place of its parameter among a graph's inputs.
@@ -52,7 +50,7 @@ class EarlyGradients:
             hook_bytes: what a parameter's hook allocates while it runs.
         """
         trained = {place: value for place, value in enumerate(inputs) if getattr(value, "requires_grad", False) is True}
-        if not self.alone or not all(isinstance(value, nn.Parameter) for value in trained.values()):
+        if not all(isinstance(value, nn.Parameter) for value in trained.values()):
             return {}  # what is no leaf may be written over by the model, which an alias of it would hide
         found: dict[int, Fate] = {}
         for place, parameter in trained.items():

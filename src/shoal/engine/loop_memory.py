@@ -12,6 +12,7 @@ from shoal.core.order import in_order_of, op_names
 from shoal.core.plan import Plan
 from shoal.core.simulate import rewritten
 from shoal.core.step import Op, StepGraph, Storage, StorageKind
+from shoal.core.variant import WHOLE
 
 HELD_RESULTS = "results_of_the_step_before"
 HELD_GRADIENTS = "gradients_of_the_step_before"
@@ -26,7 +27,6 @@ class LoopMemory:
     Attributes:
         learnt: whether a step has been metered; before that, the worst case is assumed, which is what a minimum that is
             named has to hold.
-        calls_at_once: how many calls come before a backward pass.
         held_result_bytes: outputs of the step before that the loop holds until the forward pass returns new ones. None:
             not known yet, and taken for as many as the step's own.
         held_gradient_bytes: gradients of the step before, where they are dropped between the two passes. None: not
@@ -51,7 +51,6 @@ class LoopMemory:
     """
 
     learnt: bool = False
-    calls_at_once: int = 1
     held_result_bytes: int | None = None
     held_gradient_bytes: int | None = None
     drops_late: bool = True
@@ -74,22 +73,19 @@ class Basis:
     Attributes:
         graph, exact_graph: as of `Plan`, with costs.
         outputs: names of the storages that the caller gets, by their places among the outputs.
-        others_bytes: of other calls of the model, in use while one runs.
         fingerprint: of the step as it was captured.
     """
 
     graph: StepGraph
     exact_graph: StepGraph | None
     outputs: Mapping[int, str]
-    others_bytes: int
     fingerprint: str
 
     def of(self, plan: Plan, loop: LoopMemory) -> Plan:
         """The plan's residences in such a loop."""
 
         def now(graph: StepGraph) -> StepGraph:
-            graph = in_loop(graph, loop, self.outputs)
-            return replace(graph, static_bytes=graph.static_bytes + self.others_bytes)
+            return in_loop(graph, loop, self.outputs)
 
         exact_graph = self.exact_graph and now(self.exact_graph)
         if not plan.captured_order:
@@ -275,6 +271,32 @@ def dropped_bytes(graph: StepGraph) -> int:
         for s in graph.storages
         if s.kind == "activation" and graph.readers[s.id] and graph.readers[s.id][-1] in loss
     )
+
+
+def waiting_bytes(plan: Plan) -> int:
+    """Bytes that a call has in use between its two passes while another one runs, its inputs included.
+
+    Until backward() is called its outputs wait, and from then on their gradients: in addition to them if the loop still
+    holds them, in their place if nothing does.
+    """
+    graph = plan.graph
+    at_loss = next(moment for moment in plan.timeline.moments if moment.phase == "loss")
+    held = graph.storage_called.get(HELD_GRADIENTS)
+    held_bytes = held.nbytes if held is not None else 0
+    gradient_bytes = sum(graph.storages[s].nbytes for s in by_itself(graph).op_called[at_loss.op].writes)
+    input_bytes = sum(s.nbytes for s in graph.storages if s.kind == "input")
+    more_bytes = max(0, gradient_bytes - (dropped_bytes(graph) - held_bytes))
+    return input_bytes + at_loss.kept_bytes - held_bytes + more_bytes
+
+
+def most_waiting_bytes(plan: Plan) -> int:
+    """What `waiting_bytes` is at most, under whatever plan of the same step; more where this plan has another form than
+    the author's, whose own graph is not at hand."""
+    if plan.variant == WHOLE:
+        return max(waiting_bytes(plan), waiting_bytes(replace(plan, residences={})))
+    graph = plan.graph
+    input_bytes = sum(s.nbytes for s in graph.storages if s.kind == "input")
+    return max(waiting_bytes(plan), plan.plain_peak_bytes - graph.resident_bytes + input_bytes)
 
 
 def _with_held(

@@ -48,10 +48,8 @@ def compile_for_shapes(
     """
     name, started = session.name or "model", time.perf_counter()
     shape, seen = varying_sizes.shape_of(gm), session.sizes if seen is None else seen
-    # Of calls that wait for each other, each would count as the largest of them.
-    each_at_its_size = session.loop.calls_at_once > 1 and session.status.budget_bytes is not None
     has_numbers = seen.has_its_own(shape) or seen.deserves_numbers(shape)
-    if varying_sizes.varying(gm) and not (seen.fixed or has_numbers or each_at_its_size):
+    if varying_sizes.varying(gm) and not (seen.fixed or has_numbers):
         varying_sizes.tie_storages(gm)
         sizes = varying_sizes.varying(gm)
         varying_sizes.make_static(gm, but=sizes)

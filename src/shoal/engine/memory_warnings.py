@@ -104,13 +104,11 @@ def state_is_over(name: str, predicted_bytes: int, budget_bytes: int) -> None:
     )
 
 
-def calls_at_once(name: str, n_calls: int) -> None:
-    """Several calls of the model wait for their backward pass."""
-    log.warning(
-        "%s: %d calls before a backward pass; what they all save counts in the budget, from this call on",
-        name,
-        n_calls,
-    )
+def calls_come_together(name: str, *, reserved: bool) -> None:
+    """Several calls of the model wait for their backward passes."""
+    log.info("%s: several calls before a backward pass are planned as one iteration", name)
+    if reserved:
+        log.warning("%s: several calls before a backward pass: budget_of='reserved' bounds what they allocate", name)
 
 
 def left_over(name: str, n_calls: int, peak_bytes: int) -> None:

@@ -23,17 +23,15 @@ from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
 from shoal.core.validate_plan import check_own_plan
 from shoal.engine import memory_warnings
-from shoal.engine.calls import Calls
 from shoal.engine.compile_options import CompileOptions
 from shoal.engine.cuda_graphs import ReplayedSteps, refuse
 from shoal.engine.early_gradients import EarlyGradients
 from shoal.engine.launched_step import as_launched
-from shoal.engine.loop_memory import LoopMemory, best_case, step_alone, usual_case
+from shoal.engine.loop_memory import LoopMemory, best_case, step_alone, usual_case, waiting_bytes
 from shoal.engine.metering import Metered, Metering, Window, abandon_in_other_threads
 from shoal.engine.observe_loop import loss_takes_more, observe_loop
 from shoal.engine.open_transfers import OpenTransfers
 from shoal.engine.optimizer_steps import watch
-from shoal.engine.overlapping import most_waiting_bytes, waiting_bytes
 from shoal.engine.placement import Placement, spare_bytes
 from shoal.engine.plan_kernels import kernels_of
 from shoal.engine.plans_in_force import PlansInForce
@@ -55,19 +53,6 @@ log = logging.getLogger("shoal")
 
 _ROOM = 0.05  # of the budget: what a plan leaves free, once the loop is known, for it to be made again
 _SLOWER = 0.01  # of the plain step: what it must add for that
-
-
-class CallsBefore(NamedTuple):
-    """Calls that are under way, of a model that was one graph up to here.
-
-    Attributes:
-        calls: of the model.
-        waits_bytes: what they hold until they go back. most_bytes: the same at most, under a larger budget.
-    """
-
-    calls: Calls
-    waits_bytes: int
-    most_bytes: int
 
 
 class InParts(NamedTuple):
@@ -121,6 +106,7 @@ class Session:
     _placement: Placement | None = None
     _unlimit: Callable[[], None] | None = None
     _aside: SetAside = field(default_factory=SetAside)
+    _waiting_bytes: int = 0  # of calls that are left over
     _improved: bool = False
     _in_force: PlansInForce = field(init=False)
     _uncounted: memory_warnings.UncountedState = field(init=False)
@@ -168,8 +154,9 @@ class Session:
         static.gradients_pass = used and self.loop.drops_late
         if self.ready_plan is None:
             self._hold_over(distinct_bytes(there) if static.gradients_pass else 0)
-            if not self.metering.follows_iterations:
-                self._make_room_for_calls()
+            self.left_over = 0 if self.metering.follows_iterations else self.metering.calls.under_way()
+            if self.left_over:
+                self.metering.close()  # what such a call takes is no measure of others
         return bool(there) and not static.gradients_pass
 
     def _hold_over(self, gradient_bytes: int) -> None:
@@ -182,18 +169,6 @@ class Session:
         if now != loop:
             self._adapt(now)
 
-    def _make_room_for_calls(self) -> None:
-        calls = self.metering.calls
-        at_once = calls.under_way() + 1
-        expected = calls.overlapped if calls.went_back else at_once
-        if expected > self.loop.calls_at_once:
-            memory_warnings.calls_at_once(self._said_name, expected)
-            self.loop = replace(self.loop, calls_at_once=expected)
-            self._plan_anew()
-        self.left_over = max(0, at_once - self.loop.calls_at_once)
-        if self.left_over:
-            self.metering.close()  # what such a call takes is no measure of others
-
     def bytes_beside_calls(self, n_calls: int) -> int:
         """The peak of the plans in force while that many more calls wait for backward passes."""
         waits_bytes = max((waiting_bytes(plan) for plan in self.status.plans), default=0)
@@ -203,12 +178,12 @@ class Session:
     def beside_calls(self, n_calls: int) -> Iterator[None]:
         """Plan what is captured inside the block for a moment at which that many more calls wait; the plans in force
         before it are so again after it."""
-        loop, plans = self.loop, self.status.plans
-        self.loop = replace(loop, calls_at_once=loop.calls_at_once + n_calls)
+        plans = self.status.plans
+        self._waiting_bytes = self.bytes_beside_calls(n_calls) - (self.status.predicted_peak_bytes or 0)
         try:
             yield
         finally:
-            self.loop = replace(self.loop, calls_at_once=loop.calls_at_once)
+            self._waiting_bytes = 0
             self._in_force.go_back_to(plans)
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
@@ -261,16 +236,12 @@ class Session:
         """Whether the next step may be one that is metered."""
         return not self.status.plans or self._in_force.any_is_to_be_metered()
 
-    def calls_under_way(self) -> CallsBefore:
-        """The calls whose backward passes are to come: what runs the model from here on goes on with them. No plan of
-        one graph is in force any more."""
-        calls, plans = self.metering.calls, self.status.plans
-        n_calls = calls.under_way()
-        waits_bytes = n_calls * max(map(waiting_bytes, plans), default=0)
-        most_bytes = n_calls * max(map(most_waiting_bytes, plans), default=0)
+    def end_plans(self) -> tuple[Plan, ...]:
+        """The plans in force, which are so no longer: something else than this runs the model from here on."""
+        plans = self.status.plans
         self.metering.close()
         self._in_force.end()
-        return CallsBefore(calls, waits_bytes, most_bytes)
+        return plans
 
     def as_one_graph(self) -> InParts:
         """Let the next step be that of a model of one graph, of which nothing is planned yet; for `in_parts_again`."""
@@ -343,7 +314,7 @@ class Session:
             PlanError: the ready plan belongs to another step.
         """
         try:
-            return planning.plan(self.loop, self.status.plans, encoding), self.loop
+            return planning.plan(self.loop, encoding), self.loop
         except BudgetError as refused:
             error = self._hinted(refused, planning)
         if not self._may_hope:
@@ -351,7 +322,7 @@ class Session:
         least = error
         for hoped in (usual_case(self.loop), best_case(self.loop, planning.outputs)):
             try:
-                made = planning.plan(hoped, self.status.plans, encoding)
+                made = planning.plan(hoped, encoding)
             except BudgetError as refused:
                 least = refused
             else:
@@ -411,7 +382,7 @@ class Session:
         budget_bytes = status.budget_bytes or 0
 
         def again(aside_bytes: int) -> Planned:
-            return self.planning(captured, device, aside_bytes).plan(self.loop, self.status.plans)
+            return self.planning(captured, device, aside_bytes).plan(self.loop)
 
         made, found = within_reserved(made, again, look_beside(static, device, budget_bytes), budget_bytes)
         status.predicted_reserved_bytes = max(found.reserved_bytes, status.predicted_reserved_bytes or 0)
@@ -444,7 +415,7 @@ class Session:
         return with_reserve(error, self._aside.of(planning.fingerprint))
 
     def _bytes_beside(self, graph: StepGraph) -> int:
-        return self.static.bytes_beside(graph) + self._aside.of(graph.fingerprint)
+        return self.static.bytes_beside(graph) + self._aside.of(graph.fingerprint) + self._waiting_bytes
 
     def compiles(self, inputs: Sequence[Any]) -> bool:
         """Whether the regions of a step with such inputs are compiled."""
@@ -542,7 +513,7 @@ class Session:
                 continue
             if basis.of(step.plan, seen).predicted_peak_bytes > budget_bytes:
                 try:
-                    planning.plan(seen, ())
+                    planning.plan(seen)
                 except BudgetError as refused:
                     self._plan_anew()
                     raise self._hinted(refused, planning) from None

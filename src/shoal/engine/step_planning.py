@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
@@ -29,7 +29,6 @@ from shoal.cost.profile import profile_step
 from shoal.engine.compile_options import CompileOptions
 from shoal.engine.generator_states import counting_states, states_of
 from shoal.engine.loop_memory import Basis, LoopMemory, by_itself, in_loop
-from shoal.engine.overlapping import plan_overlapping
 from shoal.engine.plan_cache import remembered
 from shoal.engine.search.choose_encoded import bounding_step, choose_encoded, encoded_by
 from shoal.engine.search.encoded_steps import EncodedSteps
@@ -130,12 +129,11 @@ class StepPlanning:
         self._beside_bytes = bytes_beside(profiled)
         self._costed = [(captured, self._complete(profiled))]
 
-    def plan(self, loop: LoopMemory, in_force: Iterable[Plan], encoding: Encoding = IF_FASTER) -> Planned:
+    def plan(self, loop: LoopMemory, encoding: Encoding = IF_FASTER) -> Planned:
         """Plan the step in a training loop.
 
         Args:
             loop: the memory that it holds.
-            in_force: plans of the model's other steps.
             encoding: which plans are asked for, where the options let storages be encoded.
 
         Raises:
@@ -143,22 +141,9 @@ class StepPlanning:
             NotFaster: no plan that encodes takes less than what `encoding` says.
             PlanError: the ready plan belongs to another step, or breaks a rule.
         """
-        made: dict[int, Captured] = {}
-
-        def make(others_bytes: int) -> Plan:
-            def in_the_loop(graph: StepGraph) -> StepGraph:
-                graph = in_loop(graph, loop, self.outputs)
-                return replace(graph, static_bytes=graph.static_bytes + others_bytes)
-
-            made[others_bytes], plan = self._plan_one(in_the_loop, encoding)
-            return plan
-
-        aside_bytes, plan = plan_overlapping(loop.calls_at_once, self._options.budget_bytes or 0, make, in_force)
-        graph = self._costs_of(made[aside_bytes])
+        captured, plan = self._plan_one(lambda graph: in_loop(graph, loop, self.outputs), encoding)
         exact = self._costs_of(self._captured) if plan.exact_graph is not None else None
-        others_bytes = plan.graph.static_bytes - in_loop(graph, loop, self.outputs).static_bytes
-        basis = Basis(graph, exact, self.outputs, others_bytes, self.fingerprint)
-        return Planned(made[aside_bytes], plan, basis, self)
+        return Planned(captured, plan, Basis(self._costs_of(captured), exact, self.outputs, self.fingerprint), self)
 
     def by(self, planner: planners.Planner) -> StepPlanning:
         """The same step, planned by another planner."""

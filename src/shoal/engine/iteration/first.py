@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from shoal.core.over_budget import over_budget
+from shoal.core.plan import Plan
 from shoal.core.residence import Residence
 from shoal.core.simulate import simulate
 from shoal.core.step import Op, StepGraph, StorageKind
 from shoal.cost.measure import measure
+from shoal.engine.calls import Calls
 from shoal.engine.generator_states import counting_states, repeated
-from shoal.engine.session import Session
+from shoal.engine.loop_memory import most_waiting_bytes, waiting_bytes
 from shoal.errors import BudgetError, CaptureError
 from shoal.kernels.generator import state_bytes
 from shoal.planners.joint import joint
@@ -143,26 +146,56 @@ def _with_loss(graph: StepGraph, workspace_bytes: int) -> StepGraph:
     return replace(graph, ops=tuple(ops), storages=tuple(storages))
 
 
-def no_graph(session: Session, broken: str) -> CaptureError:
+class CallsBefore(NamedTuple):
+    """Calls that are under way, of a model that was one graph up to here.
+
+    Attributes:
+        calls: of the model.
+        plans: that they may run by.
+        n_calls: the number that waits.
+    """
+
+    calls: Calls
+    plans: tuple[Plan, ...]
+    n_calls: int
+
+    @property
+    def waits_bytes(self) -> int:
+        """What they hold until their backward passes."""
+        return self.n_calls * max(map(waiting_bytes, self.plans), default=0)
+
+    @property
+    def most_bytes(self) -> int:
+        """The same at most, under a larger budget."""
+        return self.n_calls * max(map(most_waiting_bytes, self.plans), default=0)
+
+    def least_bytes(self, device: torch.device) -> int:
+        """The same with the minimum kept, as when all calls are planned together."""
+        least = (waiting_bytes(replace(plan, residences=minimum_share(plan.graph, device))) for plan in self.plans)
+        return self.n_calls * max(least, default=0)
+
+
+def no_graph(name: str, broken: str, *, is_sharded: bool) -> CaptureError:
     """The refusal of a model of which nothing that trains can be captured.
 
     Args:
-        session: of the model.
+        name: the model's.
         broken: where Dynamo could not go on, and why.
+        is_sharded: whether its parameters are.
     """
     if "sparse Tensor" in broken:  # so Dynamo words it
         return CaptureError(
-            f"{session.name or 'the model'} reads a sparse tensor in compiled code; read it in a method with "
+            f"{name or 'the model'} reads a sparse tensor in compiled code; read it in a method with "
             "@torch.compiler.disable, or use budget=None",
             details={"graph break": broken},
         )
     way_out = f"it breaks at {broken}; take that line out of the model"
-    if session.static.is_sharded:
+    if is_sharded:
         way_out = (
             "fully_shard is applied to single layers of torch.nn; apply it to modules with a forward of their own, "
             "such as a block of layers"
         )
     return CaptureError(
-        f"no graph of {session.name or 'the model'} that trains can be captured, so no step can be planned: {way_out}, "
+        f"no graph of {name or 'the model'} that trains can be captured, so no step can be planned: {way_out}, "
         "or give budget=None"
     )

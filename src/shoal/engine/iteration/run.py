@@ -32,19 +32,19 @@ from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
 from shoal.engine import memory_warnings
 from shoal.engine.backend import STEPS_TO_METER
-from shoal.engine.iteration.first import first_share, least_bytes, minimum_share, no_graph
+from shoal.engine.iteration.first import CallsBefore, first_share, least_bytes, minimum_share, no_graph
 from shoal.engine.iteration.graphs import GraphSequence, GraphStep, Node
 from shoal.engine.iteration.known import FIRST_RUN, KnownIteration, first_run_bytes
 from shoal.engine.iteration.meter import Iteration, IterationMetering
 from shoal.engine.iteration.plan import Choose, MeasuredIteration, PlannedParts, VariantPlanning, with_less_host
 from shoal.engine.iteration.record import MeteredGraph
 from shoal.engine.iteration.variants import plan_best_variant
+from shoal.engine.loop_memory import waiting_bytes
 from shoal.engine.optimizer_steps import watch
-from shoal.engine.overlapping import waiting_bytes
 from shoal.engine.refusal_hints import with_reserve
 from shoal.engine.repair import aside_when_out
 from shoal.engine.search.without_effect import A_MODEL, SEVERAL_MODELS
-from shoal.engine.session import CallsBefore, Session
+from shoal.engine.session import Session
 from shoal.engine.snapshot import Snapshot
 from shoal.errors import BudgetError, CaptureError
 from shoal.memory.limit import this_thread_trains
@@ -91,7 +91,7 @@ class Iterations(GraphSequence):
         self.metering = IterationMetering(
             session.static, device, self._note_back, self._ran_out, self._ended, counts_all=shared
         )
-        self._shared = shared
+        self._device, self._shared = device, shared
         self._broken = broken
         self._begin = self.node
         self._whose: dict[Node, str] = {}
@@ -218,7 +218,7 @@ class Iterations(GraphSequence):
             if self.compiled > compiled and not self._shared:
                 gc.collect()  # cycles of Dynamo's hold what functions were called with that it gave up in the midst
             if not self._shared and self._budget_bytes is not None and not self._trains(outputs, path):
-                raise no_graph(self.session, self._broken)
+                raise no_graph(self.session.name, self._broken, is_sharded=self.session.static.is_sharded)
         except BaseException:
             iteration.failed = True
             raise
@@ -436,8 +436,7 @@ class Iterations(GraphSequence):
             return
         before = self._before
         if before is not None and iteration.went_back and not iteration.failed:
-            more_bytes = before.most_bytes - before.waits_bytes
-            self._refuse_if_over(iteration.peak_bytes + before.waits_bytes, more_bytes)
+            self._check_first_of_calls(before, iteration.peak_bytes + before.waits_bytes)
         if self._is_of_no_use(iteration):
             return
         if self._has_other_sizes and self._budget_bytes is not None and any(node.share is not None for node in path):
@@ -447,6 +446,18 @@ class Iterations(GraphSequence):
         if not self._shared:  # what other models hold when it begins again is not known yet
             self._plan([known for nodes, known in self.known.items() if nodes[0] is path[0]])
         self._refuse_if_over(iteration.peak_bytes)
+
+    def _check_first_of_calls(self, before: CallsBefore, peak_bytes: int) -> None:
+        """Calls of which the first was planned before it was known how many there are: where they are over the budget,
+        say so if the next ones, which are planned together, are expected to fit, else refuse them."""
+        budget_bytes = self._budget_bytes
+        if budget_bytes is None or peak_bytes <= budget_bytes:
+            return
+        kept_bytes = before.waits_bytes - before.least_bytes(self._device)
+        if peak_bytes - kept_bytes <= budget_bytes:
+            self._over = None
+            memory_warnings.planned_apart_is_over(self._said_name, peak_bytes, budget_bytes)
+        self._refuse_if_over(peak_bytes, before.most_bytes - before.waits_bytes)
 
     def _refuse_if_over(self, needed_bytes: int, more_bytes: int = 0) -> None:
         """Refuse an iteration that has run once with the minimum kept, and was over the budget.
