@@ -15,9 +15,10 @@ from torch import nn
 from shoal.errors import InputError
 from shoal.lowlevel import allocations
 from shoal.memory import limit as limit_module
-from shoal.memory import step_meter
+from shoal.memory import running_meter
 from shoal.memory.limit import memory_limit
-from shoal.memory.step_meter import Measured, StepMeter, WeakStorage
+from shoal.memory.step_meter import Measured, StepMeter
+from shoal.memory.storage_bytes import WeakStorage
 
 CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(
@@ -33,7 +34,7 @@ def no_limit(*_: Any) -> Any:
 @pytest.fixture(params=COUNTERS)
 def counter(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     if request.param == "profiler":
-        monkeypatch.setattr(step_meter, "memory_limit", no_limit)
+        monkeypatch.setattr(running_meter, "memory_limit", no_limit)
     yield request.param
     assert not allocations.is_busy()
     assert not limit_module._active
@@ -158,7 +159,7 @@ def test_both_counters_agree_on_a_real_step(monkeypatch: pytest.MonkeyPatch) -> 
 
     measure()  # kernels that are chosen once
     counted = measure()
-    monkeypatch.setattr(step_meter, "memory_limit", no_limit)
+    monkeypatch.setattr(running_meter, "memory_limit", no_limit)
     listed = measure()
     assert (counted.forward_bytes, counted.backward_bytes) == (listed.forward_bytes, listed.backward_bytes)
     assert listed.loss_bytes == 0 < counted.loss_bytes
@@ -264,7 +265,7 @@ def test_what_was_never_begun_is_not_measured() -> None:
 def test_where_a_profiler_is_in_the_way_of_the_profiler_the_step_is_not_metered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(step_meter, "memory_limit", no_limit)
+    monkeypatch.setattr(running_meter, "memory_limit", no_limit)
     meter = StepMeter(CPU)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         assert not meter.begin([])

@@ -15,7 +15,7 @@ import torch
 from torch.utils.weak import TensorWeakRef
 
 from shoal.lowlevel.torch_state import autograd_node
-from shoal.memory.step_meter import WeakStorage
+from shoal.memory.storage_bytes import WeakStorage
 
 _MOST_NODES = 256  # of eager code between two calls that are looked through
 

@@ -24,7 +24,7 @@ from shoal.kernels.memory_format import is_writable
 from shoal.lowlevel.cuda_calls import keeps_graph
 from shoal.lowlevel.cuda_graphs import Graph, GraphPool, Results, invalidate
 from shoal.memory.static_memory import StaticMemory
-from shoal.memory.step_meter import WeakStorage
+from shoal.memory.storage_bytes import WeakStorage
 
 log = logging.getLogger("shoal")
 

@@ -19,7 +19,8 @@ from shoal.lowlevel.cuda_allocator import Refusals
 from shoal.memory import reads
 from shoal.memory.limit import refusals
 from shoal.memory.static_memory import StaticMemory
-from shoal.memory.step_meter import Measured, StepMeter, WeakStorage
+from shoal.memory.step_meter import Measured, StepMeter
+from shoal.memory.storage_bytes import WeakStorage
 
 Run = Callable[[list[Any]], Any]
 _MOST_WAITS = 20  # windows that are metered until the optimizer has stepped

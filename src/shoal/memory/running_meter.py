@@ -12,8 +12,7 @@ from shoal.lowlevel.cuda_allocator import Refusals
 from shoal.lowlevel.torch_state import allocated_bytes
 from shoal.memory import reads
 from shoal.memory.limit import MemoryLimit, memory_limit
-from shoal.memory.step_meter import WeakStorage
-from shoal.memory.storage_bytes import bytes_on, distinct_bytes
+from shoal.memory.storage_bytes import WeakStorage, bytes_on, distinct_bytes
 
 
 class RunningMeter:
@@ -32,10 +31,15 @@ class RunningMeter:
     >>> meter.mark()
     Interval(peak_bytes=600, end_bytes=400)
     >>> meter.close()
+
+    Attributes:
+        reserved_bytes: most that CUDA's allocator had reserved at a mark since it was started, for all of the process;
+            0 on the CPU.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.reserved_bytes = 0
         self._entered = ExitStack()
         self._counter: MemoryLimit | None = None
         self._before_bytes = 0
@@ -58,7 +62,7 @@ class RunningMeter:
         if self._counter is None:
             self._counter = self._entered.enter_context(memory_limit(None, self.device))
             self._counter.start_fresh()
-            self._before_bytes, self._there = 0, set()
+            self._before_bytes, self._there, self.reserved_bytes = 0, set(), 0
             self._others_bytes = self._counter.stale_bytes
 
     def count_this_thread(self) -> None:
@@ -146,6 +150,7 @@ class RunningMeter:
             return Interval(0, 0)
         if self.device.type == "cuda":
             measured = Interval(counter.peak_bytes - self._others_bytes, counter.live_bytes - self._others_bytes)
+            self.reserved_bytes = max(self.reserved_bytes, counter.reserved_peak_bytes)
             counter.reset_peak()
             return measured
         end_bytes, now_bytes = self.in_use_bytes(), self._passing_now_bytes()

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from shoal.core.joined_step import Interval
 from shoal.errors import InputError
 from shoal.lowlevel import allocations
 from shoal.lowlevel.cuda_allocator import Refusals
-from shoal.lowlevel.torch_state import allocated_bytes
 from shoal.memory import reads
-from shoal.memory.limit import MemoryLimit, memory_limit
-from shoal.memory.storage_bytes import bytes_on, distinct_bytes
+from shoal.memory.running_meter import RunningMeter
+from shoal.memory.storage_bytes import WeakStorage, distinct_bytes, storage_sizes
 
 Part = Literal["forward", "loss", "backward"]
 
@@ -50,69 +46,25 @@ class Measured:
         return max(self.forward_bytes, self.loss_bytes, self.backward_bytes)
 
 
-class WeakStorage:
-    """A weak reference to a tensor's storage.
-
-    Attributes:
-        nbytes: its bytes.
-        key: no other live storage has it.
-
-    >>> x = torch.empty(100)
-    >>> held = WeakStorage(x)
-    >>> held.nbytes, held.is_alive
-    (400, True)
-    >>> del x
-    >>> held.is_alive
-    False
-    """
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        self.nbytes = storage.nbytes()
-        self.key: int = storage._cdata
-        self._reference = StorageWeakRef(storage)
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether any tensor still uses it."""
-        return not self._reference.expired()
-
-
 class StepMeter:
     """Measures one step at a time: `begin`, `pause` after the forward pass, `resume` before the backward pass, `end`.
 
     A step may have several forward and backward passes, in any order: `go_on` begins another forward pass, and `pause`
     ends each of them.
 
-    `intervals` holds what was in use before the first pass, then what each pass and each stretch between two passes
-    used, in order; empty where that could not be measured.
-
-    On the CPU the counting allocator of `shoal.memory.limit` counts what the step allocates; the bytes of the tensors
-    that existed before are added, those among them that only code between the passes reads (`shoal.memory.reads`)
-    once it has. On CUDA it is the caching allocator's peak, less what was there before the step and
-    is not of it, such as a second model. Without a C++ compiler, PyTorch's profiler records the allocations of the two
-    graphs on the CPU, and what lies between them is not measured.
+    A `RunningMeter` counts, and those tensors that only code between the passes reads (`shoal.memory.reads`) once it
+    has. Without a C++ compiler, PyTorch's profiler records the allocations of the two graphs on the CPU, and what lies
+    between them is not measured.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.intervals: list[Interval] = []
-        self._entered = ExitStack()
-        self._counter: MemoryLimit | None = None
-        self._running = False
-        self._recording = False
-        self._before_bytes = 0
-        self._others_bytes = 0  # on CUDA: in use, but not by the step
-        self._there: set[int] = set()
-        self._passing: tuple[WeakStorage, ...] = ()
-        self._passing_bytes = 0
-        self._changes: list[int] = []  # of the part that is recorded, up to the last watched storage that was freed
-        self._released_bytes = 0  # of that storage
-        self._watched: list[weakref.ref[torch.UntypedStorage]] = []
+        self._meter = RunningMeter(device)
+        self._recorder: _PassRecorder | None = None
+        self._runs = self._notes_reads = False
         self._part: Part = "forward"
         self._peaks: dict[Part, int] = {}
-        self._before_backward_bytes = self._reserved_bytes = self._given_bytes = 0
-        self._noting = False
+        self._before_backward_bytes = self._given_bytes = 0
 
     def begin(self, resident: Iterable[torch.Tensor], passing: Iterable[WeakStorage] = ()) -> bool:
         """Start with the forward pass. An unfinished step is discarded.
@@ -125,64 +77,35 @@ class StepMeter:
             Whether the step is measured: not if a profiler is running and there is no C++ compiler.
         """
         self.abandon()
-        self._peaks = {}
-        self._before_backward_bytes = self._reserved_bytes = self._given_bytes = 0
-        self._part = "forward"
+        self._peaks, self._part = {}, "forward"
+        self._before_backward_bytes = self._given_bytes = 0
         resident = list(resident)
-        self._before_bytes = distinct_bytes(resident)
-        self._there = {t.untyped_storage()._cdata for t in resident}
-        self._passing = tuple({held.key: held for held in passing if held.key not in self._there}.values())
-        self._passing_bytes = self._passing_now_bytes()
         try:
-            self._counter = self._entered.enter_context(memory_limit(None, self.device))
-            self._counter.start_fresh()
-            self._counter.count_this_thread()
+            self._meter.start()
         except InputError:
             if allocations.is_busy():
                 return False
-            self._record()
-        if self._counter is not None and self.device.type == "cuda":
-            own_bytes = bytes_on(self.device, resident) + self._passing_now_bytes()
-            self._others_bytes = max(0, self._counter.live_bytes - own_bytes)
-        self._running = True
-        before_bytes = self.in_use_bytes()
-        self.intervals = [Interval(before_bytes, before_bytes)] if self._counter is not None else []
+            self._recorder = _PassRecorder(self.device, resident, passing)
+        else:
+            self._meter.count_this_thread()
+            self._meter.restart_from(resident, passing)
+            self._meter.mark()
+        self._runs = True
         return True
-
-    def is_fresh(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor's storage was allocated since the step began, as far as that can be told."""
-        return self._counter is not None and self._counter.is_fresh(tensor)
-
-    def in_use_bytes(self) -> int:
-        """Device bytes in use now; 0 if that cannot be measured."""
-        if self._counter is None:
-            return 0
-        if self.device.type == "cuda":
-            return self._counter.live_bytes - self._others_bytes
-        return self._before_bytes + self._passing_now_bytes() + self._counter.fresh_bytes
-
-    def _passing_now_bytes(self) -> int:
-        return sum(allocated_bytes(held.nbytes, self.device) for held in self._passing if held.is_alive)
 
     def refused(self, refusals: Refusals) -> tuple[Part, int]:
         """The part in which an allocation was refused, and the bytes it would have taken to go on; 0 if these are not
         measured."""
-        if not self._running or self._counter is None:
-            return self._part, 0
-        if self.device.type == "cuda":
-            in_use_bytes = refusals.in_use_bytes - self._others_bytes
-        else:
-            in_use_bytes = self._before_bytes + self._passing_now_bytes() + refusals.in_use_bytes
-        return self._part, in_use_bytes + refusals.last_bytes
+        return self._part, self._meter.refused(refusals)
 
     def pause(self) -> None:
         """End a forward or backward pass."""
-        if self._running:
+        if self._runs:
             self._close_part()
             self._part = "loss"
-            if self._counter is not None:
+            if self._recorder is None:
                 reads.start()
-                self._noting = True
+                self._notes_reads = True
 
     def go_on(self, resident: Iterable[torch.Tensor]) -> None:
         """Begin another forward pass; `resident` is what is in use now, saved tensors included."""
@@ -191,24 +114,15 @@ class StepMeter:
     def resume(self, resident: Iterable[torch.Tensor]) -> None:
         """Begin a backward pass; `resident` is what is in use now, saved tensors included."""
         self._open_part("backward", resident)
-        self._before_backward_bytes = max(self._before_backward_bytes, self.in_use_bytes())
+        self._before_backward_bytes = max(self._before_backward_bytes, self._meter.in_use_bytes())
 
-    def end(self, *, paused: bool = False, counts_since: bool = False) -> Measured | None:
-        """End the last backward pass. Returns what the step used, or None if it was not measured from start to end.
-
-        Args:
-            paused: whether that pass has been ended by `pause`.
-            counts_since: whether what was used since then counts, as one more of `intervals`.
-        """
-        if not self._running or self._part != ("loss" if paused else "backward"):
-            self.abandon()
-            return None
-        if counts_since and self._counter is not None:
-            self._part = "backward"
-        if not paused or self._part == "backward":
+    def end(self) -> Measured | None:
+        """End the last backward pass. Returns what the step used, or None if it was not measured from start to end."""
+        measures = self._runs and self._part == "backward"
+        if measures:
             self._close_part()
         self.abandon()
-        return self.so_far()
+        return self.so_far() if measures else None
 
     def so_far(self) -> Measured:
         """What the parts that are over have used."""
@@ -218,85 +132,95 @@ class StepMeter:
             peaks.get("loss", 0),
             peaks.get("backward", 0),
             self._before_backward_bytes,
-            self._reserved_bytes,
+            self._meter.reserved_bytes,
             self._given_bytes,
         )
 
     def abandon(self) -> None:
         """Discard a step that did not end."""
-        if self._recording:
-            self._stop_recording()
-        if self._noting:
+        if self._recorder is not None:
+            self._recorder.stop()
+        if self._notes_reads:
             reads.stop()
-        self._running = self._noting = False
-        self._counter = None
-        self._passing = ()
-        self._entered.close()
+        self._runs = self._notes_reads = False
+        self._recorder = None
+        self._meter.close()
 
     def _open_part(self, part: Part, resident: Iterable[torch.Tensor]) -> None:
-        if not self._running:
+        if not self._runs:
             return
-        if self._counter is not None:
-            self._close_part()
-            self._count_what_was_read(self._counter)
-            self._count_what_was_there(self._counter, resident)
+        if self._recorder is not None:
+            self._recorder.start(resident)
         else:
-            resident = list(resident)
-            self._before_bytes = distinct_bytes(resident)
-            self._record()
-            self._watch(resident)
-        self._passing_bytes = self._passing_now_bytes()
+            self._count_reads()
+            self._close_part()
+            self._meter.count(resident)  # from before the step, in use only from here on, as the next micro-batch
         self._part = part
 
-    def _count_what_was_there(self, counter: MemoryLimit, resident: Iterable[torch.Tensor]) -> None:
-        """Add tensors from before the step that are in use only from here on, such as the next micro-batch."""
-        old = (t for t in resident if t.untyped_storage()._cdata not in self._there and not counter.is_fresh(t))
-        late = [t for t in old if t.device.type == self.device.type]
-        self._before_bytes += distinct_bytes(late)
-        self._others_bytes = max(0, self._others_bytes - bytes_on(self.device, late))
-        self._there.update(t.untyped_storage()._cdata for t in late)
-
-    def _count_what_was_read(self, counter: MemoryLimit) -> None:
-        """Add what code between two passes has read and what was there before the step: it has been all along."""
-        if not self._noting:
+    def _count_reads(self) -> None:
+        """Count what code between two passes has read and what was there before the step: it has been all along."""
+        if not self._notes_reads:
             return
-        self._noting = False
-        known = self._there.union(held.key for held in self._passing)
-        found = counter.stale_among(reads.stop(), known)
-        given_bytes = sum(found.values())
-        self._there.update(found)
-        if self.device.type == "cuda":
-            given_bytes = min(given_bytes, self._others_bytes)
-            self._others_bytes -= given_bytes
-        else:
-            self._before_bytes += given_bytes
+        self._notes_reads = False
+        given_bytes = self._meter.count_reads()
         self._given_bytes += given_bytes
         self._peaks = {part: peak_bytes + given_bytes for part, peak_bytes in self._peaks.items()}
-        self.intervals = [Interval(i.peak_bytes + given_bytes, i.end_bytes + given_bytes) for i in self.intervals]
-        if self._before_backward_bytes:
-            self._before_backward_bytes += given_bytes
+        self._before_backward_bytes += given_bytes if self._before_backward_bytes else 0
 
-    def _record(self) -> None:
+    def _close_part(self) -> None:
+        if self._recorder is not None:
+            peak_bytes = self._recorder.stop()
+        else:
+            peak_bytes = self._meter.mark(passed=self._part == "loss").peak_bytes
+        self._peaks[self._part] = max(self._peaks.get(self._part, 0), peak_bytes)
+
+
+class _PassRecorder:
+    """The peak of one pass after another on the CPU, as PyTorch's profiler records what is allocated in it.
+
+    Args:
+        device: where they run.
+        resident, passing: as of `StepMeter.begin`, for the pass that begins.
+    """
+
+    def __init__(self, device: torch.device, resident: Sequence[torch.Tensor], passing: Iterable[WeakStorage]) -> None:
+        self._device = device
+        self._there = set(storage_sizes(resident))
+        self._passing = {held.key: held for held in passing if held.key not in self._there}
+        self._changes: list[int] = []  # up to the last watched storage that was freed
+        self._released_bytes = 0  # of that storage
+        self._watched: list[weakref.ref[torch.UntypedStorage]] = []
+        self._is_recording = False
+        self.start(resident)
+
+    def start(self, resident: Iterable[torch.Tensor]) -> None:
+        """A pass begins; `resident` is what is in use now."""
+        resident = list(resident)
+        passing_bytes = sum(held.nbytes for held in self._passing.values() if held.is_alive)
+        self._before_bytes = distinct_bytes(resident) + passing_bytes
         allocations.start()
-        self._recording = True
+        self._is_recording = True
+        self._watch(resident)
 
-    def _stop_recording(self) -> list[int]:
-        """The changes since the part began."""
-        self._changes += self._with_released(allocations.stop())
-        changes, self._changes, self._watched, self._recording = self._changes, [], [], False
-        return changes
+    def stop(self) -> int:
+        """The pass ends; its peak. 0 if none runs."""
+        if not self._is_recording:
+            return 0
+        changes = self._changes + self._with_released(allocations.stop())
+        self._changes, self._watched, self._is_recording = [], [], False
+        return self._before_bytes + allocations.peak_bytes(changes)
 
     def _watch(self, resident: Iterable[torch.Tensor]) -> None:
         """Note when storages are freed: the profiler does not know those that were allocated between two parts, such as
         the gradients of results, and would count them to the end."""
         thread = threading.get_ident()
-        storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in resident if t.device == self.device}
+        storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in resident if t.device == self._device}
 
         def watched(storage: torch.UntypedStorage) -> weakref.ref[torch.UntypedStorage]:
             nbytes = storage.nbytes()
 
             def freed(_: object) -> None:
-                if self._recording and threading.get_ident() == thread:
+                if self._is_recording and threading.get_ident() == thread:
                     self._changes += self._with_released(allocations.stop())
                     self._released_bytes = nbytes
                     allocations.start()
@@ -312,27 +236,3 @@ class StepMeter:
         if not released_bytes:
             return changes
         return [-released_bytes, *(changes[1:] if changes and changes[0] < 0 else changes)]
-
-    def _close_part(self) -> None:
-        if self._counter is None:
-            peak_bytes = allocations.peak_bytes(self._stop_recording())
-        elif self.device.type == "cuda":
-            peak_bytes = self._counter.peak_bytes - self._others_bytes
-            self._reserved_bytes = max(self._reserved_bytes, self._counter.reserved_peak_bytes)
-            self._counter.reset_peak()
-            self._note(peak_bytes)
-            self.intervals.append(Interval(peak_bytes, self.in_use_bytes()))
-            return
-        else:
-            peak_bytes = self._counter.fresh_peak_bytes
-            self._counter.reset_fresh_peak()
-        # A storage that is freed during the loss was alive when the forward pass ended, and counts there.
-        passing_bytes = self._passing_bytes
-        if self._part == "loss":
-            passing_bytes = self._passing_now_bytes()
-        self._note(self._before_bytes + passing_bytes + peak_bytes)
-        if self._counter is not None:
-            self.intervals.append(Interval(self._before_bytes + passing_bytes + peak_bytes, self.in_use_bytes()))
-
-    def _note(self, peak_bytes: int) -> None:
-        self._peaks[self._part] = max(self._peaks.get(self._part, 0), peak_bytes)

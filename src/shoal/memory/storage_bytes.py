@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._pytree import tree_leaves
 
@@ -60,3 +61,31 @@ def bytes_on(device: torch.device, tensors: Iterable[torch.Tensor]) -> int:
 
 def _address(storage: torch.UntypedStorage) -> int:
     return 0 if storage.device.type == "meta" or not storage.nbytes() else storage.data_ptr()
+
+
+class WeakStorage:
+    """A weak reference to a tensor's storage.
+
+    Attributes:
+        nbytes: its bytes.
+        key: no other live storage has it.
+
+    >>> x = torch.empty(100)
+    >>> held = WeakStorage(x)
+    >>> held.nbytes, held.is_alive
+    (400, True)
+    >>> del x
+    >>> held.is_alive
+    False
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self.nbytes = storage.nbytes()
+        self.key: int = storage._cdata
+        self._reference = StorageWeakRef(storage)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether any tensor still uses it."""
+        return not self._reference.expired()

@@ -23,7 +23,7 @@ from shoal.engine.iteration.plan import (
 from shoal.engine.search.without_effect import in_several_graphs
 from shoal.errors import BudgetError
 from shoal.memory.static_memory import StaticMemory
-from shoal.memory.step_meter import WeakStorage
+from shoal.memory.storage_bytes import WeakStorage
 
 FIRST_RUN = {
     "needed by": "the first iteration, before what follows each graph is known",

@@ -22,7 +22,7 @@ from shoal.memory import reads
 from shoal.memory.limit import refusals
 from shoal.memory.running_meter import RunningMeter
 from shoal.memory.static_memory import StaticMemory
-from shoal.memory.step_meter import WeakStorage
+from shoal.memory.storage_bytes import WeakStorage
 
 _MOST_RUNS = 256  # of an iteration: a result whose backward pass never comes would make it endless
 

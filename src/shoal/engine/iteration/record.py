@@ -15,7 +15,7 @@ from shoal.core.residence import Residence
 from shoal.core.step import StepGraph
 from shoal.engine.calls import Call
 from shoal.engine.metering import Metered
-from shoal.memory.step_meter import WeakStorage
+from shoal.memory.storage_bytes import WeakStorage
 
 
 class Ports(NamedTuple):

@@ -48,8 +48,7 @@ from shoal.engine.session import Session
 from shoal.engine.snapshot import Snapshot
 from shoal.errors import BudgetError, CaptureError
 from shoal.memory.limit import this_thread_trains
-from shoal.memory.step_meter import WeakStorage
-from shoal.memory.storage_bytes import dense_tensors, distinct_bytes
+from shoal.memory.storage_bytes import WeakStorage, dense_tensors, distinct_bytes
 
 log = logging.getLogger("shoal")
 
