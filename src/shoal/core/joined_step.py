@@ -88,6 +88,18 @@ def label(part: int) -> str:
     return f"part{part}."
 
 
+def is_joined(graph: StepGraph) -> bool:
+    """Whether it is a step of several parts, as of `joined_step`."""
+    return any(op.name.startswith(label(0)) for op in graph.ops)
+
+
+def op_names_of(part: int, graph: StepGraph) -> list[str]:
+    """The names of the ops of one part of a joined step, as in the part itself."""
+    prefix = label(part)
+    ops = (op for op in graph.ops if op.name.startswith(prefix) and op.target != _RETURNS)
+    return [op.name.removeprefix(prefix) for op in ops]
+
+
 def are_in_order(passes: Sequence[Pass]) -> bool:
     """Whether all forward passes came before all backward passes, and none twice."""
     phases = [phase for phase, _ in groupby(phase for _, phase in passes)]

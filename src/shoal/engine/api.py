@@ -30,6 +30,7 @@ from shoal.capture.dynamo import (
     settings,
 )
 from shoal.capture.fake_quantization import admit_fake_quantization
+from shoal.core.joined_step import is_joined
 from shoal.core.plan import Plan
 from shoal.core.progress import doing, preparing
 from shoal.engine import memory_warnings
@@ -176,7 +177,9 @@ class _Caller(ModelCall):
         super().__init__(model)
         self.session = session
         self._strict = strict
-        self._may_break = not strict and session.ready_plan is None
+        ready = session.ready_plan
+        self._plan_is_joined = ready is not None and is_joined(ready.graph)
+        self._may_break = not strict and (ready is None or self._plan_is_joined)
         self._parts: Iterations | None = None
         self._before_first: SetUp | None = None  # how the model was before it broke at its first call
         self._planned: dict[Any, Callable[..., Any]] = {}
@@ -216,6 +219,8 @@ class _Caller(ModelCall):
         session = self.session
         wrapper = active_ddp_module()
         session.static.called_by(wrapper)
+        if self._parts is None and self._plan_is_joined:
+            self._parts = self._iterations()
         if self._parts is None and self._is_of_an_iteration((args, kwargs)):
             calls = session.metering.calls
             self._parts = self._iterations(before=CallsBefore(calls, session.end_plans(), calls.under_way()))

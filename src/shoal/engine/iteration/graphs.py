@@ -22,7 +22,7 @@ from shoal.capture.pieces import choose_pieces, in_pieces
 from shoal.capture.shrunk import shrunk
 from shoal.capture.varying_sizes import SizesSeen, bytes_at, make_static, shape_of
 from shoal.core.joined_step import label
-from shoal.core.means import KERNEL_MEANS
+from shoal.core.means import KERNEL_MEANS, LOSSY
 from shoal.core.plan import Plan
 from shoal.core.progress import preparing
 from shoal.core.residence import Residence
@@ -157,14 +157,14 @@ class GraphStep(PlannedStep):
             captured = in_pieces(captured, self.node.pieces)
             self.graph = self.steps.costed(captured)
             chosen, share = self.node.chosen, self.node.share
-            if chosen is not None and chosen.fingerprint != self.graph.fingerprint:
+            if chosen is not None and chosen.fingerprint not in (self.graph.fingerprint, ""):
                 self.steps.is_not_as_planned(f"graph {len(self.node.path())}")
                 share = None
             if share is None:
                 if not self.steps.fits_easily(self.graph, in_use_bytes):
                     gc.collect()  # cycles of Dynamo's hold what functions were called with that it gave up in the midst
-                    in_use_bytes = self.node.in_use_bytes = self.steps.in_use_bytes()
-                share = self.steps.first_share(self.graph, captured.device, in_use_bytes)
+                    self.node.in_use_bytes = self.steps.in_use_bytes()
+                share = self.steps.first_share(self.node, self.graph, captured.device)
         self.ports, self.trains, self.share = Ports.of(captured), True, share
         self.plan, self.checkpoints = Plan(self.graph, self.share, "parts"), captured.checkpoints
         return captured
@@ -230,12 +230,17 @@ class GraphSequence(ABC):
         """Device bytes in use now, as far as they are known."""
 
     @abstractmethod
-    def first_share(self, graph: StepGraph, device: torch.device, in_use_bytes: int) -> Mapping[str, Residence]:
+    def first_share(self, node: Node, graph: StepGraph, device: torch.device) -> Mapping[str, Residence]:
         """Under which residences a part runs before the step is planned.
 
         Raises:
             BudgetError: there is no room for the part in addition to what is in use.
+            PlanError: a plan was given, for another part.
         """
+
+    @abstractmethod
+    def given_variant(self, node: Node) -> GraphVariant | None:
+        """In which variant a part runs by a plan that was given; None if none was."""
 
     @abstractmethod
     def sizes_changed(self, seen: SizesSeen) -> None:
@@ -295,7 +300,7 @@ class GraphSequence(ABC):
             TracingContext.try_get(),
             break_after(gm),
             constant_numbers(),
-            self.session.options.form_means,
+            self.session.options.form_means if self.session.ready_plan is None else LOSSY,
             autocast_state(example_inputs),
         )
         here = self.node.followed_by(part)  # what is captured runs next, and its guards are still open
@@ -346,6 +351,8 @@ class GraphSequence(ABC):
         """Compile a part for its place, under its share of the plan where there is one."""
         part = node.part
         assert part is not None
+        if node.chosen is None and (given := self.given_variant(node)) is not None:
+            node.chosen, node.pieces = given, given.variant.pieces
         alike = self._compiled_alike(part, node)
         if alike is not None:
             node.step, node.run = alike, alike.run
@@ -380,7 +387,7 @@ class GraphSequence(ABC):
             if share is None:
                 node.in_use_bytes = self.in_use_bytes()
                 try:
-                    share = self.first_share(step.graph, step.device, node.in_use_bytes)
+                    share = self.first_share(node, step.graph, step.device)
                 except BudgetError:
                     return None  # compiling it looks again, and says so
             if share == step.share:

@@ -44,7 +44,7 @@ from shoal.engine.compile_options import CompileOptions
 from shoal.engine.generator_states import counting_states, repeated
 from shoal.engine.iteration.record import Ports
 from shoal.engine.step_planning import allowed
-from shoal.errors import BudgetError
+from shoal.errors import BudgetError, PlanError
 from shoal.kernels.generator import state_bytes
 from shoal.planners import Planner
 from shoal.planners import get as planner_called
@@ -354,7 +354,7 @@ class GraphVariant:
 
     Attributes:
         variant: of the graph.
-        fingerprint: of its step in that variant.
+        fingerprint: of its step in that variant; "" if that is not known.
     """
 
     variant: Variant
@@ -397,6 +397,17 @@ class PlannedIteration:
     def predicted_peak_bytes(self) -> int:
         """Of all steps."""
         return max(plan.predicted_peak_bytes for plan in self.plans)
+
+    def as_given(self, given: Plan) -> PlannedIteration:
+        """The same with what a plan that was given says of how it was made.
+
+        Raises:
+            PlanError: it is for other steps.
+        """
+        if len(self.plans) != 1 or {op.name for op in self.plans[0].graph.ops} != {op.name for op in given.graph.ops}:
+            raise PlanError("the plan is for an iteration of other passes; plan it again")
+        made = replace(self.plans[0], planner=given.planner, variant=given.variant, candidates=given.candidates)
+        return replace(self, plans=(made,))
 
 
 def plan_iteration(

@@ -23,30 +23,43 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.capture.dynamo import capturing, plain_call
 from shoal.capture.graph_breaks import capturing_parts
+from shoal.capture.layered import Refused
 from shoal.capture.varying_sizes import SizesSeen
-from shoal.core.joined_step import Interval
+from shoal.core.joined_step import Interval, label, op_names_of, residences_of
 from shoal.core.over_budget import over_budget
+from shoal.core.plan import Plan
 from shoal.core.progress import doing, preparing
 from shoal.core.residence import Residence
 from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
+from shoal.core.validate_plan import check_plan
+from shoal.core.validate_step import check_step
+from shoal.core.variant import WHOLE
 from shoal.engine import memory_warnings
 from shoal.engine.backend import STEPS_TO_METER
 from shoal.engine.iteration.first import CallsBefore, first_share, least_bytes, minimum_share, no_graph
 from shoal.engine.iteration.graphs import GraphSequence, GraphStep, Node
 from shoal.engine.iteration.known import FIRST_RUN, KnownIteration, first_run_bytes
 from shoal.engine.iteration.meter import Iteration, IterationMetering
-from shoal.engine.iteration.plan import Choose, MeasuredIteration, PlannedParts, VariantPlanning, with_less_host
+from shoal.engine.iteration.plan import (
+    Choose,
+    GraphVariant,
+    MeasuredIteration,
+    PlannedParts,
+    VariantPlanning,
+    with_less_host,
+)
 from shoal.engine.iteration.record import MeteredGraph
-from shoal.engine.iteration.variants import plan_best_variant
+from shoal.engine.iteration.variants import IterationVariants, plan_best_variant
 from shoal.engine.loop_memory import waiting_bytes
 from shoal.engine.optimizer_steps import watch
+from shoal.engine.plan_kernels import check_kernels
 from shoal.engine.refusal_hints import with_reserve
 from shoal.engine.repair import aside_when_out
 from shoal.engine.search.without_effect import A_MODEL, SEVERAL_MODELS
 from shoal.engine.session import Session
 from shoal.engine.snapshot import Snapshot
-from shoal.errors import BudgetError, CaptureError
+from shoal.errors import BudgetError, CaptureError, PlanError
 from shoal.memory.limit import this_thread_trains
 from shoal.memory.storage_bytes import WeakStorage, dense_tensors, distinct_bytes
 
@@ -114,6 +127,11 @@ class Iterations(GraphSequence):
         self._has_other_sizes = False  # it has, after its first graph
         self._in_call = False
         self._surroundings: object = None  # of the plans, as far as the session knows them
+        self._given = session.ready_plan
+        if self._given is not None:
+            check_step(self._given.graph)
+            check_plan(self._given.graph, self._given.residences, session.status.budget_bytes or 0)
+            check_kernels(self._given, device.type)
         session.metering = self.metering
         if shared:
             session.on_repair = self.forget
@@ -288,8 +306,42 @@ class Iterations(GraphSequence):
         waits_bytes = 0 if self._before is None else self._before.waits_bytes
         return self.metering.in_use_bytes() + waits_bytes
 
-    def first_share(self, graph: StepGraph, device: torch.device, in_use_bytes: int) -> Mapping[str, Residence]:
-        budget_bytes = self._budget_bytes
+    def given_variant(self, node: Node) -> GraphVariant | None:
+        given, part = self._given, node.part
+        if given is None or part is None:
+            return None
+        prefix = label(self._place(node))
+        cuts = (cut for cut in given.variant.pieces if cut.op.startswith(prefix))
+        pieces = tuple(replace(cut, op=cut.op.removeprefix(prefix)) for cut in cuts)
+        try:
+            _, own = IterationVariants([part]).graph(given.variant).get(part, (part.graph, WHOLE))
+        except Refused:
+            own = WHOLE  # only other graphs of the iteration have it
+        return GraphVariant(replace(own, pieces=pieces, shrunk=given.variant.shrunk), "")
+
+    def _place(self, node: Node) -> int:
+        """Of a graph that trains, among those of its iteration."""
+        return sum(before.step is not None and before.step.trains for before in node.path()[:-1])
+
+    def _given_share(self, given: Plan, node: Node, graph: StepGraph) -> Mapping[str, Residence]:
+        """The residences of a graph in the plan that was given.
+
+        Raises:
+            PlanError: the plan has another graph at this place.
+        """
+        place = self._place(node)
+        theirs, ours = op_names_of(place, given.graph), [op.name for op in graph.ops if op.phase != "loss"]
+        if theirs != ours:
+            raise PlanError(
+                f"the plan is for other graphs than those of {self._said_name}; plan it again",
+                details={"graph": str(place + 1), "plan": f"{len(theirs)} ops", "step": f"{len(ours)} ops"},
+            )
+        return residences_of(place, given.graph, given.residences)
+
+    def first_share(self, node: Node, graph: StepGraph, device: torch.device) -> Mapping[str, Residence]:
+        if self._given is not None:
+            return self._given_share(self._given, node, graph)
+        budget_bytes, in_use_bytes = self._budget_bytes, node.in_use_bytes
         if budget_bytes is None:
             return {}
         plans = [node.step.plan for node in self.node.path() if node.step is not None and node.step.plan is not None]
@@ -645,8 +697,11 @@ class Iterations(GraphSequence):
         what = SEVERAL_MODELS if self._shared else A_MODEL
         session = self.session
         for known in begun:
-            choose = self._choose_for(known)
+            choose, given = self._choose_for(known), self._given
+            fixed |= given is not None
             known.planned = known.plan(session.options, session.static, what, decided, fixed=fixed, choose=choose)
+            if known.planned is not None and given is not None:
+                known.planned = known.planned.as_given(given)
             if known.planned is not None:
                 lines = (*session.without_effect, *known.planned.plans[0].without_effect)
                 session.say_without_effect(tuple(dict.fromkeys(lines)))
@@ -669,7 +724,7 @@ class Iterations(GraphSequence):
         """What plans an iteration in its best variant; None if it stays as it was measured."""
         session, budget_bytes = self.session, self._budget_bytes
         graphs = [node.part for node in known.nodes if node.part is not None]
-        if budget_bytes is None or session.static.is_sharded or self._stay_as_measured:
+        if budget_bytes is None or session.static.is_sharded or self._stay_as_measured or self._given is not None:
             return None
 
         def choose(runs: tuple[int, ...], planning: VariantPlanning) -> PlannedParts:
@@ -716,6 +771,9 @@ class Iterations(GraphSequence):
         if iteration.record is not None:
             known.to_meter = max(0, known.to_meter - 1)
         if budget_bytes is None or iteration.peak_bytes <= budget_bytes:
+            return
+        if self._given is not None:
+            memory_warnings.given_plan_is_over(known.name, iteration.peak_bytes, budget_bytes)
             return
         over_bytes = max(0, iteration.peak_bytes - known.predicted_bytes)
         log.warning(
