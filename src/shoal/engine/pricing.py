@@ -220,7 +220,7 @@ class Pricing:
             return made(budget_bytes, planner=inside)
 
         if captured is not None and self.options.lossy is not None:
-            steps = EncodedSteps(captured, self.options.lossy, self._timed)
+            steps = EncodedSteps({"": captured}, self.options.lossy, lambda graphs: self._timed(graphs[""]))
 
             @cache
             @unset_fake_temporarily()

@@ -340,6 +340,10 @@ class Iterations(GraphSequence):
             "iteration, and the next ones are planned unmodified"
         )
 
+    def learn_errors(self) -> None:
+        """Have the plans in force, each with what its graphs' encodings really lost once they all have measured it."""
+        self.session.status.plans = tuple(plan for known in self.known.values() for plan in known.learn_errors())
+
     def sizes_changed(self, seen: SizesSeen) -> None:
         if not self._is_new_shape:
             self.sizes_vary = self._keeps_little = self._has_other_sizes = seen.wander = True
@@ -602,7 +606,7 @@ class Iterations(GraphSequence):
         plans = [plan for known in self.known.values() if known.planned is not None for plan in known.planned.plans]
         new = [plan for plan in plans if all(plan is not before for before in status.plans)]
         status.planning_seconds += sum(plan.planning_seconds for plan in new)
-        status.plans = tuple(plans)
+        self.learn_errors()  # a graph that goes on as it is compiled has measured them
         session.state_bytes = session.static.state_bytes()
 
     def _planned_less_far(self, error: BudgetError, begun: Sequence[KnownIteration]) -> BudgetError | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 
 from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -15,6 +16,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from shoal.capture.captured import Captured
 from shoal.capture.layered import Refused
 from shoal.core.joined_step import Part, label
+from shoal.core.lossy import LossyOptions
 from shoal.core.plan import Plan
 from shoal.core.step import StepGraph
 from shoal.core.variant import WHOLE, Pieces, Variant
@@ -22,7 +24,10 @@ from shoal.engine.iteration.graphs import DynamoGraph, GraphSequence
 from shoal.engine.iteration.plan import GraphVariant, PlannedParts, VariantPlanning
 from shoal.engine.iteration.record import Ports
 from shoal.engine.search.best_variant import best_variant
-from shoal.engine.search.priced import InVariant, Priced, Prices
+from shoal.engine.search.choose_encoded import bounding_step, choose_encoded
+from shoal.engine.search.encoded_steps import EncodedSteps
+from shoal.engine.search.encoding import EncodeBelow, EncodeIfFaster
+from shoal.engine.search.priced import Encodable, InVariant, Priced, Prices
 from shoal.engine.search.split_forms import PatchWork
 from shoal.engine.search.variants import forms_up_to
 from shoal.memory.limit import no_memory_limit
@@ -119,21 +124,53 @@ def plan_best_variant(
         laid_out = [session.in_traced_layouts(step.captured) for step in steps]
         with no_memory_limit(), unset_fake_temporarily():
             costed = [sequence.costed(captured) for captured in laid_out]
-        ports = {run: Ports.of(laid_out[place]) for run, place in trained.items()}
-        of_runs = {run: costed[place] for run, place in trained.items()}
-        parts = _moved(planning.parts, planning.ports, of_runs, ports)
-        variants = {run: GraphVariant(steps[n].variant, costed[n].fingerprint) for run, n in trained.items()}
+        exact = {label(run): laid_out[place] for run, place in trained.items()}
+
+        def costed_runs(graphs: Mapping[str, Captured]) -> dict[int, StepGraph]:
+            found = {run: graphs[label(run)] for run in trained}
+            places = trained.items()
+            return {n: costed[at] if found[n] is laid_out[at] else sequence.costed(found[n]) for n, at in places}
+
+        def combined(graphs: Mapping[str, Captured]) -> StepGraph:
+            ports = {run: Ports.of(graphs[label(run)]) for run in trained}
+            return planning.graph(_moved(planning.parts, planning.ports, costed_runs(graphs), ports))
+
+        def made(plan: Plan, graphs: Mapping[str, Captured] = exact) -> tuple[PlannedParts, Plan]:
+            runs = costed_runs(graphs)
+            variants = {n: GraphVariant(steps[at].variant, runs[n].fingerprint) for n, at in trained.items()}
+            computed = tuple(map(variants.get, range(len(planning.parts))))
+            return PlannedParts(plan, planning.shares(plan), computed), plan
 
         @unset_fake_temporarily()
-        def made(planner: Planner | None = None) -> tuple[PlannedParts, Plan]:
-            planned = planning.plan(parts, planner)
-            return replace(planned, variants=tuple(map(variants.get, range(len(graphs))))), planned.plan
+        def planned(planner: Planner | None = None) -> tuple[PlannedParts, Plan]:
+            return made(planning.plan(whole, planner))
 
-        is_joint = session.options.planner == "joint"
+        def encodable(lossy: LossyOptions) -> Encodable[PlannedParts]:
+            encoded, known = EncodedSteps(exact, lossy, combined), session.status.encoded
+
+            @cache
+            @no_memory_limit()
+            @unset_fake_temporarily()
+            def bound(share: float) -> StepGraph:
+                return bounding_step(encoded, share)
+
+            @unset_fake_temporarily()
+            def plan(budget_bytes: int, encoding: EncodeIfFaster | EncodeBelow) -> tuple[PlannedParts, Plan]:
+                step = f"{whole.fingerprint}, {whole.static_bytes} bytes in addition"
+                found, plan = choose_encoded(
+                    encoded, budget_bytes, lambda graph: planning.plan(graph, None), known.get(step), encoding
+                )
+                known[step] = tuple(storage.name for storage in plan.encoded)
+                return made(plan, found)
+
+            return Encodable(bound, plan)
+
+        whole, lossy, is_joint = combined(exact), session.options.lossy, session.options.planner == "joint"
         priced = Priced(
-            planning.graph(parts),
-            lambda budget_bytes: made(),
-            refuse=(lambda budget_bytes: made(refuse_in_a_moment)) if is_joint else None,
+            whole,
+            lambda budget_bytes: planned(),
+            None if lossy is None else encodable(lossy),
+            refuse=(lambda budget_bytes: planned(refuse_in_a_moment)) if is_joint else None,
         )
         return priced, costed
 
