@@ -12,7 +12,7 @@ from torch import nn
 
 from shoal import codecs
 from shoal.capture.captured import Captured
-from shoal.capture.encode_activations import encode_residences, encoded, offers, payload_name
+from shoal.capture.encode_activations import encode_residences, encoded, offers, payload_name, payloads
 from shoal.core.lossy import EXEMPTIONS, LossyOptions
 from shoal.core.residence import Encode, Offload
 from shoal.core.schedule import schedule
@@ -159,11 +159,12 @@ def _convolution_backwards(step: Captured, tensors: list[torch.Tensor]) -> dict[
 @pytest.mark.parametrize("name", MODELS)
 def test_however_its_storages_wait_the_step_gives_the_same_bits(name: str) -> None:
     captured, rewritten, tensors = step_of(name)
-    graph, chosen = rewritten.graph, [offer.storage for offer in offers(captured, LOSSY)]
+    graph = rewritten.graph
+    assert payloads(graph).keys() == {offer.storage for offer in offers(captured, LOSSY)}
     torch.manual_seed(3)
     expected = run_joint(rewritten.joint, tensors)
     for seed, planner in enumerate([keep_by_chance(1, 0.0), keep_by_chance(2, 0.5), *map(offload_by_chance, range(3))]):
-        residences = encode_residences(planner(graph, HARDWARE, 0).residences, chosen, LOSSY)
+        residences = encode_residences(planner(graph, HARDWARE, 0).residences, payloads(graph), LOSSY)
         check_runs(graph, residences, schedule(graph, residences))
         torch.manual_seed(3)
         found = run_lowered(rewritten, residences, [t.clone() for t in tensors], in_place=seed % 2 == 0)
@@ -272,6 +273,6 @@ def test_unknown_storages_are_refused() -> None:
 
 
 def test_residences_say_what_is_encoded_and_what_becomes_of_the_exact_values() -> None:
-    said = encode_residences({"relu": Offload("a", "b")}, ["relu", "relu_1"], LOSSY)
+    said = encode_residences({"relu": Offload("a", "b")}, {n: payload_name(n) for n in ("relu", "relu_1")}, LOSSY)
     assert said["relu"] == Encode("dynamic_tree", 2048, None, "relu_encoded", Offload("a", "b"))
     assert said["relu_1"] == Encode("dynamic_tree", 2048, None, "relu_1_encoded")

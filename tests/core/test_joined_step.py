@@ -25,7 +25,7 @@ from shoal.core.joined_step import (
     with_eager_use,
     with_held,
 )
-from shoal.core.residence import Recompute
+from shoal.core.residence import Encode, Recompute
 from shoal.core.simulate import simulate
 from shoal.core.step import Op, StepGraph, Storage, StorageKind
 from shoal.core.validate_plan import check_plan
@@ -245,6 +245,14 @@ def test_a_recomputation_before_an_op_of_another_part_happens_in_the_part_s_own_
     share = residences_of(0, two_layers(), early)
     assert share == {"hidden": Recompute(("second_back",))}
     check_plan(two_layers(), joined_residences([share, {}]))
+
+
+def test_what_waits_encoded_waits_in_its_own_part() -> None:
+    exact = Recompute(("part1.first_back",))
+    share = residences_of(0, two_layers(), {"part0.hidden": Encode("linear", 0, None, "part0.hidden_encoded", exact)})
+    assert share == {"hidden": Encode("linear", 0, None, "hidden_encoded", Recompute(("second_back",)))}
+    joined = joined_residences([share, {}])["part0.hidden"]
+    assert joined == Encode("linear", 0, None, "part0.hidden_encoded", Recompute(("part0.second_back",)))
 
 
 def test_forward_passes_come_first_and_none_twice() -> None:

@@ -139,15 +139,21 @@ def payload_name(storage: str) -> str:
     return f"{storage.replace('.', '_')}_encoded"
 
 
+def payloads(graph: StepGraph) -> dict[str, str]:
+    """The storages that a step encodes, and those that hold their encoded forms."""
+    name = [storage.name for storage in graph.storages]
+    return {name[op.reads[0]]: name[op.writes[0]] for op in graph.ops if op.target == ENCODE}
+
+
 def encode_residences(
-    residences: Mapping[str, Residence], chosen: Collection[str], lossy: LossyOptions
+    residences: Mapping[str, Residence], payload_of: Mapping[str, str], lossy: LossyOptions
 ) -> dict[str, Residence]:
-    """Residences of a step with encoded storages, in which these are said to be encoded."""
+    """Residences of a step with encoded storages, in which its `payloads` are said to be those."""
     said: dict[str, Residence] = dict(residences)
-    for name in chosen:
+    for name, payload in payload_of.items():
         exact = said.get(name)
         given_up = {} if exact is None or isinstance(exact, Encode) else {"exact": exact}
-        said[name] = Encode(lossy.codec, lossy.block_elems, lossy.seed, payload_name(name), **given_up)
+        said[name] = Encode(lossy.codec, lossy.block_elems, lossy.seed, payload, **given_up)
     return said
 
 

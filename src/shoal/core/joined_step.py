@@ -15,7 +15,7 @@ from itertools import groupby
 from math import ceil
 from typing import Literal
 
-from shoal.core.residence import Offload, Recompute, Residence
+from shoal.core.residence import Encode, Offload, Recompute, Residence, exact_residence
 from shoal.core.simulate import simulate
 from shoal.core.sizes import format_bytes
 from shoal.core.step import RESIDENT, Op, Phase, StepGraph, Storage, StorageKind
@@ -227,32 +227,39 @@ def residences_of(part: int, graph: StepGraph, residences: Mapping[str, Residenc
     forward = [op.name for op in ops if op.phase == "forward"]
     own = [op.name for op in ops if op.phase == "backward"]
     first = own[0] if own else ""
-    found: dict[str, Residence] = {}
-    for name, residence in residences.items():
-        if not name.startswith(prefix):
-            continue
+
+    def of_the_part(residence: Residence) -> Residence:
         if isinstance(residence, Recompute):
             before = tuple(dict.fromkeys(op if op in own else first for op in residence.before))
-            residence = Recompute(tuple(op.removeprefix(prefix) for op in before if op))
-        elif isinstance(residence, Offload):
+            return Recompute(tuple(op.removeprefix(prefix) for op in before if op))
+        if isinstance(residence, Offload):
             free_after = residence.free_after if residence.free_after in forward else forward[-1]
             fetch_before = residence.fetch_before if residence.fetch_before in own else first
-            residence = Offload(free_after.removeprefix(prefix), fetch_before.removeprefix(prefix))
-        found[name.removeprefix(prefix)] = residence
-    return found
+            return Offload(free_after.removeprefix(prefix), fetch_before.removeprefix(prefix))
+        if isinstance(residence, Encode):
+            exact = exact_residence(of_the_part(residence.exact))
+            return replace(residence, payload=residence.payload.removeprefix(prefix), exact=exact)
+        return residence
+
+    names = (name for name in residences if name.startswith(prefix))
+    return {name.removeprefix(prefix): of_the_part(residences[name]) for name in names}
 
 
 def joined_residences(residences: Iterable[Mapping[str, Residence]]) -> dict[str, Residence]:
     """The inverse: the residences of every part, in order, as those of the joined step."""
-    found: dict[str, Residence] = {}
-    for part, own in enumerate(residences):
-        for name, residence in own.items():
-            if isinstance(residence, Recompute):
-                residence = Recompute(tuple(label(part) + op for op in residence.before))
-            elif isinstance(residence, Offload):
-                residence = Offload(label(part) + residence.free_after, label(part) + residence.fetch_before)
-            found[label(part) + name] = residence
-    return found
+
+    def joined(prefix: str, residence: Residence) -> Residence:
+        if isinstance(residence, Recompute):
+            return Recompute(tuple(prefix + op for op in residence.before))
+        if isinstance(residence, Offload):
+            return Offload(prefix + residence.free_after, prefix + residence.fetch_before)
+        if isinstance(residence, Encode):
+            exact = exact_residence(joined(prefix, residence.exact))
+            return replace(residence, payload=prefix + residence.payload, exact=exact)
+        return residence
+
+    pairs = ((label(part), own) for part, own in enumerate(residences))
+    return {prefix + name: joined(prefix, residence) for prefix, own in pairs for name, residence in own.items()}
 
 
 _RETURNS = "returns"

@@ -306,7 +306,7 @@ class PlannedStep:
             self.session.check_caller()
             if self.placement is not None:
                 self.placement.begins(str(id(self)))
-            measures = self.errors_unknown and not self.steps_to_meter
+            measures = self.errors_unknown and (self.is_of_several or not self.steps_to_meter)
             runs = partial(self._measure_errors, run) if measures else run
             if self.graphed is not None:
                 self.graphed.begins()
@@ -318,12 +318,16 @@ class PlannedStep:
 
     def _measure_errors(self, run: Callable[..., Any], arguments: list[Any]) -> Any:
         """The first step after those that are metered: the error of each encoding is measured."""
-        assert self.plan is not None
         self.errors_unknown = False
         with measured_errors() as errors:
             outputs = run(arguments)
-        self.session.learn_errors(self.plan, errors)
+        self.learn_errors(errors)
         return outputs
+
+    def learn_errors(self, errors: Sequence[float]) -> None:
+        """Put what its encodings really lost, in the order in which they run, into the plan."""
+        assert self.plan is not None
+        self.session.learn_errors(self.plan, errors)
 
     def compile_backward(self, module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         run = self._compile("backward", module, example_inputs)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -16,22 +15,21 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from shoal.capture.captured import Captured
 from shoal.capture.layered import Refused, is_of_a_module
-from shoal.capture.pieces import choose_faster, choose_pieces, in_pieces
+from shoal.capture.pieces import in_pieces
 from shoal.capture.shrunk import shrunk
-from shoal.core.means import KERNEL_MEANS
 from shoal.core.plan import Plan
 from shoal.core.step import StepGraph
-from shoal.core.variant import Pieces, Variant
+from shoal.core.variant import Variant
 from shoal.engine import form_cache
 from shoal.engine.loop_memory import LoopMemory
 from shoal.engine.plan_kernels import check_kernels
 from shoal.engine.search.best_variant import best_variant
 from shoal.engine.search.encoding import EncodeNothing, Encoding
-from shoal.engine.search.priced import Encodable, Priced
+from shoal.engine.search.priced import Encodable, InVariant, Priced, Prices
 from shoal.engine.search.variants import Forms, OwnForm, Variants
 from shoal.engine.search.without_effect import without_effect
 from shoal.engine.session import Session
-from shoal.engine.step_planning import WHOLE_FORM, CompiledVariant, Planned
+from shoal.engine.step_planning import WHOLE_FORM, CompiledVariant, Planned, StepPlanning
 from shoal.errors import BudgetError, PlanError
 from shoal.lowlevel.torch_state import autocast_state, autocasting
 from shoal.memory.limit import no_memory_limit
@@ -86,7 +84,7 @@ def compile_chosen(
     if not variants.has_other_graphs:  # its form is chosen while AOTAutograd waits for it, and nothing is traced twice
 
         def choose(whole: Captured) -> tuple[CompiledVariant, Captured]:
-            return _best_form(session, variants, key, lambda own: whole)[1:]
+            return _best_form(session, variants, key, lambda own: whole, session.options.form_means)[1:]
 
         return compile_form(gm, choose)
     return _compile_best(session, variants, key, example_inputs, capture, compile_form)
@@ -146,7 +144,7 @@ def _compile_best(
                 return capture(graph)
 
         with unset_fake_temporarily():
-            graph, form, in_it = _best_form(session, variants, key, captured)
+            graph, form, in_it = _best_form(session, variants, key, captured, session.options.form_means)
         if form.seconds > _WORTH_SECONDS:
             form_cache.remember(digest, form.variant, form.candidates)
         if graph is not variants.own:
@@ -171,67 +169,54 @@ def _best_form(
     variants: Forms[fx.GraphModule],
     key: str,
     capture: Callable[[fx.GraphModule], Captured],
-    kernel_means: frozenset[str] = KERNEL_MEANS,
+    means: frozenset[str],
 ) -> tuple[fx.GraphModule, CompiledVariant, Captured]:
     """The graph of the form that trains fastest, its plan, and the step in that form."""
     started = time.perf_counter()
-    kernel_means &= session.options.form_means
 
-    def launched(captured: Captured, shrinks: bool) -> Priced[_Made]:
-        def smaller() -> Priced[_Made] | None:
-            with no_memory_limit():
-                found = shrunk(captured)
-            return None if found is None else launched(found, shrinks=False)
-
-        in_regions = priced(session.in_regions(captured))
-        return replace(in_regions, shrunk=smaller) if shrinks else in_regions
-
-    def priced(captured: Captured) -> Priced[_Made]:
-        laid_out = session.in_traced_layouts(captured)
+    def planning_of(laid_out: Captured) -> StepPlanning:
         with unset_fake_temporarily():
-            planning = session.planning(laid_out, laid_out.device)
+            return session.planning(laid_out, laid_out.device)
 
+    def timed(planning: StepPlanning) -> StepGraph:
+        return planning.priced(session.least_loop(planning))
+
+    def costs(steps: Sequence[InVariant]) -> tuple[Priced[_Made], Sequence[StepGraph]]:
+        captured = steps[0].captured
+        laid_out = session.in_traced_layouts(captured)
+        planning = planning_of(laid_out)
+        known = timed(planning)
+
+        @unset_fake_temporarily()
         def made(encoding: Encoding) -> tuple[_Made, Plan]:
-            with unset_fake_temporarily():
-                planned, loop = session.try_to_plan(planning, encoding)
+            planned, loop = session.try_to_plan(planning, encoding)
             return (captured, laid_out, planned, loop), planned.plan
 
-        def plan(budget_bytes: int) -> tuple[_Made, Plan]:  # the session's own
-            return made(EncodeNothing())
-
+        @unset_fake_temporarily()
         def refuse(budget_bytes: int) -> None:
-            with unset_fake_temporarily():
-                session.try_to_plan(planning.by(refuse_in_a_moment), EncodeNothing())
+            session.try_to_plan(planning.by(refuse_in_a_moment), EncodeNothing())
 
         @cache
+        @no_memory_limit()
+        @unset_fake_temporarily()
         def with_share_encoded(share: float) -> StepGraph:
-            with no_memory_limit(), unset_fake_temporarily():
-                return planning.bounding_step(session.least_loop(planning), share)
+            return planning.bounding_step(session.least_loop(planning), share)
 
-        def costed(other: Captured) -> StepGraph:
-            changed = session.planning(session.in_traced_layouts(other), other.device)
-            return changed.priced(session.least_loop(changed))
-
-        def changed(choose: Callable[..., tuple[Pieces, ...]]) -> tuple[tuple[Pieces, ...], Priced[_Made]] | None:
-            if not kernel_means:
-                return None
-            with no_memory_limit(), unset_fake_temporarily():
-                pieces = choose(captured, known, session.options.form_means, costed)
-                return (pieces, priced(in_pieces(captured, pieces))) if pieces else None
-
-        known = planning.priced(session.least_loop(planning))
-        may_encode = session.options.lossy is not None
-        return Priced(
+        priced = Priced(
             known,
-            plan,
-            Encodable(with_share_encoded, lambda budget_bytes, encoding: made(encoding)) if may_encode else None,
-            cut=lambda: changed(choose_pieces),
-            faster=lambda: changed(choose_faster),
+            lambda budget_bytes: made(EncodeNothing()),  # the session's own
+            None if session.options.lossy is None else Encodable(with_share_encoded, lambda _, how: made(how)),
             refuse=refuse if session.options.planner == "joint" else None,
         )
+        return priced, [known]
+
+    def other(captured: Captured) -> StepGraph:
+        return timed(planning_of(session.in_traced_layouts(captured)))
+
+    prices = Prices(means, session.in_regions, other, costs)
 
     def price(graph: fx.GraphModule) -> Priced[_Made]:
-        return launched(capture(graph), shrinks=True)
+        return prices.price(InVariant(capture(graph)))
 
     best = best_variant(variants, price, session.options.budget_bytes or 0, session.name)
     if key:

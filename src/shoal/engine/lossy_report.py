@@ -117,7 +117,7 @@ def lossy_report(
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
     captured, device = capture_step(model, example, name=type(model).__name__)
-    said = None if plan is None else encoded_by(plan)
+    said = None if plan is None else encoded_by(plan.residences)
     if plan is not None and said is None:
         raise InputError("the plan encodes nothing, so there is nothing to report; plan with allow='exact, encode'")
     permitted, wanted = said or (lossy, None)

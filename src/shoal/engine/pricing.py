@@ -16,17 +16,12 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from shoal import planners
 from shoal.capture.capture_step import InputPlaces, joint_step
 from shoal.capture.captured import Captured
-from shoal.capture.pieces import choose_elsewhere, choose_faster, choose_pieces, in_pieces
-from shoal.capture.shrunk import shrunk
 from shoal.core import presets
 from shoal.core.hardware import Hardware, Link
-from shoal.core.lossy import LossyOptions
-from shoal.core.means import KERNEL_MEANS
 from shoal.core.plan import Plan
 from shoal.core.sizes import MAX_BYTES
 from shoal.core.step import StepGraph
 from shoal.core.validate_plan import check_own_plan
-from shoal.core.variant import Pieces
 from shoal.cost.measure import measure
 from shoal.cost.measure_links import link_to
 from shoal.cost.profile import profile_step
@@ -38,7 +33,7 @@ from shoal.engine.options import Options, options_of
 from shoal.engine.search.choose_encoded import bounding_step, choose_encoded
 from shoal.engine.search.encoded_steps import EncodedSteps
 from shoal.engine.search.encoding import EncodeBelow, EncodeIfFaster
-from shoal.engine.search.priced import Encodable, Priced
+from shoal.engine.search.priced import Encodable, InVariant, Priced, Prices
 from shoal.engine.search.variants import Variants
 from shoal.engine.search.without_effect import without_effect
 from shoal.engine.step_planning import allowed, limited_step
@@ -133,21 +128,13 @@ class Pricing:
             A function of a graph that is called as `gm` is. Plans inside 0 bytes keep everything.
         """
         places = InputPlaces.of(gm)
+        runs_here = self.target is None
+        prices = Prices(self.options.form_means, self._in_regions, self._timed, self._costs, runs_here)
 
         def price(graph: fx.GraphModule) -> Priced[None]:
-            runs_here, is_own = self.target is None, graph is gm
+            is_own = graph is gm
             captured = joint_step(graph, inputs, places, name=self.name, runs_here=runs_here, keeps_as_written=is_own)
-            return replace(priced(captured), shrunk=lambda: smaller(captured))
-
-        def smaller(captured: Captured) -> Priced[None] | None:
-            found = shrunk(captured)
-            return None if found is None else priced(found)
-
-        def priced(captured: Captured) -> Priced[None]:
-            captured = self._in_regions(captured)
-            device = torch.device("cpu") if captured.device.type == "meta" else captured.device
-            with unset_fake_temporarily():
-                return self._priced(captured.graph, captured, device)
+            return prices.price(InVariant(captured))
 
         return price
 
@@ -155,6 +142,21 @@ class Pricing:
         if self.target is None:
             return as_launched(captured, self.options)
         return in_unmeasured_regions(captured) if self.options.kernels == "compiled" else captured
+
+    def _timed(self, captured: Captured) -> StepGraph:
+        device = _device_of(captured)
+        if self.target is None:
+            return self._complete(profile_step(captured, device), device)
+        return self._complete(roofline(captured.graph, self.target), device)
+
+    def _complete(self, timed: StepGraph, device: torch.device) -> StepGraph:
+        static_bytes = StaticMemory(self.model, self.optimizer).bytes_beside(timed, runs_here=self.target is None)
+        return replace(timed, static_bytes=static_bytes, link=self._link_and_hardware(device)[0])
+
+    @unset_fake_temporarily()
+    def _costs(self, steps: Sequence[InVariant]) -> tuple[Priced[None], Sequence[StepGraph]]:
+        known = self._timed(steps[0].captured)
+        return self._priced(known, steps[0].captured), [known]
 
     @property
     def device_type(self) -> str:
@@ -186,88 +188,53 @@ class Pricing:
 
     def price_of_counts(self, step: Counted) -> Priced[None]:
         """What a step costs that was captured without times, or scaled from such steps, where `is_of_counts`."""
+        assert self.target is not None
+        device = torch.device("cpu")
         whole, smaller = (
-            None if graph is None else self._priced(graph, None, torch.device("cpu"))
+            None if graph is None else self._priced(self._complete(roofline(graph, self.target), device), None)
             for graph in (step.graph, step.shrunk)
         )
         assert whole is not None
         return replace(whole, shrunk=lambda: smaller)
 
-    def _priced(self, graph: StepGraph, captured: Captured | None, device: torch.device) -> Priced[None]:
-        static_bytes = StaticMemory(self.model, self.optimizer).bytes_beside(graph, runs_here=self.target is None)
-        link, hardware = self._link_and_hardware(device)
-        means, lossy = self.options.means, self.options.lossy
+    def _priced(self, known: StepGraph, captured: Captured | None) -> Priced[None]:
+        device = torch.device("cpu") if captured is None else _device_of(captured)
+        hardware, means, encodable = self._link_and_hardware(device)[1], self.options.means, None
         each_state_bytes = 0 if self.target else state_bytes(device)
         planner = allowed(means, self.options.planner, each_state_bytes)
 
-        def completed(timed: StepGraph) -> StepGraph:
-            return replace(timed, static_bytes=static_bytes, link=link)
-
-        def costed(step: Captured) -> StepGraph:
-            timed = profile_step(step, device) if self.target is None else roofline(step.graph, self.target)
-            return completed(timed)
-
+        @unset_fake_temporarily()
         def made(
             budget_bytes: int,
-            find: Callable[[Callable[[StepGraph], Plan]], Plan],
+            find: Callable[[Callable[[StepGraph], Plan]], Plan] = lambda planned: planned(known),
             planner: planners.Planner = planner,
         ) -> tuple[None, Plan]:
-            def planned(graph: StepGraph) -> Plan:
-                return (planner if budget_bytes else planners.get("keep_all"))(graph, hardware, budget_bytes)
-
-            with unset_fake_temporarily():
-                found = find(planned)
-                check_own_plan(found.captured_graph, found.graph, found.residences, budget_bytes)
+            planner = planner if budget_bytes else planners.get("keep_all")
+            found = find(lambda graph: planner(graph, hardware, budget_bytes))
+            check_own_plan(found.captured_graph, found.graph, found.residences, budget_bytes)
             return None, found if captured is None else replace(found, compiled=captured.read_with.compiled)
-
-        def plan(budget_bytes: int) -> tuple[None, Plan]:
-            return made(budget_bytes, lambda planned: planned(known))
 
         def smallest(budget_bytes: int) -> tuple[None, Plan]:
             limits = replace(DEFAULT, order="order" in means)
             inside = allowed(means, partial(smallest_inside, limits=limits), each_state_bytes)
-            return made(budget_bytes, lambda planned: planned(known), inside)
+            return made(budget_bytes, planner=inside)
 
-        def with_encoded(step: Captured, how: LossyOptions) -> Encodable[None]:
-            steps = EncodedSteps(step, how, costed)
+        if captured is not None and self.options.lossy is not None:
+            steps = EncodedSteps({"": captured}, self.options.lossy, lambda graphs: self._timed(graphs[""]))
 
             @cache
-            def graph(share: float) -> StepGraph:
-                with unset_fake_temporarily():
-                    return limited_step(means, bounding_step(steps, share))
+            @unset_fake_temporarily()
+            def bound(share: float) -> StepGraph:
+                return limited_step(means, bounding_step(steps, share))
 
             def plan_encoded(budget_bytes: int, encoding: EncodeIfFaster | EncodeBelow) -> tuple[None, Plan]:
-                def find(planned: Callable[[StepGraph], Plan]) -> Plan:
-                    return choose_encoded(steps, budget_bytes, planned, encoding=encoding)[1]
+                return made(
+                    budget_bytes, lambda planned: choose_encoded(steps, budget_bytes, planned, encoding=encoding)[1]
+                )
 
-                return made(budget_bytes, find)
-
-            return Encodable(graph, plan_encoded)
-
-        def changed(choose: Callable[..., tuple[Pieces, ...]]) -> tuple[tuple[Pieces, ...], Priced[None]] | None:
-            form_means = self.options.form_means
-            if captured is None or not KERNEL_MEANS & form_means:
-                return None
-            with unset_fake_temporarily():
-                pieces = choose(captured, known, form_means, costed)
-                if not pieces:
-                    return None
-                in_them = in_pieces(captured, pieces)
-                return pieces, self._priced(in_them.graph, in_them, device)
-
-        if captured is None:
-            assert self.target is not None
-            known = completed(roofline(graph, self.target))
-        else:
-            known = costed(captured)
-        return Priced(
-            limited_step(means, known),
-            plan,
-            with_encoded(captured, lossy) if captured is not None and lossy is not None else None,
-            cut=lambda: changed(choose_pieces if self.target is None else choose_elsewhere),
-            faster=lambda: changed(choose_faster) if self.target is None else None,
-            smallest=smallest if self.options.planner == "joint" else None,
-        )
+            encodable = Encodable(bound, plan_encoded)
+        is_joint = self.options.planner == "joint"
+        return Priced(limited_step(means, known), made, encodable, smallest=smallest if is_joint else None)
 
     def _link_and_hardware(self, device: torch.device) -> tuple[Link | None, Hardware]:
         offload = self.options.offload
@@ -277,3 +244,8 @@ class Pricing:
         leaves = self.options.offloading(device.type)
         here = measure(device)
         return (link_to(leaves, device) if leaves is not None else None), here
+
+
+def _device_of(captured: Captured) -> torch.device:
+    """Where its ops are timed."""
+    return torch.device("cpu") if captured.device.type == "meta" else captured.device

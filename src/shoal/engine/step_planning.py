@@ -162,7 +162,7 @@ class StepPlanning:
     @cached_property
     def _encoded_steps(self) -> EncodedSteps:
         assert self._options.lossy is not None
-        return EncodedSteps(self._captured, self._options.lossy, self._costs_of)
+        return EncodedSteps({"": self._captured}, self._options.lossy, lambda graphs: self._costs_of(graphs[""]))
 
     def _plan_one(self, placed: InLoop, encoding: Encoding) -> tuple[Captured, Plan]:
         captured, budget_bytes = self._captured, self._options.budget_bytes
@@ -186,7 +186,7 @@ class StepPlanning:
         if options.lossy is None or isinstance(encoding, EncodeNothing):
             return self._captured, planner(before, hardware, budget_bytes)
         step = f"{before.fingerprint}, {before.static_bytes} bytes in addition"
-        captured, made = choose_encoded(
+        graphs, made = choose_encoded(
             self._encoded_steps,
             budget_bytes,
             lambda graph: planner(graph, hardware, budget_bytes),
@@ -195,7 +195,7 @@ class StepPlanning:
             placed,
         )
         self._encoded[step] = tuple(storage.name for storage in made.encoded)
-        return captured, made
+        return graphs[""], made
 
     def _costs_of(self, step: Captured) -> StepGraph:
         known = next((graph for one, graph in self._costed if one is step), None)
@@ -262,7 +262,7 @@ def _adopt(
         return replace(graph, static_bytes=graph.static_bytes + states_bytes)
 
     exact = graph = with_states(graph)
-    said = encoded_by(plan)
+    said = encoded_by(plan.residences)
     if said is not None and _is_same(plan.exact_step, graph):
         lossy, chosen = said
         captured = encoded(captured, chosen, lossy)

@@ -1,4 +1,4 @@
 """What runs inside a planned step: ops, each with its torch reference and faster kernels.
 
-Imports `codecs`, `lowlevel` and `core`.
+Imports `codecs`, `memory`, `lowlevel` and `core`.
 """

@@ -51,7 +51,7 @@ def costs(codec_seconds: float) -> Callable[[Captured], StepGraph]:
 
 
 def steps(costed: Callable[[Captured], StepGraph]) -> EncodedSteps:
-    return EncodedSteps(step(), LOSSY, costed)
+    return EncodedSteps({"": step()}, LOSSY, lambda graphs: costed(graphs[""]))
 
 
 def chosen_at(share: float, codec_seconds: float, link: Link | None = None, before: list[str] | None = None) -> Plan:
@@ -61,8 +61,8 @@ def chosen_at(share: float, codec_seconds: float, link: Link | None = None, befo
     def with_link(captured: Captured) -> StepGraph:
         return replace(costed(captured), link=link)
 
-    captured, plan = choose_encoded(steps(with_link), budget, lambda graph: joint(graph, HARDWARE, budget), before)
-    assert captured.graph.fingerprint == plan.captured_graph.fingerprint
+    graphs, plan = choose_encoded(steps(with_link), budget, lambda graph: joint(graph, HARDWARE, budget), before)
+    assert graphs[""].graph.fingerprint == plan.captured_graph.fingerprint
     assert plan.predicted_peak_bytes <= budget
     return plan
 
@@ -221,8 +221,8 @@ def test_an_estimate_is_near_the_plan_and_tells_what_is_missing() -> None:
 
 def test_a_plan_tells_how_it_encodes() -> None:
     plan = chosen_at(0.6, 0.1)
-    assert encoded_by(plan) == (LOSSY, frozenset(storage.name for storage in plan.encoded))
-    assert encoded_by(chosen_at(1.0, 0.1)) is None
+    assert encoded_by(plan.residences) == (LOSSY, frozenset(storage.name for storage in plan.encoded))
+    assert encoded_by(chosen_at(1.0, 0.1).residences) is None
     assert set(plan.errors) == {storage.name for storage in plan.encoded} and not plan.errors_measured
     assert set(plan.errors.values()) == {error_on_normal_numbers(LOSSY)}
     assert 0 < error_on_normal_numbers(LOSSY) < error_on_normal_numbers(LossyOptions("linear", 0)) < 0.05

@@ -23,7 +23,7 @@ def test_two_steps_are_traced_and_the_others_have_the_same_costs_and_need_the_sa
         traced.append(captured)
         return replace(costs(0.2)(captured), static_bytes=1 << 10)
 
-    steps = EncodedSteps(step(), LOSSY, timed)
+    steps = EncodedSteps({"": step()}, LOSSY, lambda graphs: timed(graphs[""]))
     names = [offer.storage for offer in steps.offers]
     assert len(names) > 3
     for chosen in [*([name] for name in names), names[1:], names[:1] + names[3:], names, []]:
@@ -33,11 +33,11 @@ def test_two_steps_are_traced_and_the_others_have_the_same_costs_and_need_the_sa
         assert found == alone
         assert fewest_bytes(found) == fewest_bytes(alone) and least_peak_bytes(found) == least_peak_bytes(alone)
     assert len(traced) == 2
-    assert steps.traced(names[1:]).graph.fingerprint == steps.graph(names[1:]).fingerprint
-    assert steps.traced([]) is step()
+    assert steps.traced(names[1:])[""].graph.fingerprint == steps.graph(names[1:]).fingerprint
+    assert steps.traced([])[""] is step()
 
 
 def test_what_is_not_offered_is_traced_or_refused() -> None:
-    steps = EncodedSteps(step(), LOSSY, costs(0.2))
+    steps = EncodedSteps({"": step()}, LOSSY, lambda graphs: costs(0.2)(graphs[""]))
     with pytest.raises(PlanError):
         steps.graph(["nowhere"])

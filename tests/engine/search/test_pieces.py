@@ -65,7 +65,7 @@ def test_a_step_trains_in_a_budget_that_nothing_else_meets_with_the_same_bits(ti
 
 
 def test_a_loose_budget_tries_no_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.engine.pricing.choose_pieces", lambda *_: pytest.fail("tried"))
+    monkeypatch.setattr("shoal.engine.search.priced.choose_pieces", lambda *_: pytest.fail("tried"))
     plan = shoal.plan(network(), volume(), "1GiB", allow="bitwise")
     assert plan.variant == WHOLE
 

@@ -6,6 +6,7 @@ import gc
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -17,6 +18,7 @@ from torch._guards import CompileContext, TracingContext, tracing
 from shoal.capture.assigned_data import copy_assigned_data
 from shoal.capture.capture_step import InputPlaces, joint_step
 from shoal.capture.captured import Captured
+from shoal.capture.encode_activations import encoded
 from shoal.capture.graph_breaks import break_after
 from shoal.capture.pieces import choose_pieces, in_pieces
 from shoal.capture.shrunk import shrunk
@@ -38,10 +40,11 @@ from shoal.engine.iteration.plan import GraphVariant
 from shoal.engine.iteration.record import Ports
 from shoal.engine.many_shapes import compile_for_shapes
 from shoal.engine.once_differentiable import once_differentiable
+from shoal.engine.search.choose_encoded import encoded_by
 from shoal.engine.search.variants import Variants
 from shoal.engine.session import Session
 from shoal.engine.step_planning import CompiledVariant, limited_step
-from shoal.errors import BudgetError
+from shoal.errors import BudgetError, PlanError
 from shoal.lowlevel.constant_numbers import as_constants, constant_numbers, is_number
 from shoal.lowlevel.torch_state import autocast_state, autocasting, outside_backward
 from shoal.memory import reads
@@ -119,6 +122,7 @@ class GraphStep(PlannedStep):
         share: the residences under which it runs.
         checkpoints: as of `Plan`.
         run: what runs it.
+        errors: as of `Plan`, once they have been measured.
     """
 
     graph: StepGraph
@@ -132,6 +136,7 @@ class GraphStep(PlannedStep):
         self.trains = False
         self.share: Mapping[str, Residence] = {}
         self.checkpoints = 0
+        self.errors: Mapping[str, float] = {}
 
     def _in_its_form(self, captured: Captured) -> tuple[CompiledVariant, Captured]:
         """Shrunk wherever there is a budget: how little room there is for a part is known when all have run."""
@@ -154,12 +159,17 @@ class GraphStep(PlannedStep):
         with no_memory_limit():
             if self.node.pieces is None:
                 self.node.pieces = self.steps.pieces_of(captured, in_use_bytes)
-            captured = in_pieces(captured, self.node.pieces)
-            self.graph = self.steps.costed(captured)
+            captured = exact = in_pieces(captured, self.node.pieces)
             chosen, share = self.node.chosen, self.node.share
+            if (encoding := encoded_by(share or {})) is not None:
+                with suppress(PlanError):  # then it is another step than was planned
+                    captured = encoded(captured, encoding[1], encoding[0])
+            self.graph = self.steps.costed(captured)
+            self.steps.check_given(self.node, self.graph)
             if chosen is not None and chosen.fingerprint not in (self.graph.fingerprint, ""):
                 self.steps.is_not_as_planned(f"graph {len(self.node.path())}")
-                share = None
+                captured, share = exact, None
+                self.graph = self.steps.costed(captured)
             if share is None:
                 if not self.steps.fits_easily(self.graph, in_use_bytes):
                     gc.collect()  # cycles of Dynamo's hold what functions were called with that it gave up in the midst
@@ -168,6 +178,12 @@ class GraphStep(PlannedStep):
         self.ports, self.trains, self.share = Ports.of(captured), True, share
         self.plan, self.checkpoints = Plan(self.graph, self.share, "parts"), captured.checkpoints
         return captured
+
+    def learn_errors(self, errors: Sequence[float]) -> None:
+        """As of `PlannedStep`."""
+        assert self.plan is not None
+        self.errors = dict(zip((storage.name for storage in self.plan.encoded), errors, strict=True))
+        self.steps.learn_errors()
 
     def bytes_in_call(self) -> Mapping[str, int]:
         """As of `MeteredGraph`."""
@@ -235,12 +251,15 @@ class GraphSequence(ABC):
 
         Raises:
             BudgetError: there is no room for the part in addition to what is in use.
-            PlanError: a plan was given, for another part.
         """
 
     @abstractmethod
-    def given_variant(self, node: Node) -> GraphVariant | None:
-        """In which variant a part runs by a plan that was given; None if none was."""
+    def given(self, node: Node) -> tuple[GraphVariant, Mapping[str, Residence]] | None:
+        """In which variant, and under which residences, a part runs by a plan that was given; None if none was."""
+
+    @abstractmethod
+    def check_given(self, node: Node, graph: StepGraph) -> None:
+        """Raise PlanError if a plan was given and is for another step than this one of a part."""
 
     @abstractmethod
     def sizes_changed(self, seen: SizesSeen) -> None:
@@ -250,6 +269,10 @@ class GraphSequence(ABC):
     @abstractmethod
     def is_not_as_planned(self, name: str) -> None:
         """A part, as it is compiled in a variant, is another step than was planned."""
+
+    @abstractmethod
+    def learn_errors(self) -> None:
+        """A part has measured the errors of what it encodes."""
 
     @abstractmethod
     def reached(self, node: Node) -> None:
@@ -351,8 +374,9 @@ class GraphSequence(ABC):
         """Compile a part for its place, under its share of the plan where there is one."""
         part = node.part
         assert part is not None
-        if node.chosen is None and (given := self.given_variant(node)) is not None:
-            node.chosen, node.pieces = given, given.variant.pieces
+        if node.chosen is None and (given := self.given(node)) is not None:
+            node.chosen, node.share = given
+            node.pieces = node.chosen.variant.pieces
         alike = self._compiled_alike(part, node)
         if alike is not None:
             node.step, node.run = alike, alike.run

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from shoal.core.joined_step import joined_step
+from shoal.core.joined_step import joined_step, label
 from shoal.core.over_budget import over_budget
+from shoal.core.plan import Plan
 from shoal.core.sizes import format_bytes
 from shoal.engine.compile_options import CompileOptions
 from shoal.engine.iteration.first import first_share, least_bytes, waits_bytes
@@ -123,6 +124,21 @@ class KnownIteration:
         if self.planned is None:
             return not self.as_it_ran
         return budget_bytes is not None and self.predicted_bytes > budget_bytes
+
+    def learn_errors(self) -> tuple[Plan, ...]:
+        """Its plans, with the errors that its graphs have measured once they all have."""
+        if self.planned is None:
+            return ()
+
+        def known(plan: Plan, runs: Sequence[int]) -> Plan:
+            steps = ((label(place), self.nodes[run].step) for place, run in enumerate(runs))
+            errors = {own + name: e for own, step in steps if step is not None for name, e in step.errors.items()}
+            if not plan.encoded or any(storage.name not in errors for storage in plan.encoded):
+                return plan
+            return replace(plan, errors={s.name: errors[s.name] for s in plan.encoded}, errors_measured=True)
+
+        self.planned = replace(self.planned, plans=tuple(map(known, self.planned.plans, self.planned.runs)))
+        return self.planned.plans
 
     def eager_takes_more(self, place: int, used_bytes: int) -> int:
         """Memory ran out before a pass of it, by its place: how much more the eager code there takes than was

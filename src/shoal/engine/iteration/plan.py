@@ -338,14 +338,16 @@ class VariantPlanning:
         parts, ports: of its graphs as they were measured, by number.
         trained: the graphs whose backward pass runs; the others stay as they were measured.
         graph: the step of all graphs, with others in place of those that were measured.
-        plan: its plan, by the planner given or that of the options, and the share of each graph.
+        plan: of such a step, by the planner given or that of the options.
+        shares: those that the graphs have in a plan.
     """
 
     parts: tuple[Part, ...]
     ports: tuple[Ports, ...]
     trained: frozenset[int]
     graph: Callable[[tuple[Part, ...]], StepGraph]
-    plan: Callable[[tuple[Part, ...], Planner | None], PlannedParts]
+    plan: Callable[[StepGraph, Planner | None], Plan]
+    shares: Callable[[Plan], tuple[Share, ...]]
 
 
 @dataclass(frozen=True)
@@ -455,17 +457,17 @@ def plan_iteration(
             bare = replace(measured, parts=parts).graph(name, used)
             return with_less_host(replace(with_held(bare, held_bytes), static_bytes=static_bytes), host_bytes)
 
-        def planned_with(parts: tuple[Part, ...], planner: Planner | None = None, *, fixed: bool) -> PlannedParts:
-            step = replace(measured, parts=parts)
-            return _planned(step, graph(parts), around.options, planner, fixed=fixed, retains=iteration.again)
+        def plan_of(graph: StepGraph, planner: Planner | None = None, *, fixed: bool = False) -> Plan:
+            return _planned(measured, graph, around.options, planner, fixed=fixed, retains=iteration.again)
 
         def planned(*, fixed: bool) -> Plan:
             if choose is not None and not (fixed or any(measured.sizes)):
                 ports = tuple(iteration.ports[run] for run in own)
-                trained, plan_variant = frozenset(measured.has_backward), partial(planned_with, fixed=False)
-                made = choose(own, VariantPlanning(measured.parts, ports, trained, graph, plan_variant))
+                trained, shares_in = frozenset(measured.has_backward), partial(_shares, measured)
+                made = choose(own, VariantPlanning(measured.parts, ports, trained, graph, plan_of, shares_in))
             else:
-                made = planned_with(measured.parts, fixed=fixed)
+                found = plan_of(graph(measured.parts), fixed=fixed)
+                made = PlannedParts(found, _shares(measured, found))
             for run, share in zip(own, made.shares, strict=True):
                 shares[run] = share
             variants.update(zip(own, made.variants, strict=False))
@@ -508,8 +510,8 @@ def _planned(
     *,
     fixed: bool,
     retains: bool,
-) -> PlannedParts:
-    """The plan of a step of several graphs, and the share that each has in it.
+) -> Plan:
+    """The plan of a step of several graphs.
 
     Args:
         measured, graph: the step, and with what is in use around it.
@@ -553,10 +555,15 @@ def _planned(
         lower_bound_seconds=first.lower_bound_seconds,
     )
     check_own_plan(plan.captured_graph, plan.graph, plan.residences, budget_bytes)
-    plan = replace(plan, planning_seconds=time.perf_counter() - started, options=options.to_json())
+    return replace(plan, planning_seconds=time.perf_counter() - started, options=options.to_json())
+
+
+def _shares(measured: MeasuredStep, plan: Plan) -> tuple[Share, ...]:
+    """The share that each graph has in a plan; one that has no backward pass keeps its own."""
     back = measured.has_backward
-    return PlannedParts(
-        plan, tuple(share if part in back else measured.shares[part] for part, share in enumerate(shares))
+    return tuple(
+        residences_of(part, plan.graph, plan.residences) if part in back else share
+        for part, share in enumerate(measured.shares)
     )
 
 

@@ -27,7 +27,6 @@ from shoal.capture.layered import Refused
 from shoal.capture.varying_sizes import SizesSeen
 from shoal.core.joined_step import Interval, label, op_names_of, residences_of
 from shoal.core.over_budget import over_budget
-from shoal.core.plan import Plan
 from shoal.core.progress import doing, preparing
 from shoal.core.residence import Residence
 from shoal.core.sizes import format_bytes
@@ -306,41 +305,36 @@ class Iterations(GraphSequence):
         waits_bytes = 0 if self._before is None else self._before.waits_bytes
         return self.metering.in_use_bytes() + waits_bytes
 
-    def given_variant(self, node: Node) -> GraphVariant | None:
+    def given(self, node: Node) -> tuple[GraphVariant, Mapping[str, Residence]] | None:
         given, part = self._given, node.part
         if given is None or part is None:
             return None
-        prefix = label(self._place(node))
-        cuts = (cut for cut in given.variant.pieces if cut.op.startswith(prefix))
-        pieces = tuple(replace(cut, op=cut.op.removeprefix(prefix)) for cut in cuts)
+        place = self._place(node)
+        cuts = (cut for cut in given.variant.pieces if cut.op.startswith(label(place)))
+        pieces = tuple(replace(cut, op=cut.op.removeprefix(label(place))) for cut in cuts)
         try:
             _, own = IterationVariants([part]).graph(given.variant).get(part, (part.graph, WHOLE))
         except Refused:
             own = WHOLE  # only other graphs of the iteration have it
-        return GraphVariant(replace(own, pieces=pieces, shrunk=given.variant.shrunk), "")
+        variant = GraphVariant(replace(own, pieces=pieces, shrunk=given.variant.shrunk), "")
+        return variant, residences_of(place, given.graph, given.residences)
 
-    def _place(self, node: Node) -> int:
-        """Of a graph that trains, among those of its iteration."""
-        return sum(before.step is not None and before.step.trains for before in node.path()[:-1])
-
-    def _given_share(self, given: Plan, node: Node, graph: StepGraph) -> Mapping[str, Residence]:
-        """The residences of a graph in the plan that was given.
-
-        Raises:
-            PlanError: the plan has another graph at this place.
-        """
+    def check_given(self, node: Node, graph: StepGraph) -> None:
+        if self._given is None:
+            return
         place = self._place(node)
-        theirs, ours = op_names_of(place, given.graph), [op.name for op in graph.ops if op.phase != "loss"]
+        theirs, ours = op_names_of(place, self._given.graph), [op.name for op in graph.ops if op.phase != "loss"]
         if theirs != ours:
             raise PlanError(
                 f"the plan is for other graphs than those of {self._said_name}; plan it again",
                 details={"graph": str(place + 1), "plan": f"{len(theirs)} ops", "step": f"{len(ours)} ops"},
             )
-        return residences_of(place, given.graph, given.residences)
+
+    def _place(self, node: Node) -> int:
+        """Of a graph that trains, among those of its iteration."""
+        return sum(before.step is not None and before.step.trains for before in node.path()[:-1])
 
     def first_share(self, node: Node, graph: StepGraph, device: torch.device) -> Mapping[str, Residence]:
-        if self._given is not None:
-            return self._given_share(self._given, node, graph)
         budget_bytes, in_use_bytes = self._budget_bytes, node.in_use_bytes
         if budget_bytes is None:
             return {}
@@ -390,6 +384,10 @@ class Iterations(GraphSequence):
             f"{self._said_name}: {name} is another step than was planned in its variant; it keeps the minimum in this "
             "iteration, and the next ones are planned unmodified"
         )
+
+    def learn_errors(self) -> None:
+        """Have the plans in force, each with what its graphs' encodings really lost once they all have measured it."""
+        self.session.status.plans = tuple(plan for known in self.known.values() for plan in known.learn_errors())
 
     def sizes_changed(self, seen: SizesSeen) -> None:
         if not self._is_new_shape:
@@ -664,7 +662,7 @@ class Iterations(GraphSequence):
         plans = [plan for known in self.known.values() if known.planned is not None for plan in known.planned.plans]
         new = [plan for plan in plans if all(plan is not before for before in status.plans)]
         status.planning_seconds += sum(plan.planning_seconds for plan in new)
-        status.plans = tuple(plans)
+        self.learn_errors()  # a graph that goes on as it is compiled has measured them
         session.state_bytes = session.static.state_bytes()
 
     def _planned_less_far(self, error: BudgetError, begun: Sequence[KnownIteration]) -> BudgetError | None:

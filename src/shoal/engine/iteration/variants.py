@@ -6,27 +6,28 @@ graphs uses was measured once and does not depend on how they are computed. The 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
 
 from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from shoal.capture.captured import Captured
 from shoal.capture.layered import Refused
-from shoal.capture.pieces import choose_faster, choose_pieces, in_pieces
-from shoal.capture.shrunk import shrunk
 from shoal.core.joined_step import Part, label
-from shoal.core.means import KERNEL_MEANS
+from shoal.core.lossy import LossyOptions
 from shoal.core.plan import Plan
 from shoal.core.step import StepGraph
 from shoal.core.variant import WHOLE, Pieces, Variant
-from shoal.cost.profile import profile_step
 from shoal.engine.iteration.graphs import DynamoGraph, GraphSequence
 from shoal.engine.iteration.plan import GraphVariant, PlannedParts, VariantPlanning
 from shoal.engine.iteration.record import Ports
 from shoal.engine.search.best_variant import best_variant
-from shoal.engine.search.priced import Priced
+from shoal.engine.search.choose_encoded import bounding_step, choose_encoded
+from shoal.engine.search.encoded_steps import EncodedSteps
+from shoal.engine.search.encoding import EncodeBelow, EncodeIfFaster
+from shoal.engine.search.priced import Encodable, InVariant, Priced, Prices
 from shoal.engine.search.split_forms import PatchWork
 from shoal.engine.search.variants import forms_up_to
 from shoal.memory.limit import no_memory_limit
@@ -106,94 +107,83 @@ def plan_best_variant(
     Raises:
         BudgetError: no variant fits.
     """
-    prices = _Prices(planning, graphs, sequence)
-    best = best_variant(IterationVariants(graphs), prices.of, budget_bytes, sequence.session.name)
+    session, own = sequence.session, tuple(dict.fromkeys(graphs))
+    trained = {run: own.index(one) for run, one in enumerate(graphs) if run in planning.trained}
+
+    def price(changed: _Changed) -> Priced[PlannedParts]:
+        return prices.price(*(_captured(one, changed.get(one), sequence) for one in own))
+
+    def timed(captured: Captured) -> StepGraph:
+        return sequence.costed(session.in_traced_layouts(captured))
+
+    def pieces(steps: Sequence[InVariant]) -> tuple[Pieces, ...]:
+        named = ((label(run), cut) for run, place in trained.items() for cut in steps[place].variant.pieces)
+        return tuple(replace(cut, op=prefix + cut.op) for prefix, cut in named)
+
+    def costs(steps: Sequence[InVariant]) -> tuple[Priced[PlannedParts], Sequence[StepGraph]]:
+        laid_out = [session.in_traced_layouts(step.captured) for step in steps]
+        with no_memory_limit(), unset_fake_temporarily():
+            costed = [sequence.costed(captured) for captured in laid_out]
+        exact = {label(run): laid_out[place] for run, place in trained.items()}
+
+        def costed_runs(graphs: Mapping[str, Captured]) -> dict[int, StepGraph]:
+            found = {run: graphs[label(run)] for run in trained}
+            places = trained.items()
+            return {n: costed[at] if found[n] is laid_out[at] else sequence.costed(found[n]) for n, at in places}
+
+        def combined(graphs: Mapping[str, Captured]) -> StepGraph:
+            ports = {run: Ports.of(graphs[label(run)]) for run in trained}
+            return planning.graph(_moved(planning.parts, planning.ports, costed_runs(graphs), ports))
+
+        def made(plan: Plan, graphs: Mapping[str, Captured] = exact) -> tuple[PlannedParts, Plan]:
+            runs = costed_runs(graphs)
+            variants = {n: GraphVariant(steps[at].variant, runs[n].fingerprint) for n, at in trained.items()}
+            computed = tuple(map(variants.get, range(len(planning.parts))))
+            return PlannedParts(plan, planning.shares(plan), computed), plan
+
+        @unset_fake_temporarily()
+        def planned(planner: Planner | None = None) -> tuple[PlannedParts, Plan]:
+            return made(planning.plan(whole, planner))
+
+        def encodable(lossy: LossyOptions) -> Encodable[PlannedParts]:
+            encoded, known = EncodedSteps(exact, lossy, combined), session.status.encoded
+
+            @cache
+            @no_memory_limit()
+            @unset_fake_temporarily()
+            def bound(share: float) -> StepGraph:
+                return bounding_step(encoded, share)
+
+            @unset_fake_temporarily()
+            def plan(budget_bytes: int, encoding: EncodeIfFaster | EncodeBelow) -> tuple[PlannedParts, Plan]:
+                step = f"{whole.fingerprint}, {whole.static_bytes} bytes in addition"
+                found, plan = choose_encoded(
+                    encoded, budget_bytes, lambda graph: planning.plan(graph, None), known.get(step), encoding
+                )
+                known[step] = tuple(storage.name for storage in plan.encoded)
+                return made(plan, found)
+
+            return Encodable(bound, plan)
+
+        whole, lossy, is_joint = combined(exact), session.options.lossy, session.options.planner == "joint"
+        priced = Priced(
+            whole,
+            lambda budget_bytes: planned(),
+            None if lossy is None else encodable(lossy),
+            refuse=(lambda budget_bytes: planned(refuse_in_a_moment)) if is_joint else None,
+        )
+        return priced, costed
+
+    prices = Prices(session.options.form_means, session.in_regions, timed, costs, pieces=pieces)
+    best = best_variant(IterationVariants(graphs), price, budget_bytes, session.name)
     return replace(best.made, plan=best.plan)
 
 
-@dataclass(frozen=True)
-class _InVariant:
-    """A graph in one variant."""
-
-    captured: Captured
-    variant: Variant
-
-
-class _Prices:
-    """Captures and prices variants of an iteration."""
-
-    def __init__(self, planning: VariantPlanning, graphs: Sequence[DynamoGraph], sequence: GraphSequence) -> None:
-        self._planning, self._graphs, self._sequence = planning, graphs, sequence
-        self._means = sequence.session.options.form_means
-
-    def of(self, changed: _Changed) -> Priced[PlannedParts]:
-        """What a variant costs."""
-        return self._launched({one: self._captured(one, changed) for one in self._graphs}, shrinks=True)
-
-    def _captured(self, one: DynamoGraph, changed: _Changed) -> _InVariant:
-        if one in changed:
-            graph, variant = changed[one]
-            return _InVariant(self._sequence.captured(one, graph), variant)
-        assert one.unmodified is not None  # it has run
-        return _InVariant(one.unmodified, WHOLE)
-
-    def _launched(self, steps: Mapping[DynamoGraph, _InVariant], *, shrinks: bool) -> Priced[PlannedParts]:
-        def smaller() -> Priced[PlannedParts] | None:
-            with no_memory_limit():
-                found = {one: shrunk(step.captured) for one, step in steps.items()}
-            if not any(found.values()):
-                return None
-            changed = {
-                one: step if (less := found[one]) is None else _InVariant(less, replace(step.variant, shrunk=True))
-                for one, step in steps.items()
-            }
-            return self._launched(changed, shrinks=False)
-
-        in_regions = self._sequence.session.in_regions
-        priced = self._priced({one: replace(step, captured=in_regions(step.captured)) for one, step in steps.items()})
-        return replace(priced, shrunk=smaller) if shrinks else priced
-
-    def _priced(self, steps: Mapping[DynamoGraph, _InVariant]) -> Priced[PlannedParts]:
-        planning, graphs, session = self._planning, self._graphs, self._sequence.session
-        laid_out = {one: session.in_traced_layouts(step.captured) for one, step in steps.items()}
-        with no_memory_limit(), unset_fake_temporarily():
-            costed = {one: self._sequence.costed(captured) for one, captured in laid_out.items()}
-        trained = {run: one for run, one in enumerate(graphs) if run in planning.trained}
-        ports = {run: Ports.of(laid_out[one]) for run, one in trained.items()}
-        parts = _moved(planning.parts, planning.ports, {run: costed[one] for run, one in trained.items()}, ports)
-        variants = tuple(
-            GraphVariant(steps[one].variant, costed[one].fingerprint) if run in trained else None
-            for run, one in enumerate(graphs)
-        )
-
-        def made(planner: Planner | None = None) -> tuple[PlannedParts, Plan]:
-            with unset_fake_temporarily():
-                planned = replace(planning.plan(parts, planner), variants=variants)
-            return planned, planned.plan
-
-        def changed(
-            choose: Callable[..., tuple[Pieces, ...]],
-        ) -> tuple[tuple[Pieces, ...], Priced[PlannedParts]] | None:
-            if not KERNEL_MEANS & self._means:
-                return None
-            found: dict[DynamoGraph, _InVariant] = {}
-            with no_memory_limit(), unset_fake_temporarily():
-                for one, step in steps.items():
-                    pieces = choose(
-                        step.captured, costed[one], self._means, lambda other: profile_step(other, other.device)
-                    )
-                    found[one] = _InVariant(in_pieces(step.captured, pieces), replace(step.variant, pieces=pieces))
-            named = [(label(run) + cut.op, cut) for run, one in trained.items() for cut in found[one].variant.pieces]
-            return (tuple(replace(cut, op=op) for op, cut in named), self._priced(found)) if named else None
-
-        is_joint = session.options.planner == "joint"
-        return Priced(
-            planning.graph(parts),
-            lambda budget_bytes: made(),
-            cut=lambda: changed(choose_pieces),
-            faster=lambda: changed(choose_faster),
-            refuse=(lambda budget_bytes: made(refuse_in_a_moment)) if is_joint else None,
-        )
+def _captured(one: DynamoGraph, changed: tuple[fx.GraphModule, Variant] | None, sequence: GraphSequence) -> InVariant:
+    if changed is not None:
+        return InVariant(sequence.captured(one, changed[0]), changed[1])
+    assert one.unmodified is not None  # it has run
+    return InVariant(one.unmodified)
 
 
 def _moved(

@@ -15,17 +15,17 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
 import torch
 
 from shoal.capture.captured import Captured
-from shoal.capture.encode_activations import Offer, encode_residences, with_free_codecs
+from shoal.capture.encode_activations import Offer, encode_residences, payloads, with_free_codecs
 from shoal.core.lossy import LossyOptions
 from shoal.core.plan import Plan
-from shoal.core.residence import Encode
+from shoal.core.residence import Encode, Residence
 from shoal.core.simulate import simulate
 from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
@@ -60,8 +60,8 @@ def choose_encoded(
     before: Iterable[str] | None = None,
     encoding: EncodeIfFaster | EncodeBelow = IF_FASTER,
     in_loop: Callable[[StepGraph], StepGraph] = lambda graph: graph,
-) -> tuple[Captured, Plan]:
-    """The fastest plan inside the budget that may encode convolution inputs, and the step it is for.
+) -> tuple[Mapping[str, Captured], Plan]:
+    """The fastest plan inside the budget that may encode convolution inputs, and the graphs it is for.
 
     Args:
         steps: the step with whatever is encoded.
@@ -114,16 +114,16 @@ def as_encoded(plan: Plan, exact_graph: StepGraph, chosen: Iterable[str], lossy:
     codecs_seconds = plan.plain_seconds - simulate(exact_graph, {}).seconds
     return replace(
         plan,
-        residences=encode_residences(plan.residences, names, lossy),
+        residences=encode_residences(plan.residences, payloads(plan.graph), lossy),
         lower_bound_seconds=plan.lower_bound_seconds + codecs_seconds,
         exact_graph=exact_graph,
         errors=dict.fromkeys(names, error_on_normal_numbers(lossy)),
     )
 
 
-def encoded_by(plan: Plan) -> tuple[LossyOptions, frozenset[str]] | None:
+def encoded_by(residences: Mapping[str, Residence]) -> tuple[LossyOptions, frozenset[str]] | None:
     """How a plan encodes, and what; None where it encodes nothing."""
-    encodings = {name: r for name, r in plan.residences.items() if isinstance(r, Encode)}
+    encodings = {name: r for name, r in residences.items() if isinstance(r, Encode)}
     if not encodings:
         return None
     first = next(iter(encodings.values()))

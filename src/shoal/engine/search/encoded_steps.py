@@ -5,7 +5,8 @@ Every other set is put together from these two, which takes a hundredth of traci
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from functools import cached_property
 
 from shoal.capture.captured import Captured
@@ -19,35 +20,48 @@ class EncodedSteps:
     """The steps that encode some of what may be encoded.
 
     Args:
-        captured: the step as it is.
+        graphs: those of the step as it is, by what the names of their storages begin with in it: "" if it is one.
         lossy: how to encode.
-        timed: a captured step → its graph with seconds, workspaces, static memory and link.
+        timed: such graphs → the step with seconds, workspaces, static memory and link.
 
     Attributes:
-        captured, lossy: as given.
+        graphs, lossy: as given.
     """
 
-    def __init__(self, captured: Captured, lossy: LossyOptions, timed: Callable[[Captured], StepGraph]) -> None:
-        self.captured, self.lossy = captured, lossy
+    def __init__(
+        self,
+        graphs: Mapping[str, Captured],
+        lossy: LossyOptions,
+        timed: Callable[[Mapping[str, Captured]], StepGraph],
+    ) -> None:
+        self.graphs, self.lossy = graphs, lossy
         self._timed = timed
 
     @cached_property
     def offers(self) -> tuple[Offer, ...]:
         """What may be encoded."""
-        return offers(self.captured, self.lossy)
+        found = ((label, offer) for label, graph in self.graphs.items() for offer in offers(graph, self.lossy))
+        return tuple(replace(offer, storage=label + offer.storage) for label, offer in found)
 
     @cached_property
     def exact(self) -> StepGraph:
         """The step with nothing encoded."""
-        return self._timed(self.captured)
+        return self._timed(self.graphs)
 
-    def traced(self, chosen: Collection[str]) -> Captured:
-        """The step with these encoded, to be run.
+    def traced(self, chosen: Collection[str]) -> Mapping[str, Captured]:
+        """The graphs with these encoded, to be run.
 
         Raises:
             PlanError: one of them cannot be.
         """
-        return encoded(self.captured, chosen, self.lossy) if chosen else self.captured
+
+        def own(label: str) -> list[str]:
+            return [storage.removeprefix(label) for storage in chosen if storage.startswith(label)]
+
+        return {
+            label: encoded(graph, own(label), self.lossy) if own(label) else graph
+            for label, graph in self.graphs.items()
+        }
 
     def graph(self, chosen: Collection[str]) -> StepGraph:
         """The step with these encoded, with costs.

@@ -1,15 +1,23 @@
-"""A form of the step, captured and priced, and whether it is small enough to be."""
+"""A form of the step, captured and priced, and whether it is small enough to be.
+
+`Prices` makes what a captured step costs of how it is timed and planned: as it is launched, shrunk, with ops in pieces.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from shoal.capture.captured import Captured
 from shoal.capture.layered import Refused
+from shoal.capture.pieces import choose_elsewhere, choose_faster, choose_pieces, in_pieces
+from shoal.capture.shrunk import shrunk
+from shoal.core.means import KERNEL_MEANS
 from shoal.core.plan import Plan
 from shoal.core.progress import doing
 from shoal.core.step import StepGraph
@@ -18,6 +26,7 @@ from shoal.engine.search.encoding import EncodeBelow, EncodeIfFaster
 from shoal.engine.search.scaled_step import NotLinear
 from shoal.engine.search.split_forms import PatchWork
 from shoal.engine.search.variants import Forms, Graph
+from shoal.memory.limit import no_memory_limit
 from shoal.planners.estimates import least_seconds
 
 log = logging.getLogger("shoal")
@@ -72,6 +81,71 @@ class Priced(Generic[Made]):
     def least_seconds(self, budget_bytes: int) -> float:
         """The lower bound of the step inside the budget, nothing encoded: see `planners.estimates.least_seconds`."""
         return least_seconds(self.graph, budget_bytes)
+
+
+@dataclass(frozen=True)
+class InVariant:
+    """A graph of a step, captured in a variant."""
+
+    captured: Captured
+    variant: Variant = WHOLE
+
+
+@dataclass(frozen=True)
+class Prices(Generic[Made]):
+    """What a step costs whose graphs were captured: one or several.
+
+    Attributes:
+        means: techniques that change its ops, of `shoal.core.means`.
+        launched: a graph → with the ops that are launched where it runs, such as compiled regions.
+        timed: a graph → with seconds and workspaces.
+        costs: what the step costs with these graphs, as they are; and each of them `timed`.
+        runs_here: whether it is planned for this machine.
+        pieces: the ops of these graphs that are in pieces, by their names in the step.
+    """
+
+    means: frozenset[str]
+    launched: Callable[[Captured], Captured]
+    timed: Callable[[Captured], StepGraph]
+    costs: Callable[[Sequence[InVariant]], tuple[Priced[Made], Sequence[StepGraph]]]
+    runs_here: bool = True
+    pieces: Callable[[Sequence[InVariant]], tuple[Pieces, ...]] = lambda steps: steps[0].variant.pieces
+
+    def price(self, *steps: InVariant) -> Priced[Made]:
+        """What the step costs with these graphs, as they are launched; then shrunk, and in pieces."""
+
+        def smaller() -> Priced[Made] | None:
+            with no_memory_limit():
+                found = [shrunk(step.captured) for step in steps]
+            pairs = zip(steps, found, strict=True)
+            less = [InVariant(new, replace(old.variant, shrunk=True)) if new else old for old, new in pairs]
+            return self._launched(less) if any(found) else None
+
+        return replace(self._launched(steps), shrunk=smaller)
+
+    def _launched(self, steps: Sequence[InVariant]) -> Priced[Made]:
+        return self._as_they_are([replace(step, captured=self.launched(step.captured)) for step in steps])
+
+    def _as_they_are(self, steps: Sequence[InVariant]) -> Priced[Made]:
+        priced, timed = self.costs(steps)
+
+        @no_memory_limit()
+        @unset_fake_temporarily()
+        def changed(choose: Callable[..., tuple[Pieces, ...]]) -> tuple[tuple[Pieces, ...], Priced[Made]] | None:
+            if not KERNEL_MEANS & self.means:
+                return None
+            found = []
+            for step, graph in zip(steps, timed, strict=True):
+                pieces = choose(step.captured, graph, self.means, self.timed)
+                found.append(InVariant(in_pieces(step.captured, pieces), replace(step.variant, pieces=pieces)))
+            named = self.pieces(found)
+            return (named, self._as_they_are(found)) if named else None
+
+        return replace(
+            priced,
+            cut=lambda: changed(choose_pieces if self.runs_here else choose_elsewhere),
+            faster=lambda: changed(choose_faster) if self.runs_here else None,
+        )
 
 
 def why_too_many(work: PatchWork, whole_ops: int, captured_ops: int) -> str:

@@ -9,7 +9,6 @@ from shoal.engine.compile_options import WITHOUT_LINK, CompileOptions
 from shoal.engine.search.variants import Variants
 
 _OF_JOINT = {*KERNEL_MEANS, "order"}
-_OF_ONE_GRAPH = {"order", "encode"}
 A_MODEL = "a model of several graphs"
 SEVERAL_MODELS = "an iteration of several models"
 
@@ -51,7 +50,7 @@ def in_several_graphs(
     for name in sorted(options.named - {"recompute"}):
         if name == "offload":
             reasons[name] = _why_not_offloaded(options, leaves=leaves)
-        elif name in _OF_ONE_GRAPH or not may_vary:
+        elif name == "order" or not may_vary:
             reasons[name] = f"{what} is planned without it"
         elif name in KERNEL_MEANS and options.planner != "joint":
             reasons[name] = "only planner='joint' looks for it"
