@@ -15,6 +15,7 @@ import shoal
 from shoal.core.variant import Variant
 from shoal.engine.iteration import variants
 from shoal.engine.search.search_state import Best
+from shoal.errors import BudgetError
 from tests.engine.several_graphs import Chain, breaks
 from tests.engine.training_laws import blocks, images, needs_compiler
 from tests.float32_rule import too_far
@@ -188,3 +189,32 @@ def test_graphs_that_are_followed_by_others_now_and_then_stay_as_they_are() -> N
     for name, p in model.named_parameters():
         if (expected := plain.get_parameter(name).grad) is not None:
             torch.testing.assert_close(p.grad, expected, rtol=1e-3, atol=1e-5)
+
+
+def deep() -> nn.Module:
+    return Chain(breaks, [nn.Sequential(*blocks(3, 16, 16, 16)), nn.Sequential(*blocks(16, 16, 16))], 16)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["one model", "a shared budget"])
+def test_a_graph_that_does_not_fit_unmodified_runs_its_first_iteration_in_another_variant(shared: bool) -> None:
+    torch.manual_seed(0)
+    plain = deep()
+
+    def trained(budget_bytes: int, allow: str, steps: int) -> tuple[Any, dict[str, torch.Tensor]]:
+        model = copy.deepcopy(plain)
+        shoal.compile(model, shoal.Budget(budget_bytes) if shared else budget_bytes, allow=allow)
+        return model, gradients(model, of_two_graphs, steps)
+
+    with pytest.raises(BudgetError) as refused:
+        trained(2**18, "bitwise", 3)
+    least_bytes = refused.value.least_feasible_bytes
+    assert least_bytes is not None
+    budget_bytes = int(0.85 * least_bytes)
+    with pytest.raises(BudgetError):
+        trained(budget_bytes, "bitwise", 3)
+    first, _ = trained(budget_bytes, "exact", 1)
+    assert first.shoal.measured_peak_bytes <= budget_bytes
+    model, found = trained(budget_bytes, "exact", 4)
+    assert model.shoal.measured_peak_bytes <= budget_bytes and model.shoal.repairs == 0
+    exact, expected = gradients(copy.deepcopy(plain).double(), of_two_graphs, 4), gradients(plain, of_two_graphs, 4)
+    assert too_far(found, expected, exact) == {}

@@ -124,6 +124,12 @@ def least_bytes(graph: StepGraph, device: torch.device, in_use_bytes: int) -> in
     return _peak_bytes(_with_loss(graph, 0), minimum_share(graph, device), device, in_use_bytes)
 
 
+def in_first_run(graph: StepGraph, in_use_bytes: int) -> StepGraph:
+    """The step of a graph before its iteration is known, in addition to what is in use then."""
+    graph = _with_loss(graph, 0)
+    return replace(graph, static_bytes=max(0, in_use_bytes - graph.resident_bytes))
+
+
 def waits_bytes(graph: StepGraph, residences: Mapping[str, Residence]) -> int:
     """What is in use between the two passes of a graph, other than its results."""
     moments = simulate(_with_loss(graph, 0), residences).moments

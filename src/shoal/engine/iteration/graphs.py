@@ -64,6 +64,7 @@ class DynamoGraph:
     means: frozenset[str]
     autocast: Mapping[str, torch.dtype]
     unmodified: Captured | None = None  # its step as its author wrote it, once it is compiled
+    first: GraphVariant | None = None  # in which it fits before its iteration is known, if it does not unmodified
     steps: weakref.WeakSet[GraphStep] = field(default_factory=weakref.WeakSet)  # as it is compiled by now
 
     @cached_property
@@ -204,7 +205,10 @@ def described(
     """
     pieces = tuple(replace(cut, op=label(place) + cut.op) for place, n in enumerate(nodes) for cut in n.pieces or ())
     breaks = dict.fromkeys([broken, *(n.part.broken for n in nodes if n.part is not None)])
-    as_they_are = Variant(pieces=pieces, shrunk=any(n.step is not None and n.step.form.variant.shrunk for n in nodes))
+    of_first_run = next((n.chosen.variant for n in nodes if n.chosen is not None), WHOLE)
+    as_they_are = replace(
+        of_first_run, pieces=pieces, shrunk=any(n.step is not None and n.step.form.variant.shrunk for n in nodes)
+    )
     return replace(
         plan,
         variant=plan.variant if is_chosen else as_they_are,
@@ -260,6 +264,14 @@ class GraphSequence(ABC):
     @abstractmethod
     def check_given(self, node: Node, graph: StepGraph) -> None:
         """Raise PlanError if a plan was given and is for another step than this one of a part."""
+
+    @abstractmethod
+    def may_vary(self, node: Node) -> bool:
+        """Whether a part that does not fit before its iteration is known may run in another variant."""
+
+    @abstractmethod
+    def first_variant(self, part: DynamoGraph, in_use_bytes: int) -> GraphVariant:
+        """In which variant a part fits before its iteration is known, or needs the fewest bytes."""
 
     @abstractmethod
     def sizes_changed(self, seen: SizesSeen) -> None:
@@ -377,10 +389,22 @@ class GraphSequence(ABC):
         if node.chosen is None and (given := self.given(node)) is not None:
             node.chosen, node.share = given
             node.pieces = node.chosen.variant.pieces
+        if node.share is None and part.first is not None and self.may_vary(node):
+            node.chosen, node.pieces = part.first, part.first.variant.pieces
         alike = self._compiled_alike(part, node)
         if alike is not None:
             node.step, node.run = alike, alike.run
             return
+        try:
+            self._compile(part, node)
+        except BudgetError:
+            if node.share is not None or not self.may_vary(node):
+                raise
+            with no_memory_limit():
+                part.first = self.first_variant(part, node.in_use_bytes)
+            self.compile(node)
+
+    def _compile(self, part: DynamoGraph, node: Node) -> None:
         self.compiled += 1
         step = node.step = GraphStep(self, node, part.places)
         with (

@@ -37,7 +37,7 @@ from shoal.core.variant import WHOLE
 from shoal.engine import memory_warnings
 from shoal.engine.backend import STEPS_TO_METER
 from shoal.engine.iteration.first import CallsBefore, first_share, least_bytes, minimum_share, no_graph
-from shoal.engine.iteration.graphs import GraphSequence, GraphStep, Node
+from shoal.engine.iteration.graphs import DynamoGraph, GraphSequence, GraphStep, Node
 from shoal.engine.iteration.known import FIRST_RUN, KnownIteration, first_run_bytes
 from shoal.engine.iteration.meter import Iteration, IterationMetering
 from shoal.engine.iteration.plan import (
@@ -49,7 +49,7 @@ from shoal.engine.iteration.plan import (
     with_less_host,
 )
 from shoal.engine.iteration.record import MeteredGraph
-from shoal.engine.iteration.variants import IterationVariants, plan_best_variant
+from shoal.engine.iteration.variants import IterationVariants, first_variant, plan_best_variant
 from shoal.engine.loop_memory import waiting_bytes
 from shoal.engine.optimizer_steps import watch
 from shoal.engine.plan_kernels import check_kernels
@@ -345,7 +345,7 @@ class Iterations(GraphSequence):
         try:
             return first_share(graph, device, in_use_bytes, budget_bytes, keeps_little=self._keeps_little)
         except BudgetError as error:
-            if not self._may_run_over(graph, device, in_use_bytes):
+            if self.may_vary(node) or not self._may_run_over(graph, device, in_use_bytes):
                 raise
             self._over = _without_frames(error)
             return minimum_share(graph, device)
@@ -366,6 +366,14 @@ class Iterations(GraphSequence):
             return first_share(
                 graph, device, in_use_bytes, budget_bytes, keeps_little=self._keeps_little, who=self._calling
             )
+
+    def may_vary(self, node: Node) -> bool:
+        static, part = self.session.static, node.part
+        stays = self._stay_as_measured or self.sizes_vary or static.is_sharded or self._given is not None
+        return part is not None and node.chosen is None and not stays and part.variants.has_other_graphs
+
+    def first_variant(self, part: DynamoGraph, in_use_bytes: int) -> GraphVariant:
+        return first_variant(part, self, self._device, in_use_bytes, self._budget_bytes or 0)
 
     def _may_run_over(self, graph: StepGraph, device: torch.device, in_use_bytes: int) -> bool:
         """Whether an iteration that does not fit goes on with the minimum all the same: it is refused when its first

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
+import torch
 from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
@@ -20,9 +21,12 @@ from shoal.core.lossy import LossyOptions
 from shoal.core.plan import Plan
 from shoal.core.step import StepGraph
 from shoal.core.variant import WHOLE, Pieces, Variant
+from shoal.cost.measure import measure
+from shoal.engine.iteration.first import in_first_run
 from shoal.engine.iteration.graphs import DynamoGraph, GraphSequence
 from shoal.engine.iteration.plan import GraphVariant, PlannedParts, VariantPlanning
 from shoal.engine.iteration.record import Ports
+from shoal.engine.search.any_form import smallest_form
 from shoal.engine.search.best_variant import best_variant
 from shoal.engine.search.choose_encoded import bounding_step, choose_encoded
 from shoal.engine.search.encoded_steps import EncodedSteps
@@ -30,9 +34,12 @@ from shoal.engine.search.encoding import EncodeBelow, EncodeIfFaster
 from shoal.engine.search.priced import Encodable, InVariant, Priced, Prices
 from shoal.engine.search.split_forms import PatchWork
 from shoal.engine.search.variants import forms_up_to
+from shoal.engine.step_planning import allowed
+from shoal.kernels.generator import state_bytes
 from shoal.memory.limit import no_memory_limit
 from shoal.planners import Planner
-from shoal.planners.smallest_plan import refuse_in_a_moment
+from shoal.planners.limits import DEFAULT
+from shoal.planners.smallest_plan import refuse_in_a_moment, smallest_inside
 
 _Changed = Mapping[DynamoGraph, tuple[fx.GraphModule, Variant]]  # graphs that are not as their author wrote them
 
@@ -179,10 +186,49 @@ def plan_best_variant(
     return replace(best.made, plan=best.plan)
 
 
+def first_variant(
+    one: DynamoGraph, sequence: GraphSequence, device: torch.device, in_use_bytes: int, budget_bytes: int
+) -> GraphVariant:
+    """The variant in which a graph fits before its iteration is known, or needs the fewest bytes.
+
+    Args:
+        one: of Dynamo.
+        sequence: captures it.
+        device: where it runs.
+        in_use_bytes: device bytes in use when it runs; parameters and its inputs are among them.
+        budget_bytes: of the iteration.
+    """
+    session, hardware = sequence.session, measure(device)
+    inside = partial(smallest_inside, limits=replace(DEFAULT, order=False))
+    planner = allowed(session.options.means, inside, state_bytes(device))
+
+    def timed(captured: Captured) -> StepGraph:
+        return sequence.costed(session.in_traced_layouts(captured))
+
+    def costs(steps: Sequence[InVariant]) -> tuple[Priced[None], Sequence[StepGraph]]:
+        with no_memory_limit(), unset_fake_temporarily():
+            graph = timed(steps[0].captured)
+        first = in_first_run(graph, in_use_bytes)
+
+        @unset_fake_temporarily()
+        def smallest(budget_bytes: int) -> tuple[None, Plan]:
+            return None, planner(first, hardware, budget_bytes)
+
+        return Priced(first, smallest, smallest=smallest), [graph]
+
+    prices = Prices(session.options.form_means, session.in_regions, timed, costs)
+
+    def price(graph: fx.GraphModule) -> Priced[None]:
+        return prices.price(InVariant(sequence.captured(one, graph)))
+
+    return GraphVariant(smallest_form(one.variants, price, budget_bytes), "")
+
+
 def _captured(one: DynamoGraph, changed: tuple[fx.GraphModule, Variant] | None, sequence: GraphSequence) -> InVariant:
     if changed is not None:
         return InVariant(sequence.captured(one, changed[0]), changed[1])
-    assert one.unmodified is not None  # it has run
+    if one.unmodified is None:  # it has run in another variant
+        one.unmodified = sequence.captured(one, one.graph)
     return InVariant(one.unmodified)
 
 

@@ -55,6 +55,17 @@ def any_form(
     return _AnyFormSearch(variants, price, budget_bytes).find(name, likely)
 
 
+def smallest_form(variants: Forms[Graph], price: Callable[[Graph], Priced[Made]], budget_bytes: int) -> Variant:
+    """The form of the first plan that is found to fit; if none fits, that of the lowest peak."""
+    search = _AnyFormSearch(variants, price, budget_bytes)
+    found = MAX_BYTES, WHOLE
+    for peak in search.peaks(0):
+        found = min(found, peak, key=lambda one: one[0])
+        if peak[0] <= budget_bytes:
+            break
+    return found[1]
+
+
 class _AnyFormSearch(Generic[Graph, Made]):
     """Captures forms until one fits."""
 
@@ -75,14 +86,14 @@ class _AnyFormSearch(Generic[Graph, Made]):
     def find(self, name: str, likely: int) -> Fitting:
         """As `any_form`."""
         budget_bytes, least_bytes = self._state.budget_bytes, MAX_BYTES
-        for peak_bytes, variant in self._peaks(likely):
+        for peak_bytes, variant in self.peaks(likely):
             least_bytes = min(least_bytes, peak_bytes)
             if self._state.fits(peak_bytes):
                 return Fitting(peak_bytes, self._forms.index(replace(variant, pieces=(), shrunk=False)))
         details = {"searched": "not in full"}
         raise over_budget(name, least_bytes, budget_bytes, details=details)
 
-    def _peaks(self, likely: int) -> Iterator[tuple[int, Variant]]:
+    def peaks(self, likely: int) -> Iterator[tuple[int, Variant]]:
         """The peaks of plans, of one form after another, and of each the quickest to be found first."""
         first = self._forms[likely] if likely < len(self._forms) else WHOLE
         if first != WHOLE:
