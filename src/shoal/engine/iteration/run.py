@@ -208,7 +208,7 @@ class Iterations(GraphSequence):
         self._calling = name
         this_thread_trains()
         self.metering.calls.begins()
-        status, path = self.session.status, len(self.node.path())
+        status, path, n_run = self.session.status, len(self.node.path()), self.n_run
         why = "its graphs are compiled again" if status.preparations else ""
         self._in_call = True
         try:
@@ -217,7 +217,7 @@ class Iterations(GraphSequence):
                 outputs = captured[this](*args, **kwargs)
             if self.compiled > compiled and not self._shared:
                 gc.collect()  # cycles of Dynamo's hold what functions were called with that it gave up in the midst
-            if not self._shared and self._budget_bytes is not None and not self._trains(outputs, path):
+            if not self._shared and self._budget_bytes is not None and not self._trains(outputs, path, n_run):
                 raise no_graph(self.session, self._broken)
         except BaseException:
             iteration.failed = True
@@ -229,7 +229,7 @@ class Iterations(GraphSequence):
 
     def call_plainly(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a model that is not trained by this call. What it uses and returns counts while an iteration goes on."""
-        iteration = self._enter(args, kwargs)
+        iteration = self._enter(args, kwargs, trains=False)
         outputs = plain_call(self.models[name], *args, **kwargs)
         iteration.results += _weak(outputs)
         return outputs
@@ -248,6 +248,7 @@ class Iterations(GraphSequence):
             seen.forget_captured()
         self.metering.iteration = None
         self._begin = self.node = Node()
+        self.n_run = 0
         self._times_forgotten += 1
         self.known.clear()
         self._unknown.clear()
@@ -373,7 +374,14 @@ class Iterations(GraphSequence):
         """Whether the next iteration is to be metered."""
         return not self.known or bool(self._unknown) or any(known.to_meter for known in self.known.values())
 
-    def _enter(self, args: Sequence[Any], kwargs: Mapping[str, Any], copies: Sequence[torch.Tensor] = ()) -> Iteration:
+    def _enter(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        copies: Sequence[torch.Tensor] = (),
+        *,
+        trains: bool = True,
+    ) -> Iteration:
         """A call begins, and with it an iteration if none goes on."""
         metering = self.metering
         metering.learn_refusals()
@@ -381,7 +389,8 @@ class Iterations(GraphSequence):
         is_beside = False
         if metering.iteration is not None:
             if not metering.is_over():
-                is_beside = self._is_left_over(metering.iteration, (args, kwargs))
+                # A teacher may be called when all graphs have run: only another training call shows a skipped batch.
+                is_beside = trains and self._is_left_over(metering.iteration, (args, kwargs))
                 if not is_beside:
                     metering.goes_on_with(tensors)
                     return metering.iteration
@@ -389,7 +398,7 @@ class Iterations(GraphSequence):
         if self._is_not_as_planned:
             self._is_not_as_planned, self._stay_as_measured, self._keeps_little = False, True, True
             self.forget()
-        self.node = self._begin
+        self.node, self.n_run = self._begin, 0
         if not self._shared:
             self._note_surroundings()
         between = metering.begin(self.models, tensors, closely=self._closely() and not is_beside)
@@ -773,14 +782,18 @@ class Iterations(GraphSequence):
             )
         return False
 
-    def _trains(self, outputs: Any, first: int) -> bool:
-        """Whether a graph of this call has a backward pass, if its results have one, or hide whether they do."""
-        path = self.node.path()[first:]
-        if any(node.step is not None and node.step.trains for node in path):
+    def _trains(self, outputs: Any, n_trained: int, n_run: int) -> bool:
+        """Whether a graph of this call has a backward pass, if its results have one, or hide whether they do.
+
+        Args:
+            outputs: of the call.
+            n_trained: graphs that train which had run before the call. n_run: graphs that had.
+        """
+        if len(self.node.path()) > n_trained:
             return True
         plain = (torch.Tensor, int, float, str, type(None))  # else an object that may hold tensors
         without = [isinstance(one, plain) and not getattr(one, "requires_grad", False) for one in tree_leaves(outputs)]
-        return bool(path) and all(without)
+        return self.n_run > n_run and all(without)
 
     def _state_to_come_bytes(self) -> int:
         static = self.session.static
