@@ -30,6 +30,57 @@ from tests.engine.several_graphs import (
 from tests.engine.training_laws import blocks, costs_that_do_not_matter, images, needs_compiler, train
 
 
+class Padding(nn.Module):
+    """How far a map is padded depends on a buffer: graphs that compute numbers lie between those that train.
+
+    Dynamo captures the first of them for its sizes. One of a later map is captured with symbols for them, and runs in
+    its place from the second step on.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList([nn.Conv2d(before, 8, 3, 2, padding=1) for before in (3, 8, 8)])
+        self.multiple = nn.Buffer(torch.tensor(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for stage in self.stages:
+            x = self.padded(stage(x).sigmoid())
+        return x
+
+    def padded(self, x: torch.Tensor) -> torch.Tensor:
+        missing = self.missing(x)
+        return F.pad(x, (0, int(missing))) if missing > 0 else x
+
+    def missing(self, x: torch.Tensor) -> torch.Tensor:
+        length = x.shape[-1]
+        return torch.ceil(length / self.multiple) * self.multiple - length
+
+
+@needs_compiler
+def test_a_step_is_the_same_whichever_graphs_that_do_not_train_run_within_it() -> None:
+    model, (x,) = shoal.compile(Padding(), budget="1GiB"), images(1, 8, 3, 32, 32)
+    captures = []
+    for _ in range(4):
+        mean_square(model, x)
+        model.zero_grad()
+        captures.append(model.shoal.captures)
+    assert captures == captures[:1] * 4
+    assert len(model.shoal.plans) == 1
+
+
+@needs_compiler
+def test_a_model_is_refused_with_a_budget_that_is_enough_if_graphs_that_do_not_train_run_within_it() -> None:
+    model, (x,) = Padding(), images(1, 8, 3, 32, 32)
+    plain_bytes, _ = peaks_of(copy.deepcopy(model))
+    with pytest.raises(BudgetError) as refused:
+        mean_square(shoal.compile(copy.deepcopy(model), budget=plain_bytes // 2), x)
+    budget = refused.value.least_feasible_bytes
+    assert budget is not None
+    shoal.compile(model, budget=budget)
+    _, later = peaks_of(model)
+    assert later <= budget
+
+
 class Widening(nn.Module):
     """A batch of bright images goes a way that takes more than the others'."""
 

@@ -98,6 +98,26 @@ def teacher_and_student(models: Models, optimizers: Optimizers) -> None:
     step_all(optimizers[:1])
 
 
+def late_teacher(models: Models, optimizers: Optimizers) -> None:
+    """The teacher is called once all graphs of the iteration have run."""
+    student, teacher = models
+    x = noise()
+    found = student(x)
+    with torch.no_grad():
+        wanted = teacher(x)
+    (found[:, :8] - wanted).square().mean().backward()
+    step_all(optimizers[:1])
+
+
+def perceptual_loss(models: Models, optimizers: Optimizers) -> None:
+    """Most is saved by a network that is not trained and stays in eval mode."""
+    decoder, features = models
+    features.requires_grad_(False).eval()
+    x = noise()
+    (features(decoder(x)) - features(x)).square().mean().backward()
+    step_all(optimizers[:1])
+
+
 def moving_average_beside(models: Models, optimizers: Optimizers) -> None:
     trained, average = models
     trained(noise()).square().mean().backward()
@@ -121,6 +141,8 @@ LOOPS: dict[str, tuple[Loop, Callable[[], list[nn.Module]], float]] = {
     "frozen discriminator": (gan_with_a_frozen_discriminator, pair, 0.8),
     "encoders": (encoders_with_one_loss, pair, 0.75),
     "teacher": (teacher_and_student, pair, 0.85),
+    "late teacher": (late_teacher, pair, 0.85),
+    "perceptual loss": (perceptual_loss, lambda: [network(16, 24, 16), network(16, 24, 24, 24, 24, 8)], 0.75),
     "moving average": (moving_average_beside, lambda: [(one := pair()[0]), copy.deepcopy(one)], 0.85),
     "two losses": (two_losses, pair, 0.9),
 }

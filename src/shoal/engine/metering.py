@@ -261,7 +261,7 @@ class Metering:
             self._open_if_free(device, steps, arguments)
 
     def _open_if_free(self, device: torch.device, steps: list[Metered], arguments: Sequence[Any]) -> None:
-        if self.calls.under_way() or not self._has_the_counter():
+        if self.calls.under_way() or self._in_the_way() is not None:
             return
         meter = self._meter
         if meter is None or meter.device != device:
@@ -273,15 +273,15 @@ class Metering:
             self._last = self._window, device, refusals(device)
             self._takes_the_counter()
 
-    def _has_the_counter(self) -> bool:
-        """Whether no other model's calls are being metered: there is one counter, and what it counts here is theirs."""
+    def _in_the_way(self) -> Metering | None:
+        """Whose calls are being metered, of another model: there is one counter, and what it counts here is theirs."""
         other = next((reference() for reference in _metering_now), None)
         if other is None or other is self or other._window is None:
-            return True
+            return None
         if other.calls.under_way() or other._in_pass:
-            return False
+            return other
         other._give_up()
-        return True
+        return None
 
     def _takes_the_counter(self) -> None:
         _metering_now[:] = [weakref.ref(self)]

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from shoal.capture.cumulative_norms import admit_cumulative_norms
 from shoal.capture.dynamo import (
@@ -56,7 +57,8 @@ class Budget:
 
     An iteration is all forward and backward calls between two points with no pending backward, of any of the models.
     Models that are not trained, such as a teacher or a moving average of weights, count if they are compiled with the
-    budget too; in eval mode or under `torch.no_grad()` they run as without Shoal.
+    budget too. Under `torch.no_grad()` they run as without Shoal; in eval mode too, unless an argument requires a
+    gradient, as for a perceptual loss.
 
     Args:
         budget: as for `shoal.compile`: an int of bytes, a text such as "8GiB", "auto", or "80%" of the device's memory.
@@ -255,7 +257,8 @@ class SharedCall(ModelCall):
         model = self.model
         if is_exporting():
             return plain_call(model, *args, **kwargs)
-        if model.training and torch.is_grad_enabled():
+        # In eval mode a result is sent back through the model if what it is given is trained: a perceptual loss.
+        if torch.is_grad_enabled() and (model.training or _are_trained((args, kwargs))):
             return self.train(*args, **kwargs)
         if torch.compiler.is_compiling() or in_trace():
             return plain_call(model, *args, **kwargs)
@@ -295,6 +298,10 @@ def reject_member(model: nn.Module) -> None:
     call = model._compiled_call_impl
     if isinstance(call, SharedCall) and call.model is model:
         raise InputError(f"{call.name} is in {call.budget!r} already; a model has one budget: compile a copy of it")
+
+
+def _are_trained(given: Any) -> bool:
+    return any(isinstance(one, torch.Tensor) and one.requires_grad for one in tree_leaves(given))
 
 
 def _unlike(name: str, names: Collection[str]) -> str:

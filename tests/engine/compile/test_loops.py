@@ -54,7 +54,7 @@ def calls_before_a_backward(batches: list[torch.Tensor]) -> Loop:
     return loop
 
 
-def test_calls_that_come_before_one_backward_pass_share_the_budget(caplog: pytest.LogCaptureFixture) -> None:
+def test_calls_that_come_before_one_backward_pass_share_the_budget() -> None:
     net, batches = classifier(3, 16, 16, 16), images(3, 4, 3, 16, 16)
     loop = calls_before_a_backward(batches)
     plain = copy.deepcopy(net)
@@ -63,12 +63,10 @@ def test_calls_that_come_before_one_backward_pass_share_the_budget(caplog: pytes
     planned = shoal.compile(copy.deepcopy(net), budget=budget, name="twins")
     for _ in range(3):
         loop(planned)
-    told = [message for message in warnings(caplog) if "calls before a backward pass" in message]
-    assert len(told) == 2
     planned.zero_grad()
     peak = true_peak(planned, lambda: loop(planned), batches)
     status = planned.shoal
-    assert status.measured_peak_bytes == peak <= budget
+    assert peak <= status.measured_peak_bytes <= budget
     assert status.predicted_peak_bytes == pytest.approx(peak, rel=0.02)
     assert status.repairs == 0
     plain = copy.deepcopy(net)
@@ -119,7 +117,6 @@ def test_calls_that_cannot_fit_together_are_refused_with_a_budget_that_works() -
     planned = shoal.compile(copy.deepcopy(net), budget=alone.value.least_feasible_bytes)
     with pytest.raises(BudgetError) as refused:
         loop(planned)
-    assert refused.value.details["calls before a backward pass"] == 2
     enough = shoal.compile(copy.deepcopy(net), budget=refused.value.least_feasible_bytes)
     for _ in range(3):
         loop(enough)
@@ -127,18 +124,7 @@ def test_calls_that_cannot_fit_together_are_refused_with_a_budget_that_works() -
     assert true_peak(enough, lambda: loop(enough), batches) <= refused.value.least_feasible_bytes
 
 
-@pytest.mark.parametrize(
-    "allow",
-    [
-        "bitwise",
-        pytest.param(
-            "exact",
-            # What the other call keeps is counted as its first variant kept it, so that no variant fits in more bytes
-            # than plain PyTorch takes.
-            marks=pytest.mark.xfail(raises=BudgetError, strict=True, reason="a loop learns what one variant keeps"),
-        ),
-    ],
-)
+@pytest.mark.parametrize("allow", ["bitwise", "exact"])
 def test_calls_of_different_shapes_share_the_budget_too(allow: str) -> None:
     net, (large,), (small,) = nn.Sequential(*blocks(3, 16, 16)), images(1, 4, 3, 24, 24), images(1, 4, 3, 16, 16)
 
@@ -312,7 +298,7 @@ def test_two_models_in_one_step_are_metered_one_after_the_other() -> None:
     for net in (generator, discriminator):
         shoal.compile(net, budget="1GiB")
     (noise,), (real,) = images(1, 4, 4, 16, 16), images(1, 4, 3, 16, 16)
-    for _ in range(4):
+    for _ in range(6):
         discriminator.zero_grad()
         fake = generator(noise)
         (discriminator(real).mean() - discriminator(fake.detach()).mean()).backward()

@@ -175,6 +175,11 @@ class CallsBefore(NamedTuple):
         """The same at most, under a larger budget."""
         return self.n_calls * max(map(most_waiting_bytes, self.plans), default=0)
 
+    @property
+    def host_bytes(self) -> int:
+        """What they offload."""
+        return self.n_calls * max((plan.host_bytes for plan in self.plans), default=0)
+
     def least_bytes(self, device: torch.device) -> int:
         """The same with the minimum kept, as when all calls are planned together."""
         least = (waiting_bytes(replace(plan, residences=minimum_share(plan.graph, device))) for plan in self.plans)

@@ -225,7 +225,9 @@ class GraphSequence(ABC):
         session: of the model, or of several.
 
     Attributes:
-        node: the part that has run last.
+        node: the part that has run last, of those that train. What else runs decides nothing, and Dynamo may run
+            another graph in its place in the next step: one that was captured later, with symbols for its sizes.
+        n_run: how many graphs have run in this step.
         compiled: how often a part was.
         sizes_vary: whether the inputs of a part have been of several shapes, at the same place in the step.
     """
@@ -233,6 +235,7 @@ class GraphSequence(ABC):
     def __init__(self, session: Session) -> None:
         self.session = session
         self.node = Node()
+        self.n_run = 0
         self.compiled = 0
         self.sizes_vary = False
         self._sizes: dict[Any, SizesSeen] = {}
@@ -355,11 +358,14 @@ class GraphSequence(ABC):
             seen.note_captured(shape_of(gm))
 
         def run(*arguments: Any) -> Any:
-            node = self.node = self.node.followed_by(part)
+            before, self.n_run = self.node, self.n_run + 1
+            node = self.node = before.followed_by(part)
             self.reached(node)
             if node.run is None:
                 self.compile(node)
-            assert node.run is not None
+            assert node.run is not None and node.step is not None
+            if not node.step.trains:
+                self.node = before
             return node.run(*arguments)
 
         return run
@@ -379,7 +385,7 @@ class GraphSequence(ABC):
     def _sizes_of_this_graph(self) -> SizesSeen:
         """With which the function that Dynamo captures was captured before, at this place of the sequence."""
         compile_id = CompileContext.current_compile_id()
-        place = compile_id.frame_id if compile_id else None, len(self.node.path())
+        place = compile_id.frame_id if compile_id else None, self.n_run
         return self._sizes.setdefault(place, SizesSeen())
 
     def compile(self, node: Node) -> None:
@@ -419,14 +425,11 @@ class GraphSequence(ABC):
             compiled = step.compile(graph, part.inputs)
             node.run = step.run = once_differentiable(compiled, lambda *given: session.metering.returned(*given))
         part.steps.add(step)
-        if not step.trains:
-            node.share = {}  # it does not train: nothing is decided
 
     def _compiled_alike(self, part: DynamoGraph, node: Node) -> GraphStep | None:
         """The part as it is compiled for another place, where it would be the same here: a cell's call after call."""
         for step in part.steps:
             if not step.trains:
-                node.share = {}
                 return step
             pieces = step.node.pieces if node.pieces is None else node.pieces
             if step.node.pieces != pieces or step.node.chosen != node.chosen:

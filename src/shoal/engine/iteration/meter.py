@@ -111,6 +111,8 @@ class IterationMetering(Metering):
 
     Attributes:
         iteration: the one that goes on; None between two.
+        is_within_another: whether nothing is counted because another model's steps are. waits_for_the_counter: that is
+            of one graph, and only its first steps are.
     """
 
     follows_iterations = True
@@ -127,6 +129,7 @@ class IterationMetering(Metering):
     ) -> None:
         super().__init__(static, lambda window: None)
         self.iteration: Iteration | None = None
+        self.is_within_another = self.waits_for_the_counter = False
         self._running = RunningMeter(device)
         self._note_back = note_back
         self._iteration_ran_out = ran_out
@@ -140,7 +143,10 @@ class IterationMetering(Metering):
         Raises:
             InputError: on the CPU, without a C++ compiler.
         """
-        if self._has_the_counter():
+        other = self._in_the_way()
+        self.is_within_another = other is not None
+        self.waits_for_the_counter = other is not None and not other.follows_iterations
+        if other is None:
             self._static.keep_library_memory()
             self._running.start()
             self._window = Window()  # other models are not metered while these are under way

@@ -224,7 +224,7 @@ class Iterations(GraphSequence):
         self._calling = name
         this_thread_trains()
         self.metering.calls.begins()
-        status, path = self.session.status, len(self.node.path())
+        status, path, n_run = self.session.status, len(self.node.path()), self.n_run
         why = "its graphs are compiled again" if status.preparations else ""
         self._in_call = True
         try:
@@ -233,7 +233,7 @@ class Iterations(GraphSequence):
                 outputs = captured[this](*args, **kwargs)
             if self.compiled > compiled and not self._shared:
                 gc.collect()  # cycles of Dynamo's hold what functions were called with that it gave up in the midst
-            if not self._shared and self._budget_bytes is not None and not self._trains(outputs, path):
+            if not self._shared and self._budget_bytes is not None and not self._trains(outputs, path, n_run):
                 raise no_graph(self.session.name, self._broken, is_sharded=self.session.static.is_sharded)
         except BaseException:
             iteration.failed = True
@@ -245,7 +245,7 @@ class Iterations(GraphSequence):
 
     def call_plainly(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a model that is not trained by this call. What it uses and returns counts while an iteration goes on."""
-        iteration = self._enter(args, kwargs)
+        iteration = self._enter(args, kwargs, trains=False)
         outputs = plain_call(self.models[name], *args, **kwargs)
         iteration.results += _weak(outputs)
         return outputs
@@ -264,6 +264,7 @@ class Iterations(GraphSequence):
             seen.forget_captured()
         self.metering.iteration = None
         self._begin = self.node = Node()
+        self.n_run = 0
         self._times_forgotten += 1
         self.known.clear()
         self._unknown.clear()
@@ -332,14 +333,15 @@ class Iterations(GraphSequence):
 
     def _place(self, node: Node) -> int:
         """Of a graph that trains, among those of its iteration."""
-        return sum(before.step is not None and before.step.trains for before in node.path()[:-1])
+        return len(node.path()) - 1
 
     def first_share(self, node: Node, graph: StepGraph, device: torch.device) -> Mapping[str, Residence]:
         budget_bytes, in_use_bytes = self._budget_bytes, node.in_use_bytes
         if budget_bytes is None:
             return {}
         plans = [node.step.plan for node in self.node.path() if node.step is not None and node.step.plan is not None]
-        graph = with_less_host(graph, sum(plan.host_bytes for plan in plans))
+        before_bytes = 0 if self._before is None else self._before.host_bytes
+        graph = with_less_host(graph, before_bytes + sum(plan.host_bytes for plan in plans))
         if self._shared:
             return self._first_share_of_several(graph, device, in_use_bytes, budget_bytes)
         try:
@@ -430,7 +432,14 @@ class Iterations(GraphSequence):
         """Whether the next iteration is to be metered."""
         return not self.known or bool(self._unknown) or any(known.to_meter for known in self.known.values())
 
-    def _enter(self, args: Sequence[Any], kwargs: Mapping[str, Any], copies: Sequence[torch.Tensor] = ()) -> Iteration:
+    def _enter(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        copies: Sequence[torch.Tensor] = (),
+        *,
+        trains: bool = True,
+    ) -> Iteration:
         """A call begins, and with it an iteration if none goes on."""
         metering = self.metering
         metering.learn_refusals()
@@ -438,7 +447,8 @@ class Iterations(GraphSequence):
         is_beside = False
         if metering.iteration is not None:
             if not metering.is_over():
-                is_beside = self._is_left_over(metering.iteration, (args, kwargs))
+                # A teacher may be called when all graphs have run: only another training call shows a skipped batch.
+                is_beside = trains and self._is_left_over(metering.iteration, (args, kwargs))
                 if not is_beside:
                     metering.goes_on_with(tensors)
                     return metering.iteration
@@ -446,7 +456,7 @@ class Iterations(GraphSequence):
         if self._is_not_as_planned:
             self._is_not_as_planned, self._stay_as_measured, self._keeps_little = False, True, True
             self.forget()
-        self.node = self._begin
+        self.node, self.n_run = self._begin, 0
         if not self._shared:
             self._note_surroundings()
         between = metering.begin(self.models, tensors, closely=self._closely() and not is_beside)
@@ -542,7 +552,8 @@ class Iterations(GraphSequence):
         """Whether it failed, did not train, or took copies that are not planned yet."""
         steps = [node.step for node in self.node.path()]
         copied = any(step is not None and step.departures for step in steps)
-        return iteration.failed or not iteration.went_back or copied or self._before is not None
+        waits = self.metering.waits_for_the_counter and not self.metering.measures
+        return iteration.failed or not iteration.went_back or copied or waits or self._before is not None
 
     def _settle(self, iteration: Iteration) -> None:
         """An iteration is over: know it, or hold it against its plan."""
@@ -597,11 +608,9 @@ class Iterations(GraphSequence):
         measures = bool(intervals)
         n_intervals = 2 * len(record.passes)
         if not measures:
+            why = "within another model's step" if self.metering.is_within_another else "without a C++ compiler"
             intervals = [Interval(0, 0)] * n_intervals
-            self._say(
-                f"{self._said_name}: without a C++ compiler, what eager code between its graphs uses is not counted in "
-                "the budget"
-            )
+            self._say(f"{self._said_name}: {why}, what eager code between its graphs uses is not counted in the budget")
         if iteration.again or len(intervals) not in (n_intervals, n_intervals + 1):
             return known
         known.measured = MeasuredIteration(
@@ -847,14 +856,18 @@ class Iterations(GraphSequence):
             )
         return False
 
-    def _trains(self, outputs: Any, first: int) -> bool:
-        """Whether a graph of this call has a backward pass, if its results have one, or hide whether they do."""
-        path = self.node.path()[first:]
-        if any(node.step is not None and node.step.trains for node in path):
+    def _trains(self, outputs: Any, n_trained: int, n_run: int) -> bool:
+        """Whether a graph of this call has a backward pass, if its results have one, or hide whether they do.
+
+        Args:
+            outputs: of the call.
+            n_trained: graphs that train which had run before the call. n_run: graphs that had.
+        """
+        if len(self.node.path()) > n_trained:
             return True
         plain = (torch.Tensor, int, float, str, type(None))  # else an object that may hold tensors
         without = [isinstance(one, plain) and not getattr(one, "requires_grad", False) for one in tree_leaves(outputs)]
-        return bool(path) and all(without)
+        return self.n_run > n_run and all(without)
 
     def _state_to_come_bytes(self) -> int:
         static = self.session.static
