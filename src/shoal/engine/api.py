@@ -32,6 +32,7 @@ from shoal.capture.dynamo import (
 from shoal.capture.fake_quantization import admit_fake_quantization
 from shoal.core.joined_step import is_joined
 from shoal.core.plan import Plan
+from shoal.core.step import StepGraph
 from shoal.core.progress import doing, preparing
 from shoal.engine import memory_warnings
 from shoal.engine.backend import compile_step
@@ -178,7 +179,7 @@ class _Caller(ModelCall):
         self.session = session
         self._strict = strict
         ready = session.ready_plan
-        self._plan_is_joined = ready is not None and is_joined(ready.graph)
+        self._plan_is_joined = ready is not None and isinstance(ready.graph, StepGraph) and is_joined(ready.graph)
         self._may_break = not strict and (ready is None or self._plan_is_joined)
         self._parts: Iterations | None = None
         self._before_first: SetUp | None = None  # how the model was before it broke at its first call

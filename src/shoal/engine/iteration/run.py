@@ -121,7 +121,7 @@ class Iterations(GraphSequence):
         self._refused: BudgetError | None = None
         self._goes_back_later = False  # an iteration was taken for one that is left over, and was not
         self._over: BudgetError | None = None  # why the iteration that goes on does not fit
-        self._shapes: set[tuple[torch.Size, ...]] = set()
+        self._shapes: dict[int, set[tuple[torch.Size, ...]]] = {}  # of each call of an iteration, by number
         self._is_new_shape = True  # of the call under way
         self._has_other_sizes = False  # it has, after its first graph
         self._in_call = False
@@ -214,7 +214,7 @@ class Iterations(GraphSequence):
         copies: Sequence[torch.Tensor] = (),
     ) -> Any:
         iteration = self._enter(args, kwargs, copies)
-        self._note_shape(args, kwargs)
+        self._note_shape(len(iteration.called), args, kwargs)
         this = kind, self._times_forgotten
         if this not in captured:
             captured[this] = capturing_parts(self.models[name], self.compile_graph)
@@ -403,13 +403,16 @@ class Iterations(GraphSequence):
         if not self._is_new_shape:
             self.sizes_vary = self._keeps_little = self._has_other_sizes = seen.wander = True
 
-    def _note_shape(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def _note_shape(self, n_calls: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """A call begins after so many others of its iteration: calls of different sizes, such as of several crops, do
+        not vary where they are the same in each iteration."""
         leaves = tree_leaves((args, dict(kwargs)))
         shapes = tuple(leaf.shape for leaf in leaves if isinstance(leaf, torch.Tensor))
-        self._is_new_shape = shapes not in self._shapes
-        self._shapes.add(shapes)
+        known = self._shapes.setdefault(n_calls, set())
+        self._is_new_shape = shapes not in known
+        known.add(shapes)
         self._has_other_sizes = False
-        if len(self._shapes) > 1 and not (self.sizes_vary or self._shared):
+        if len(known) > 1 and not (self.sizes_vary or self._shared):
             self.sizes_vary = self._keeps_little = True  # the next shape may be larger than those that are planned
 
     def reached(self, node: Node) -> None:
@@ -558,7 +561,10 @@ class Iterations(GraphSequence):
     def _settle(self, iteration: Iteration) -> None:
         """An iteration is over: know it, or hold it against its plan."""
         path, is_of_no_use = tuple(self.node.path()), self._is_of_no_use(iteration)
-        self._before = None
+        if self._before is not None:  # its calls come one place later from here on
+            self._before = None
+            self._shapes.clear()
+            self._sizes.clear()
         self.node, self.metering.iteration = self._begin, None
         if iteration.is_mixed and iteration.is_beside:
             log.info("%s: more calls come before their backward passes; measuring again", self._said_name)
