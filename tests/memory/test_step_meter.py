@@ -132,6 +132,16 @@ def test_what_passes_counts_in_the_parts_that_it_lives_to_see_and_a_late_batch_f
     assert meter.end() == Measured(100 + 3000 + 1000, 100 + 70 + 1000, 100 + 70 + 1000, 100 + 70 + 1000)
 
 
+def test_what_stands_for_memory_to_come_counts_once(counter: str) -> None:
+    meter, there = StepMeter(CPU), bytes_of(100)
+    meter.begin([there, torch.empty(1000, dtype=torch.uint8, device="meta")])
+    meter.pause()
+    meter.resume([there, torch.empty(1000, dtype=torch.uint8, device="meta")])
+    measured = meter.end()
+    assert measured is not None
+    assert measured.peak_bytes == measured.backward_bytes == 100 + 1000
+
+
 @needs_compiler
 def test_both_counters_agree_on_a_real_step(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten())

@@ -154,7 +154,9 @@ class StepMeter:
         else:
             self._count_reads()
             self._close_part()
-            self._meter.count(resident)  # from before the step, in use only from here on, as the next micro-batch
+            # Of before the step and in use only from here on, as the next micro-batch. What stands for memory to come,
+            # on "meta", is counted when the step begins.
+            self._meter.count(tensor for tensor in resident if tensor.device.type == self.device.type)
         self._part = part
 
     def _count_reads(self) -> None:
