@@ -136,7 +136,7 @@ def test_equal_graphs_of_equal_shares_are_compiled_once() -> None:
     ours = shoal.compile(Cell(), "1GiB")
     for _ in range(3):
         cell_step(ours)
-    runtime = ours._compiled_call_impl._parts
+    runtime = ours._compiled_call_impl._iterations
     (known,) = runtime.known.values()
     shares = [(node.part, tuple(sorted(node.share.items()))) for node in known.nodes]
     assert len(shares) == 6 > len(set(shares))

@@ -32,8 +32,8 @@ from shoal.capture.dynamo import (
 from shoal.capture.fake_quantization import admit_fake_quantization
 from shoal.core.joined_step import is_joined
 from shoal.core.plan import Plan
-from shoal.core.step import StepGraph
 from shoal.core.progress import doing, preparing
+from shoal.core.step import StepGraph
 from shoal.engine import memory_warnings
 from shoal.engine.backend import compile_step
 from shoal.engine.compile_options import CompileOptions
@@ -181,7 +181,7 @@ class _Caller(ModelCall):
         ready = session.ready_plan
         self._plan_is_joined = ready is not None and isinstance(ready.graph, StepGraph) and is_joined(ready.graph)
         self._may_break = not strict and (ready is None or self._plan_is_joined)
-        self._parts: Iterations | None = None
+        self._iterations: Iterations | None = None
         self._before_first: SetUp | None = None  # how the model was before it broke at its first call
         self._planned: dict[Any, Callable[..., Any]] = {}
         self._too_many_beside: set[int] = set()  # calls that are left over, for which no plan fits
@@ -193,8 +193,8 @@ class _Caller(ModelCall):
         """Plan again from the next step on."""
         self._planned.clear()
         self._too_many_beside.clear()
-        if self._parts is not None:
-            self._parts.forget()
+        if self._iterations is not None:
+            self._iterations.forget()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self.model
@@ -220,11 +220,11 @@ class _Caller(ModelCall):
         session = self.session
         wrapper = active_ddp_module()
         session.static.called_by(wrapper)
-        if self._parts is None and self._plan_is_joined:
-            self._parts = self._iterations()
-        if self._parts is None and self._is_of_an_iteration((args, kwargs)):
+        if self._iterations is None and self._plan_is_joined:
+            self._iterations = self._new_iterations()
+        if self._iterations is None and self._is_of_an_iteration((args, kwargs)):
             calls = session.metering.calls
-            self._parts = self._iterations(before=CallsBefore(calls, session.end_plans(), calls.under_way()))
+            self._iterations = self._new_iterations(before=CallsBefore(calls, session.end_plans(), calls.under_way()))
         accumulating = session.before_call()
         session.early = EarlyGradients.of(wrapper, added=accumulating)
         session.static.hook_is_metered = session.early.sent
@@ -267,10 +267,10 @@ class _Caller(ModelCall):
             admit_fake_quantization(model)
         try:
             with settings(self._logging), one_graph():
-                if self._parts is not None:
+                if self._iterations is not None:
                     drawn = drawn_for(model, args)
                     strict, kwargs = self._strict or bool(drawn), {**kwargs, **drawn}
-                    return self._parts.call(self.session.name, self._planned, kind, args, kwargs, strict=strict)
+                    return self._iterations.call(self.session.name, self._planned, kind, args, kwargs, strict=strict)
                 planned = self._planned.get(kind)
                 if planned is not None:
                     return planned(*args, **kwargs, **drawn_for(model, args))
@@ -308,8 +308,8 @@ class _Caller(ModelCall):
                     f"{option} needs a model of one graph; {session.name} breaks: {why.reason} at {why.place}"
                 )
         self._before_first = SetUp(model)
-        self._parts = self._iterations(broken=f"{why.place}: {why.reason}")
-        return self._begin_in_parts(self._parts, why, kind, args, kwargs)
+        self._iterations = self._new_iterations(broken=f"{why.place}: {why.reason}")
+        return self._begin_in_several(self._iterations, why, kind, args, kwargs)
 
     def _is_of_an_iteration(self, given: Any) -> bool:
         """Whether the call comes before the backward passes of calls before it: what they hold together is known to an
@@ -319,7 +319,7 @@ class _Caller(ModelCall):
             return False
         return not calls.went_back or calls.overlapped > 1 or calls.lead_to(tree_leaves(given))
 
-    def _iterations(self, *, broken: str = "", before: CallsBefore | None = None) -> Iterations:
+    def _new_iterations(self, *, broken: str = "", before: CallsBefore | None = None) -> Iterations:
         model, session = self.model, self.session
         self._planned.clear()
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -328,8 +328,8 @@ class _Caller(ModelCall):
             memory_warnings.calls_come_together(session.name, reserved=session.options.budget_of == "reserved")
         return Iterations(session, device, models, shared=False, broken=broken, before=before)
 
-    def _begin_in_parts(
-        self, parts: Iterations, why: GraphBreak, kind: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    def _begin_in_several(
+        self, iterations: Iterations, why: GraphBreak, kind: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         """The first step of several graphs. Where they do not fit, and it has set the model up, one graph may.
 
@@ -338,7 +338,7 @@ class _Caller(ModelCall):
         before = Snapshot(self.model)
         try:
             with settings(self._logging), one_graph():
-                outputs = parts.call(self.session.name, self._planned, kind, args, kwargs)
+                outputs = iterations.call(self.session.name, self._planned, kind, args, kwargs)
         except BudgetError as refused:
             error = refused.with_traceback(None)
         except (ShoalError, torch.OutOfMemoryError):  # the next call keeps less
@@ -346,7 +346,7 @@ class _Caller(ModelCall):
             raise
         except Exception:
             self.session.as_one_graph()
-            self._parts = self._before_first = None
+            self._iterations = self._before_first = None
             self._planned.clear()
             raise
         else:
@@ -371,23 +371,23 @@ class _Caller(ModelCall):
 
     def _is_set_up(self) -> bool:
         """Whether the first call, at which the model broke, has set it up, so that the next may be one graph."""
-        before, parts = self._before_first, self._parts
-        if before is None or parts is None or not parts.is_between_steps():
+        before, iterations = self._before_first, self._iterations
+        if before is None or iterations is None or not iterations.is_between_steps():
             return False
         self._before_first = None
         return before != SetUp(self.model)
 
     def _train_as_one(self, kind: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """A step of a model that was several graphs when it set itself up, and may be one now."""
-        session, parts, captured = self.session, self._parts, dict(self._planned)
-        in_parts = session.as_one_graph()
-        self._parts, self._may_break = None, False
+        session, iterations, captured = self.session, self._iterations, dict(self._planned)
+        before = session.as_one_graph()
+        self._iterations, self._may_break = None, False
         self._planned.clear()
         try:
             outputs = self._train(kind, args, kwargs)
         except GraphBreak:
-            session.in_parts_again(in_parts)
-            self._parts = parts
+            session.as_several_again(before)
+            self._iterations = iterations
             self._planned.update(captured)
             return self._train(kind, args, kwargs)
         finally:

@@ -55,7 +55,7 @@ _ROOM = 0.05  # of the budget: what a plan leaves free, once the loop is known, 
 _SLOWER = 0.01  # of the plain step: what it must add for that
 
 
-class InParts(NamedTuple):
+class OfSeveralGraphs(NamedTuple):
     """What a session has of a model of several graphs."""
 
     metering: Metering
@@ -243,10 +243,10 @@ class Session:
         self._in_force.end()
         return plans
 
-    def as_one_graph(self) -> InParts:
-        """Let the next step be that of a model of one graph, of which nothing is planned yet; for `in_parts_again`."""
+    def as_one_graph(self) -> OfSeveralGraphs:
+        """Let the next step be that of a model of one graph, not planned yet; returns what `as_several_again` takes."""
         status = self.status
-        before = InParts(self.metering, status.plans, status.measured_peak_bytes, self.without_effect)
+        before = OfSeveralGraphs(self.metering, status.plans, status.measured_peak_bytes, self.without_effect)
         self.metering = Metering(self.static, self.learn, self.ran_out, self.ran_out_after, self.foresee)
         self.metering.calls.begins()
         self.metering.gradients_are_used = before.metering.gradients_are_used
@@ -254,7 +254,7 @@ class Session:
         self._in_force.end()
         return before
 
-    def in_parts_again(self, before: InParts) -> None:
+    def as_several_again(self, before: OfSeveralGraphs) -> None:
         """Go on with the steps of several graphs: the model is not one."""
         self.metering, self.without_effect = before.metering, before.without_effect
         self.status.plans, self.status.measured_peak_bytes = before.plans, before.measured_peak_bytes
