@@ -164,3 +164,45 @@ def test_calls_that_do_not_depend_on_each_other_are_one_iteration_too(share: flo
     assert peak_of(ours, step) <= budget_bytes
     assert ours.shoal.measured_peak_bytes == pytest.approx(ours.shoal.predicted_peak_bytes, rel=0.02)
     assert ours.shoal.repairs == 0 and ours.shoal.plan.breaks == ()
+
+
+def two_losses_step(net: nn.Module) -> None:
+    """A gradient of each of two losses of one call, as for gradient surgery."""
+    y = net(FRAMES[0])
+    losses = y.square().mean(), (y - 1).square().square().mean()
+    parameters = list(net.parameters())
+    first = torch.autograd.grad(losses[0], parameters, retain_graph=True)
+    second = torch.autograd.grad(losses[1], parameters)
+    for parameter, one, other in zip(parameters, first, second, strict=True):
+        parameter.grad = one + other
+
+
+@pytest.mark.parametrize("share", [4.0, 1.0])
+def test_a_backward_pass_that_runs_twice_is_of_an_iteration(share: float) -> None:
+    torch.manual_seed(0)
+    plain = rolled_out()
+    ours = shoal.compile(copy.deepcopy(plain), int(share * peak_of(plain, two_losses_step)))
+    for _ in range(5):
+        ours.zero_grad()
+        two_losses_step(ours)
+    two_losses_step(plain)
+    assert all(
+        torch.equal(a.grad, b.grad)  # type: ignore[arg-type]
+        for a, b in zip(ours.parameters(), plain.parameters(), strict=True)
+    )
+    peak_bytes = peak_of(ours, two_losses_step)
+    assert peak_bytes <= ours.shoal.budget_bytes
+    assert peak_bytes <= 1.01 * ours.shoal.predicted_peak_bytes and ours.shoal.repairs == 0
+
+
+def test_a_result_that_is_kept_from_before_training_is_no_call_of_an_iteration() -> None:
+    torch.manual_seed(0)
+    ours = shoal.compile(rolled_out(), "1GiB")
+    kept = ours(FRAMES[0])
+    for _ in range(4):
+        ours.zero_grad()
+        ours(FRAMES[1]).square().mean().backward()
+    assert len(ours.shoal.plans) == 1 and ours.shoal.repairs == 0
+    (known,) = ours._compiled_call_impl._iterations.known.values()
+    assert len(known.nodes) == 1 and known.has_run_planned
+    assert kept.grad_fn is not None

@@ -223,8 +223,7 @@ class _Caller(ModelCall):
         if self._iterations is None and self._plan_is_joined:
             self._iterations = self._new_iterations()
         if self._iterations is None and self._is_of_an_iteration((args, kwargs)):
-            calls = session.metering.calls
-            self._iterations = self._new_iterations(before=CallsBefore(calls, session.end_plans(), calls.under_way()))
+            self._iterations = self._new_iterations(before=self._calls_before())
         accumulating = session.before_call()
         session.early = EarlyGradients.of(wrapper, added=accumulating)
         session.static.hook_is_metered = session.early.sent
@@ -312,12 +311,19 @@ class _Caller(ModelCall):
         return self._begin_in_several(self._iterations, why, kind, args, kwargs)
 
     def _is_of_an_iteration(self, given: Any) -> bool:
-        """Whether the call comes before the backward passes of calls before it: what they hold together is known to an
-        iteration only. Else those are left over, as of a batch that the loop has skipped."""
+        """Whether the call comes before the backward passes of calls before it, or backward passes have run twice: what
+        is held meanwhile is known to an iteration only. Else those calls are left over, as of a batch that the loop has
+        skipped."""
         session, calls = self.session, self.session.metering.calls
-        if session.ready_plan is not None or session.replayed is not None or not calls.under_way():
+        if session.ready_plan is not None or session.replayed is not None:
             return False
-        return not calls.went_back or calls.overlapped > 1 or calls.lead_to(tree_leaves(given))
+        come_together = not calls.went_back or calls.overlapped > 1 or calls.lead_to(tree_leaves(given))
+        return calls.again or (bool(calls.under_way()) and come_together)
+
+    def _calls_before(self) -> CallsBefore | None:
+        """The calls that wait for backward passes; what runs the model from here on goes on with them."""
+        calls, plans = self.session.metering.calls, self.session.end_plans()
+        return CallsBefore(calls, plans, calls.under_way(), calls.number) if calls.under_way() else None
 
     def _new_iterations(self, *, broken: str = "", before: CallsBefore | None = None) -> Iterations:
         model, session = self.model, self.session

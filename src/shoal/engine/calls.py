@@ -75,12 +75,14 @@ class Calls:
         number: of the model's call that is made.
         went_back: whether there was a moment, after a backward pass, at which none was to come.
         overlapped: most calls that had begun by the time the first of them went back, the last one included.
+        again: whether a backward pass has run a second time, as with `retain_graph=True`.
     """
 
     def __init__(self) -> None:
         self.number = 0
         self.went_back = False
         self.overlapped = 1
+        self.again = False
         self._announced = False
         self._under_way: list[Call] = []
         self._last: Call | None = None
@@ -144,6 +146,7 @@ class Calls:
         if not known:
             if node is not None and node.name().startswith("CompiledFunction"):
                 own = [call for call in own if call.node is None]  # it goes back a second time; else a gate runs it
+                self.again |= not own
             known = [call for call in own if call.witness is not None and self._is_among(call.witness, arguments, step)]
         known = known or [call for call in own if call.of_output or call.witness is None]
         if not known:

@@ -158,12 +158,13 @@ class CallsBefore(NamedTuple):
     Attributes:
         calls: of the model.
         plans: that they may run by.
-        n_calls: the number that waits.
+        n_calls: the number that waits. last: the number of the last of them.
     """
 
     calls: Calls
     plans: tuple[Plan, ...]
     n_calls: int
+    last: int
 
     @property
     def waits_bytes(self) -> int:

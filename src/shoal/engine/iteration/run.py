@@ -449,7 +449,7 @@ class Iterations(GraphSequence):
         tensors = dense_tensors((args, dict(kwargs), *copies))
         is_beside = False
         if metering.iteration is not None:
-            if not metering.is_over():
+            if not metering.is_over() and not self._waits_for_calls_before((args, kwargs)):
                 # A teacher may be called when all graphs have run: only another training call shows a skipped batch.
                 is_beside = trains and self._is_left_over(metering.iteration, (args, kwargs))
                 if not is_beside:
@@ -470,6 +470,14 @@ class Iterations(GraphSequence):
         assert iteration is not None
         iteration.after, iteration.is_beside = metering.calls.number if self._before is None else 0, is_beside
         return iteration
+
+    def _waits_for_calls_before(self, given: Any) -> bool:
+        """Whether nothing is pending but calls of before the first of these iterations, whose backward passes may never
+        come, and the call that begins is not given what they returned."""
+        before, calls, iteration = self._before, self.metering.calls, self.metering.iteration
+        if before is None or iteration is None or not iteration.went_back or calls.under_way(after=before.last):
+            return False
+        return not calls.lead_to(tree_leaves(given))
 
     def _is_left_over(self, iteration: Iteration, given: Any) -> bool:
         """Whether the loop has skipped the backward pass of the iteration that goes on: all its calls are made, as far
