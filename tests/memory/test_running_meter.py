@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 from shoal.core.joined_step import Interval
 from shoal.memory.limit import memory_limit
@@ -38,6 +39,12 @@ def test_a_mark_tells_the_peak_since_the_last_one_and_what_is_in_use(meter: Runn
     assert meter.mark() == Interval(1030, 1030)
     del kept
     assert meter.in_use_bytes() == 1000
+
+
+def test_tensors_that_are_made_of_others_are_counted_without_reading_their_memory(meter: RunningMeter) -> None:
+    meter.start()
+    meter.restart_from([TwoTensor(torch.ones(100), torch.ones(100))])
+    assert meter.in_use_bytes() == 400
 
 
 def test_asking_what_is_in_use_loses_no_peak(meter: RunningMeter) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shoal.core.sizes import parse_bytes
 from shoal.errors import InputError
@@ -116,7 +117,9 @@ class MemoryLimit:
         self._memory.set_fresh_peak(0)
 
     def is_fresh(self, tensor: torch.Tensor) -> bool:
-        """Whether `fresh_peak_bytes` counts the tensor's storage."""
+        """Whether `fresh_peak_bytes` counts the tensor's storage; not that of a tensor that is made of others."""
+        if is_traceable_wrapper_subclass(tensor):
+            return False  # it has no memory of its own
         return self._memory.is_fresh(tensor.untyped_storage().data_ptr())
 
     def stale_among(self, found: Iterable[Read], known: Collection[int]) -> dict[int, int]:
