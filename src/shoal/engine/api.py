@@ -317,8 +317,9 @@ class _Caller(ModelCall):
         session, calls = self.session, self.session.metering.calls
         if session.ready_plan is not None or session.replayed is not None:
             return False
-        come_together = not calls.went_back or calls.overlapped > 1 or calls.lead_to(tree_leaves(given))
-        return calls.again or (bool(calls.under_way()) and come_together)
+        if calls.again or not calls.under_way():
+            return calls.again
+        return not calls.went_back or calls.overlapped > 1 or calls.lead_to(tree_leaves(given))
 
     def _calls_before(self) -> CallsBefore | None:
         """The calls that wait for backward passes; what runs the model from here on goes on with them."""
