@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shoal.core.sizes import parse_bytes
 from shoal.errors import InputError
 from shoal.lowlevel import cuda_calls
 from shoal.lowlevel.cuda_allocator import Refusals, blocks_in_use, refusals_on
 from shoal.lowlevel.extension import loaded
+from shoal.lowlevel.mutated_inputs import are_plain
 from shoal.lowlevel.torch_state import allocated_bytes
 from shoal.memory.reads import Read
 
@@ -118,7 +118,7 @@ class MemoryLimit:
 
     def is_fresh(self, tensor: torch.Tensor) -> bool:
         """Whether `fresh_peak_bytes` counts the tensor's storage; not that of a tensor that is made of others."""
-        if is_traceable_wrapper_subclass(tensor):
+        if not are_plain([tensor]):
             return False  # it has no memory of its own
         return self._memory.is_fresh(tensor.untyped_storage().data_ptr())
 
