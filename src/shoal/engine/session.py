@@ -398,8 +398,9 @@ class Session:
         self.without_effect = lines
 
     def let_go(self) -> None:
-        """The model is gone: `close`, and bound nothing any more."""
+        """The model is gone: `close`, meter nothing and bound nothing any more."""
         self.close()
+        self.metering.close()
         if self.replayed is not None:
             self.replayed.release()
         if self._unlimit is not None:

@@ -87,9 +87,13 @@ class StepMeter:
                 return False
             self._recorder = _PassRecorder(self.device, resident, passing)
         else:
-            self._meter.count_this_thread()
-            self._meter.restart_from(resident, passing)
-            self._meter.mark()
+            try:
+                self._meter.count_this_thread()
+                self._meter.restart_from(resident, passing)
+                self._meter.mark()
+            except BaseException:
+                self._meter.close()  # else it would count for other models
+                raise
         self._runs = True
         return True
 

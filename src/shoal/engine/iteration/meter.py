@@ -364,7 +364,8 @@ class IterationMetering(Metering):
 
     def _give_up(self) -> None:
         self._window = None
-        reads.stop()
+        if self._running.is_running:  # else the reads are noted for another model
+            reads.stop()
         self._running.close()
 
 
