@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -12,6 +13,7 @@ from torch import nn
 
 import shoal
 from shoal.errors import BudgetError
+from shoal.memory import limit
 from tests.engine.session_loops import true_peak
 
 FRAMES = torch.randn(7, 2, 1, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -206,3 +208,35 @@ def test_a_result_that_is_kept_from_before_training_is_no_call_of_an_iteration()
     (known,) = ours._compiled_call_impl._iterations.known.values()
     assert len(known.nodes) == 1 and known.has_run_planned
     assert kept.grad_fn is not None
+
+
+def test_a_model_that_is_gone_is_metered_no_longer() -> None:
+    ours = shoal.compile(rolled_out(), "1GiB")
+    for _ in range(2):
+        (ours(FRAMES[0]) - ours(FRAMES[1])).square().mean().backward()
+    del ours
+    gc.collect()
+    assert not limit._active
+
+
+def test_a_kept_result_with_which_the_first_iteration_is_over_the_budget_is_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    torch.manual_seed(0)
+    plain = rolled_out()
+
+    def step(net: nn.Module) -> None:
+        net(FRAMES[1]).square().mean().backward()
+
+    budget_bytes = int(1.05 * peak_of(plain, step))
+    ours = shoal.compile(copy.deepcopy(plain), budget_bytes)
+    kept = ours(FRAMES[0])
+    try:
+        for _ in range(2):
+            ours.zero_grad()
+            step(ours)
+    except BudgetError:
+        said = True
+    else:
+        said = any(record.funcName == "planned_apart_is_over" for record in caplog.records)
+    assert said and kept.grad_fn is not None

@@ -317,7 +317,7 @@ class PlannedStep:
         return forward
 
     def _measure_errors(self, run: Callable[..., Any], arguments: list[Any]) -> Any:
-        """The first step after those that are metered: the error of each encoding is measured."""
+        """Run once with the error of each encoding measured, which takes memory that is no part of the step."""
         self.errors_unknown = False
         with measured_errors() as errors:
             outputs = run(arguments)

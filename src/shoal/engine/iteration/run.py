@@ -404,8 +404,8 @@ class Iterations(GraphSequence):
             self.sizes_vary = self._keeps_little = self._has_other_sizes = seen.wander = True
 
     def _note_shape(self, n_calls: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """A call begins after so many others of its iteration: calls of different sizes, such as of several crops, do
-        not vary where they are the same in each iteration."""
+        """A call begins, after `n_calls` others of its iteration. Calls of different sizes, such as of several crops,
+        do not vary if they are the same in each iteration."""
         leaves = tree_leaves((args, dict(kwargs)))
         shapes = tuple(leaf.shape for leaf in leaves if isinstance(leaf, torch.Tensor))
         known = self._shapes.setdefault(n_calls, set())
@@ -449,7 +449,9 @@ class Iterations(GraphSequence):
         tensors = dense_tensors((args, dict(kwargs), *copies))
         is_beside = False
         if metering.iteration is not None:
-            if not metering.is_over() and not self._waits_for_calls_before((args, kwargs)):
+            if not metering.is_over() and self._waits_only_for_calls_before((args, kwargs)):
+                self._ended(metering.iteration)
+            elif not metering.is_over():
                 # A teacher may be called when all graphs have run: only another training call shows a skipped batch.
                 is_beside = trains and self._is_left_over(metering.iteration, (args, kwargs))
                 if not is_beside:
@@ -471,7 +473,7 @@ class Iterations(GraphSequence):
         iteration.after, iteration.is_beside = metering.calls.number if self._before is None else 0, is_beside
         return iteration
 
-    def _waits_for_calls_before(self, given: Any) -> bool:
+    def _waits_only_for_calls_before(self, given: Any) -> bool:
         """Whether nothing is pending but calls of before the first of these iterations, whose backward passes may never
         come, and the call that begins is not given what they returned."""
         before, calls, iteration = self._before, self.metering.calls, self.metering.iteration
@@ -802,7 +804,9 @@ class Iterations(GraphSequence):
         if budget_bytes is None or iteration.peak_bytes <= budget_bytes:
             return
         if self._given is not None:
-            memory_warnings.given_plan_is_over(known.name, iteration.peak_bytes, budget_bytes)
+            if "given" not in self._said:
+                self._said.add("given")
+                memory_warnings.given_plan_is_over(known.name, iteration.peak_bytes, budget_bytes)
             return
         over_bytes = max(0, iteration.peak_bytes - known.predicted_bytes)
         log.warning(
