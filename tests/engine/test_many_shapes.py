@@ -17,6 +17,7 @@ from shoal import planners
 from shoal.core.hardware import Hardware
 from shoal.core.plan import Plan
 from shoal.core.step import StepGraph
+from shoal.engine.iteration.record import Iteration
 from shoal.errors import BudgetError
 from tests.engine.session_loops import true_peak
 from tests.engine.training_laws import (
@@ -281,18 +282,17 @@ def test_a_float_that_dynamo_needs_as_a_number_leaves_the_sizes_symbols(caplog: 
 def test_the_first_step_of_each_shape_is_metered(monkeypatch: pytest.MonkeyPatch) -> None:
     net, every = Text(), batches(*((3, length) for length in (10, 30, 12, 14, 12, 40, 14, 9)))
     ours = compiled(net)
-    windows = []
+    iterations: list[Iteration] = []
     with costs_that_do_not_matter():
         for batch in every[:2] * 3:  # both plans are warm
             step(ours, batch)
-        learn = ours._compiled_call_impl.session.metering._learn
-        monkeypatch.setattr(
-            ours._compiled_call_impl.session.metering, "_learn", lambda window: (windows.append(window), learn(window))
-        )
+        metering = ours._compiled_call_impl.session.metering
+        ended = metering._ended
+        monkeypatch.setattr(metering, "_ended", lambda iteration: (iterations.append(iteration), ended(iteration)))
         metered = []
         for batch in every[2:]:
             step(ours, batch)
-            metered.append(len(windows))
+            metered.append(len(iterations))
     assert metered == [1, 2, 2, 3, 3, 4]
 
 

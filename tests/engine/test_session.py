@@ -7,6 +7,7 @@ import logging
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,14 +16,14 @@ from torch import nn
 
 import shoal
 from shoal.core import validate_plan
+from shoal.core.joined_step import Interval
 from shoal.core.plan import Plan
-from shoal.engine.metering import Window
+from shoal.engine.iteration.record import Iteration
 from shoal.engine.session import Session
 from shoal.engine.status import Status
 from shoal.errors import BudgetError, PlanError
 from shoal.lowlevel import allocations
 from shoal.memory.static_memory import StaticMemory
-from shoal.memory.step_meter import Measured
 from shoal.memory.storage_bytes import distinct_bytes
 from shoal.planners.keep_all import keep_all
 from tests.engine.training_laws import beyond_rounding, classifier, images, mean_square, train
@@ -279,8 +280,11 @@ def session_with(budget_bytes: int | None, plan: Plan) -> tuple[Session, list[st
     return session, asked
 
 
-def window(*measured: int) -> Window:
-    return Window(measured=Measured(*measured))
+def iteration(*peaks_bytes: int) -> Iteration:
+    """A metered one, with these peaks of its forward pass, its loss and its backward pass."""
+    made = Iteration(0, {}, record=None)
+    intervals = (Interval(peak_bytes, 0) for peak_bytes in (0, *peaks_bytes))
+    return replace(made, intervals=list(intervals), _phases=["forward", "backward"])
 
 
 PLAN = keep_all(conv_bn_relu_chain(3), HARDWARE, 0)
@@ -290,7 +294,7 @@ PLAN = keep_all(conv_bn_relu_chain(3), HARDWARE, 0)
 def test_the_peak_is_the_highest_part_of_the_highest_step(part: int) -> None:
     session, asked = session_with(None, PLAN)
     for peak in (500, 900, 700):
-        session.learn(window(*(peak if place == part else 3 for place in range(3))))
+        session.learn(iteration(*(peak if place == part else 3 for place in range(3))))
     assert session.status.measured_peak_bytes == 900
     assert not asked
 
@@ -298,7 +302,7 @@ def test_the_peak_is_the_highest_part_of_the_highest_step(part: int) -> None:
 @pytest.mark.parametrize(("measured", "repairs"), [(999, 0), (1000, 0), (1001, 1)])
 def test_the_budget_itself_is_inside_the_budget(measured: int, repairs: int) -> None:
     session, asked = session_with(1000, PLAN)
-    session.learn(window(0, measured, 0))
+    session.learn(iteration(0, measured, 0))
     assert session.status.repairs == len(asked) == repairs
     assert session.status.plans == (() if repairs else (PLAN,))
     assert session.status.measured_peak_bytes == (None if repairs else measured)

@@ -1,4 +1,4 @@
-"""The peak of training steps under a host, by PyTorch's own memory events: shares no code with `memory/step_meter`."""
+"""The peak of steps under a host, by PyTorch's own memory events: shares no code with `memory/running_meter`."""
 
 from __future__ import annotations
 

@@ -1,162 +1,271 @@
-"""Follows the calls of one model: which are under way, and what they really use while their plans are new."""
+"""Follows the calls of one or several models: what ran in an iteration, what it left, and what was in use meanwhile.
+
+An iteration is all forward and backward passes between two moments at which no backward pass is pending. It begins with
+a call of a model, or, where only the graphs of one model are known, with a forward pass.
+"""
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from shoal.capture.traced_strides import Departure
-from shoal.core.plan import Plan
+from shoal.core.joined_step import Interval
 from shoal.engine.calls import Call, Calls
-from shoal.engine.loop_memory import Basis
-from shoal.lowlevel.cuda_allocator import Refusals
+from shoal.engine.iteration.record import Iteration, Metered, MeteredGraph, Phase
+from shoal.errors import InputError
+from shoal.lowlevel.torch_state import call_at_end_of_backward
 from shoal.memory import reads
 from shoal.memory.limit import refusals
+from shoal.memory.running_meter import RunningMeter
 from shoal.memory.static_memory import StaticMemory
-from shoal.memory.step_meter import Measured, StepMeter
 from shoal.memory.storage_bytes import WeakStorage
 
 Run = Callable[[list[Any]], Any]
-_MOST_WAITS = 20  # windows that are metered until the optimizer has stepped
-
-
-class Metered(Protocol):
-    """A step whose two graphs run here.
-
-    Attributes:
-        steps_to_meter: how many of its next runs are metered.
-        device: where it runs.
-        plan, basis: its plan, and what that was made for.
-        departures: tensors that were not laid out as traced, and were put right by copies that the plan does not count.
-        n_outputs: how many results its forward graph returns. n_tangents: how many gradients of results its backward
-            graph is given, as the last of its arguments.
-        results: the places, among them, of those that the caller gets.
-        handed_stayed: whether a gradient that was handed over to a hook was still there afterwards; None: none was.
-    """
-
-    steps_to_meter: int
-    device: torch.device
-    plan: Plan | None
-    basis: Basis | None
-    departures: dict[str, Departure]
-    n_outputs: int
-    n_tangents: int
-    results: tuple[int, ...]
-    handed_stayed: bool | None
-
-    def basis_in_call(self) -> Basis | None:
-        """What the plan was made for, with the sizes of the last call that was metered."""
-
-
-@dataclass(eq=False)
-class Window:
-    """What is metered as one: from a forward pass to the backward pass after which no call is under way.
-
-    Attributes:
-        steps: those that ran.
-        kept: places of results that were still there when a backward pass began. released: of those that were not.
-        outlived: places of results that were still there when it ended. let_go: of those that were not.
-        measured: what it used; None until it is over.
-        gradients_stayed: whether gradients of an earlier step were there when a backward pass began.
-        tangents_stayed: whether a gradient of a result, of more than one number, was still held by somebody when its
-            backward pass ended.
-        gradients_given: whether results of more than one number had gradients at all.
-    """
-
-    steps: list[Metered] = field(default_factory=list)
-    kept: set[int] = field(default_factory=set)
-    released: set[int] = field(default_factory=set)
-    outlived: set[int] = field(default_factory=set)
-    let_go: set[int] = field(default_factory=set)
-    measured: Measured | None = None
-    gradients_stayed: bool = False
-    tangents_stayed: bool = False
-    gradients_given: bool = False
+_MOST_RUNS = 256  # of an iteration: a result whose backward pass never comes would make it endless
 
 
 class Metering:
-    """Runs the graphs of one model's steps.
+    """Runs the graphs of models.
 
     Args:
-        static: static memory outside the steps.
-        learn: called with each window that was metered.
-        ran_out: called with a window in which memory ran out, in a graph or in what lies between its passes (the loss);
-            with the bytes that it would have taken to go on, and whether it was not in a graph.
-        ran_out_after: called with one after which memory ran out before the next call, as in the optimizer's step.
-        foresee: called when the last backward pass of a window begins, with what the window has shown by then and what
-            it used; what it raises ends the step before any gradient is made.
+        static: the models' static memory.
+        ended: called with an iteration whose last backward pass is over.
+        ran_out: called with an iteration in which memory ran out, or after it; with the bytes that it would have taken
+            to go on (0 if they are not known), and whether no graph ran, as in the loss.
+        backward_ended: called with a graph whose backward pass has run, and the peak of the iteration so far.
+        backward_begins: called with an iteration, and a call of it, when the last backward pass that is pending begins;
+            what it raises ends the iteration before any gradient is made. None: nothing is.
+        by_call: whether an iteration begins with a call of a model, which is announced by `begin`, and ends with the
+            `backward()` after which none is pending. If not, it begins with a forward pass of a step that is to be
+            metered, and ends with a backward pass: those of a model of one graph.
+        counts_all: whether everything that is allocated from `open` on counts, as for models that share a budget; if
+            not, what an iteration allocates, and what its models have.
+        device: where they run.
 
     Attributes:
         calls: those that are not over.
         gradients_are_used: whether the optimizer has stepped since the last backward pass; whoever knows sets it.
-        follows_iterations: whether several calls may be one iteration, with a plan for all of them.
+        iteration: the one that goes on, or that has ended last; None between two.
+        is_within_another: whether nothing is counted because another model's steps are. waits_for_the_counter: that is
+            of one graph, and only its first steps are.
     """
-
-    follows_iterations = False
 
     def __init__(
         self,
         static: StaticMemory,
-        learn: Callable[[Window], None],
-        ran_out: Callable[[Window, int, bool], None] | None = None,
-        ran_out_after: Callable[[Window], None] | None = None,
-        foresee: Callable[[Window, int], None] | None = None,
+        ended: Callable[[Iteration], None],
+        ran_out: Callable[[Iteration, int, bool], None],
+        backward_ended: Callable[[Metered, int], None] | None = None,
+        backward_begins: Callable[[Iteration, Call], None] | None = None,
+        *,
+        by_call: bool = False,
+        counts_all: bool = False,
+        device: torch.device | None = None,
     ) -> None:
         self.calls = Calls()
         self.gradients_are_used = False
+        self.iteration: Iteration | None = None
+        self.is_within_another = self.waits_for_the_counter = False
+        self.by_call = by_call
         self._static = static
-        self._learn = learn
+        self._ended = ended
         self._ran_out = ran_out
-        self._foresee = foresee
-        self._ran_out_after = ran_out_after
-        self._last: tuple[Window, torch.device, Refusals] | None = None  # opened last, and refusals before
-        self._meter: StepMeter | None = None
-        self._window: Window | None = None
-        self._old_gradients: list[WeakStorage] = []
-        self._waits = 0
+        self._backward_ended = backward_ended
+        self._backward_begins = backward_begins
+        self._counts_all = counts_all
+        self._running = RunningMeter(device or torch.device("cpu"))
+        self._is_open = False  # other models are not metered meanwhile
+        self._will_end = False  # the end of the `backward()` that runs is awaited
         self._thread = 0  # whose calls are metered
         self._in_pass = False  # a metered one: then its call is not under way, or not any more
+
+    def open(self) -> None:
+        """Count what is allocated from here on, unless another model's calls are being metered.
+
+        Raises:
+            InputError: on the CPU, without a C++ compiler.
+        """
+        other = self._in_the_way()
+        self.is_within_another = other is not None
+        self.waits_for_the_counter = other is not None and not other.by_call
+        if other is None:
+            self._static.keep_library_memory()
+            self._running.start()
+            self._takes_the_counter()
+
+    @property
+    def measures(self) -> bool:
+        """Whether what is in use is measured: not without a C++ compiler on the CPU."""
+        return self._running.is_running
+
+    def measures_it(self, tensor: torch.Tensor) -> bool:
+        """Whether the memory of a tensor counts in what is measured because it was allocated meanwhile."""
+        return self._running.is_fresh(tensor)
+
+    def begin(self, models: Mapping[str, nn.Module], arguments: Iterable[torch.Tensor], *, closely: bool) -> Interval:
+        """An iteration begins with a call; what was in use since the one before.
+
+        Args:
+            models: by name.
+            arguments: of its first call.
+            closely: whether the iteration is to be metered.
+        """
+        reads.stop()
+        self._will_end = False
+        meter, between = self._running, Interval(0, 0)
+        if not self._counts_all:
+            self._give_up()  # what is allocated between two iterations does not count
+        if not meter.is_running and (self._counts_all or closely):
+            self._open_if_it_can_be()
+        elif closely or meter.device.type != "cuda":
+            between = meter.mark()
+        if not self._counts_all:
+            meter.count_this_thread()
+        if not closely:
+            self.iteration = Iteration(between.end_bytes, {}, record=None, closely=False)
+            return between
+        arguments = list(arguments)
+        old = {
+            name: [WeakStorage(p.grad) for p in model.parameters() if p.grad is not None]
+            for name, model in models.items()
+        }
+        if self._counts_all:
+            meter.restart_from([*self._static.tensors(), *arguments])
+        else:
+            self._restart_from(arguments)
+        self.iteration = Iteration(
+            meter.mark().end_bytes,
+            old,
+            [WeakStorage(argument) for argument in arguments],
+            state_bytes=self._static.state_there_bytes(),
+            refused=refusals(meter.device),
+        )
+        return between
+
+    def _open_if_it_can_be(self) -> None:
+        try:
+            self.open()
+        except InputError:
+            if self._counts_all:
+                raise
+
+    def _restart_from(self, arguments: Iterable[torch.Tensor]) -> None:
+        passing = [*map(WeakStorage, self._static.gradients()), *self.calls.held_of_the_last()]
+        self._running.restart_from(self._in_use(arguments), passing)
+
+    def goes_on_with(self, arguments: Iterable[torch.Tensor]) -> None:
+        """Another call of the iteration begins."""
+        iteration = self.iteration
+        if iteration is not None:
+            arguments = list(arguments)
+            iteration.late_bytes += self._running.count(arguments)
+            iteration.arguments += [WeakStorage(argument) for argument in arguments]
+
+    def begins_to_train(self) -> Interval:
+        """The first training call of the iteration begins: what ran before it in the iteration."""
+        iteration = self.iteration
+        if iteration is None or iteration.intervals or not (iteration.closely or self._running.device.type != "cuda"):
+            return Interval(0, 0)
+        return self._running.mark(passed=True)
+
+    def is_over(self) -> bool:
+        """Whether nothing of the iteration is pending."""
+        iteration = self.iteration
+        if iteration is None or iteration.failed or iteration.runs > _MOST_RUNS:
+            return True
+        iteration.results = [result for result in iteration.results if result.is_alive]
+        return not self.calls.under_way(after=iteration.after) and (bool(iteration.went_back) or not iteration.results)
+
+    def in_use_bytes(self) -> int:
+        """Device bytes in use now, as far as they are known."""
+        if self._running.is_running:
+            return self._running.in_use_bytes()
+        return sum({one.key: one.nbytes for one in map(WeakStorage, self._static.tensors())}.values())
 
     def forward(self, step: Metered, run: Run, arguments: list[Any]) -> Any:
         """Run the forward graph of a step."""
         given = self.calls.keys_needed(step, [*arguments, *self._static.input_copies])
-        self._begin_forward(step, arguments)
-        try:
+        if not self.by_call:
+            self._begin_here(step, arguments)
+        iteration = self.iteration
+        if iteration is None:
             outputs = run(arguments)
-        except BaseException as error:
-            self._failed(error)
-            raise
+            self.calls.started(given, outputs, step.n_outputs, step.results, step)
+            return outputs
+        record = iteration.record
+        held, fresh = ([], []) if record is None else self._who_made(iteration, arguments)
+        self._mark_before(iteration, "forward", step, arguments)
+        outputs = self._ran(iteration, run, arguments)
+        iteration.runs += 1
         self.calls.started(given, outputs, step.n_outputs, step.results, step)
-        self._in_pass = False
-        if self._window is not None and self._meter is not None:
-            self._meter.pause()
+        self._mark_after(iteration)
+        if record is not None:
+            lasting = None
+            if self._static.is_sharded:
+                lasting = {tensor.untyped_storage()._cdata for tensor in self._static.lasting_tensors()}
+            record.arguments = [one for one in iteration.arguments if one.is_alive]
+            record.went_forward(cast(MeteredGraph, step), self.calls.last, held, fresh, outputs, lasting)
         return outputs
+
+    def _who_made(self, iteration: Iteration, arguments: Sequence[Any]) -> tuple[list[WeakStorage | None], list[bool]]:
+        """The memory of the arguments of a graph, and whether eager code of the iteration made it."""
+        there = {one.key for one in iteration.arguments if one.is_alive}
+        held = [WeakStorage(a) if isinstance(a, torch.Tensor) else None for a in arguments]
+        fresh = [
+            one is not None and one.key not in there and self._running.is_fresh(a)
+            for a, one in zip(arguments, held, strict=True)
+        ]
+        return held, fresh
+
+    def _begin_here(self, step: Metered, arguments: Sequence[Any]) -> None:
+        """A forward pass of a model of one graph: one more of the iteration that goes on, or the first of the next."""
+        iteration = self.iteration
+        if iteration is not None and not iteration.has_ended and self.calls.under_way():
+            return
+        self.close()
+        if not step.steps_to_meter:
+            return
+        with _opening:
+            if self.calls.under_way() or self._in_the_way() is not None:
+                return
+            if self._running.device != step.device:
+                self._running = RunningMeter(step.device)
+            try:
+                self._running.start(or_records=True)
+            except InputError:
+                return  # another profiler runs
+            try:
+                self._running.count_this_thread()
+                old = {"": [WeakStorage(gradient) for gradient in self._static.gradients()]}
+                self._restart_from(arguments)
+                begin_bytes = self._running.mark().end_bytes
+            except BaseException:
+                self._running.close()  # else it would count for other models
+                raise
+            self.iteration = Iteration(begin_bytes, old, record=None, refused=refusals(step.device))
+            self._takes_the_counter()
 
     def returned(self, results: Any, node: Any) -> None:
         """The caller gets these results of a forward pass, whose backward pass an autograd node runs."""
         self.calls.goes_back_by(node)
-        if self._window is not None:
+        if self._is_open:
             self.calls.returned(tree_leaves(results))
 
     def backward(self, step: Metered, run: Run, arguments: list[Any]) -> Any:
         """Run the backward graph of a step."""
         begun = self._begin_backward(step, arguments)
-        if begun is None:
-            with reads.paused():
+        with reads.paused():
+            if begun is None:
                 return run(arguments)
-        try:
-            with reads.paused():
-                gradients = run(arguments)
-        except BaseException as error:
-            self._failed(error)
-            raise
-        self._end_backward(*begun)
+            gradients = self._ran(begun.iteration, run, arguments)
+        self._end_backward(begun, gradients)
         return gradients
 
     def backward_in_parts(
@@ -166,117 +275,157 @@ class Metering:
         begun = self._begin_backward(step, arguments)
         if begun is None:
             return (yield from run(arguments))
+        self._in_pass = True
         try:
             gradients = yield from run(arguments)
         except BaseException as error:
-            self._failed(error)
+            self._failed(begun.iteration, error)
             raise
-        self._end_backward(*begun)
+        finally:
+            self._in_pass = False
+        self._end_backward(begun, gradients)
         return gradients
 
-    def _begin_backward(self, step: Metered, arguments: Sequence[Any]) -> tuple[Call, list[WeakStorage]] | None:
-        """The metered call that goes back, and the gradients of its results; None for any other call."""
+    def _begin_backward(self, step: Metered, arguments: Sequence[Any]) -> _Backward | None:
+        """The backward pass that begins; None if it is of no iteration."""
         self.gradients_are_used = False
-        call = self._goes_back(step, arguments)
-        window, meter = self._window, self._meter
-        if window is None or meter is None or call is None:  # None for a call that is sent back a second time
-            return None
-        self._in_pass = True
-        _note_results(call, window.kept, window.released)
-        window.gradients_stayed |= any(held.is_alive for held in self._old_gradients)
+        call = self.calls.goes_back(arguments, step)
+        iteration = self.iteration
+        if iteration is None or iteration.has_ended or (call is None and not self.by_call):
+            return None  # no call is known of one that is sent back a second time
+        old = [one for gradients in iteration.old_gradients.values() for one in gradients]
+        if not iteration.went_back:
+            iteration.stayed = {n for n, held in iteration.old_gradients.items() if any(one.is_alive for one in held)}
+        iteration.went_back += 1
+        iteration.is_mixed |= call is not None and call.number <= iteration.after
+        record, number = iteration.record, None
+        if record is not None:
+            number = record.goes_back(cast(MeteredGraph, step), call, arguments)
+        iteration.again |= number is None if record is not None else call is None
         given = arguments[len(arguments) - step.n_tangents :]
         # That of a loss is the 1 that `backward()` itself makes and holds, which takes no room.
         tangents = [WeakStorage(one) for one in given if isinstance(one, torch.Tensor) and one.numel() > 1]
-        window.gradients_given |= bool(tangents)
-        meter.resume(self._in_use(arguments))
-        if self._foresee is not None and not self._goes_on():
-            self._look_ahead(self._foresee, window, meter, call)
-        return call, tangents
+        if call is not None and iteration.closely:
+            iteration.fates.begins_backward(call, tangents, old)
+        self._await_end(iteration, step)
+        self._mark_before(iteration, "backward", step, arguments)
+        if self._backward_begins is not None and call is not None and not self.calls.under_way():
+            try:
+                self._backward_begins(iteration, call)
+            except BaseException:
+                self.close()
+                raise
+        return _Backward(iteration, step, call, tangents, number)
 
-    def _look_ahead(self, foresee: Callable[[Window, int], None], window: Window, meter: StepMeter, call: Call) -> None:
-        """What is known once the loss has been computed: it has run, and whoever still holds a result has a name."""
-        held = call.held_by_caller()
-        held_bytes = sum({call.outputs[place].key: call.outputs[place].nbytes for place in held}.values())
-        known = replace(window, outlived=held, let_go=set(call.outputs) - held, measured=meter.so_far())
-        try:
-            foresee(known, held_bytes)
-        except BaseException:
+    def _end_backward(self, begun: _Backward, gradients: Any) -> None:
+        iteration, record = begun.iteration, begun.iteration.record
+        if iteration is not self.iteration and not self.by_call:
+            return  # given up by another model's call
+        if begun.number is not None and record is not None:
+            record.went_back(begun.number, gradients)
+        self._mark_after(iteration)
+        if begun.call is not None and iteration.closely:
+            iteration.fates.ends_backward(begun.call, begun.tangents)
+        if self._backward_ended is not None:
+            self._backward_ended(begun.step, iteration.peak_bytes)
+        if not self.by_call and not self.calls.under_way():
             self._give_up()
-            raise
+            iteration.has_ended, self.iteration = True, iteration
+            self._ended(iteration)
 
-    def _end_backward(self, call: Call, tangents: Sequence[WeakStorage]) -> None:
-        self._in_pass = False
-        window, meter = self._window, self._meter
-        if window is None or meter is None:  # given up by another model's call
+    def _await_end(self, iteration: Iteration, step: Metered) -> None:
+        """Measure eager code that runs backward after the last graph, such as an embedding's."""
+        if self._will_end or not iteration.closely or not self.by_call:
             return
-        _note_results(call, window.outlived, window.let_go)
-        window.tangents_stayed |= any(tangent.is_alive for tangent in tangents)
-        if self._goes_on():
-            meter.pause()
-        else:
-            self._end(window, meter)
 
-    def _goes_back(self, step: Metered, arguments: Sequence[Any]) -> Call | None:
-        return self.calls.goes_back(arguments, step)
+        def backward_has_ended() -> None:
+            self._will_end = False
+            if iteration is not self.iteration or iteration.failed:
+                return
+            iteration.last_interval = _together(iteration.last_interval, self._running.mark(passed=True))
+            iteration.peak_bytes = max(iteration.peak_bytes, iteration.last_interval.peak_bytes)
+            if self._backward_ended is not None:
+                self._backward_ended(step, iteration.peak_bytes)
+            if self.is_over():
+                self._ended(iteration)
 
-    def _end(self, window: Window, meter: StepMeter) -> None:
-        """The last backward pass of a window is over."""
-        self._close(window, meter.end())
+        call_at_end_of_backward(backward_has_ended)
+        self._will_end = True
 
-    def _goes_on(self) -> bool:
-        """Whether the window has more passes to come."""
-        return bool(self.calls.under_way())
-
-    def _close(self, window: Window, measured: Measured | None) -> None:
-        window.measured = measured
-        self._window = None
-        if measured is not None:
-            waits = self._waits_for_state()
-            for metered in window.steps:
-                metered.steps_to_meter -= metered.steps_to_meter > waits
-            self._learn(window)
-
-    def _waits_for_state(self) -> bool:
-        """Whether the last step to be metered is still to come: with the optimizer's state, which a GradScaler that
-        leaves out steps, or a loop that accumulates, has it allocate later."""
-        waits = self._static.awaits_optimizer and self._waits < _MOST_WAITS
-        self._waits += waits
-        return waits
-
-    def _begin_forward(self, step: Metered, arguments: Sequence[Any]) -> None:
-        window, meter = self._window, self._meter
-        if window is not None and meter is not None and self._goes_on():
-            if step not in window.steps:
-                window.steps.append(step)
-            self._in_pass = True
-            meter.go_on(self._in_use(arguments))
-            return
+    def close(self) -> None:
+        """Meter nothing any more."""
+        self.iteration = None
         self._give_up()
-        if step.steps_to_meter:
-            self._open(step.device, [step], arguments)
 
-    def _open(self, device: torch.device, steps: list[Metered], arguments: Sequence[Any]) -> None:
-        """Begin a window, where nothing is under way."""
-        with _opening:
-            self._open_if_free(device, steps, arguments)
+    def learn_refusals(self, *, between: bool = True) -> None:
+        """Learn whether memory ran out since a metered iteration began; whoever has caught it does not report it.
 
-    def _open_if_free(self, device: torch.device, steps: list[Metered], arguments: Sequence[Any]) -> None:
-        if self.calls.under_way() or self._in_the_way() is not None:
+        Args:
+            between: whether no graph of the iteration runs.
+        """
+        iteration, running = self.iteration, self._running
+        if iteration is None or not iteration.closely:
             return
-        meter = self._meter
-        if meter is None or meter.device != device:
-            meter = self._meter = StepMeter(device)
-        self._old_gradients = [WeakStorage(gradient) for gradient in self._static.gradients()]
-        passing = [*self._old_gradients, *self.calls.held_of_the_last()]
-        if meter.begin(self._in_use(arguments), passing):
-            self._window, self._in_pass = Window(steps), True
-            self._last = self._window, device, refusals(device)
-            self._takes_the_counter()
+        if not (running.is_running or iteration.has_ended):
+            return
+        now = refusals(running.device)
+        if now.count > iteration.refused.count:
+            iteration.refused = now
+            used_bytes = running.refused(now)
+            if not self.by_call:
+                self.close()
+            self._ran_out(iteration, used_bytes, between)
+
+    def _ran(self, iteration: Iteration, run: Run, arguments: list[Any]) -> Any:
+        self._in_pass = True
+        try:
+            return run(arguments)
+        except BaseException as error:
+            self._failed(iteration, error)
+            raise
+        finally:
+            self._in_pass = False
+
+    def _failed(self, iteration: Iteration, error: BaseException) -> None:
+        iteration.failed = True
+        self._will_end = False
+        if isinstance(error, torch.OutOfMemoryError):
+            self.learn_refusals(between=False)
+        if not self.by_call:
+            self.close()
+
+    def _mark_before(self, iteration: Iteration, phase: Phase, step: Metered, arguments: Sequence[Any]) -> None:
+        iteration.went(phase, step)
+        if iteration.closely and (given_bytes := self._running.count_reads()):
+            iteration.was_given(given_bytes)
+        self._mark(iteration, passed=True)
+        if not self.by_call:
+            self._running.go_on(self._in_use(arguments))
+
+    def _mark_after(self, iteration: Iteration) -> None:
+        self._mark(iteration, passed=False)
+        if iteration.closely and self._running.is_running:
+            reads.start()
+
+    def _mark(self, iteration: Iteration, *, passed: bool) -> None:
+        running = self._running
+        if not self._is_open or (not iteration.closely and running.device.type == "cuda"):
+            return
+        measured = running.mark(passed=passed)
+        iteration.reserved_bytes = running.reserved_bytes
+        if passed:
+            measured = _together(iteration.last_interval, measured)
+            iteration.last_interval = None
+        iteration.intervals.append(measured)
+        iteration.peak_bytes = max(iteration.peak_bytes, measured.peak_bytes)
+
+    def _in_use(self, arguments: Iterable[Any]) -> list[torch.Tensor]:
+        return [*self._static.lasting_tensors(), *(a for a in arguments if isinstance(a, torch.Tensor))]
 
     def _in_the_way(self) -> Metering | None:
         """Whose calls are being metered, of another model: there is one counter, and what it counts here is theirs."""
         other = next((reference() for reference in _metering_now), None)
-        if other is None or other is self or other._window is None:
+        if other is None or other is self or not other._is_open:
             return None
         if other.calls.under_way() or other._in_pass:
             return other
@@ -286,51 +435,38 @@ class Metering:
     def _takes_the_counter(self) -> None:
         _metering_now[:] = [weakref.ref(self)]
         self._thread = threading.get_ident()
-
-    def _failed(self, error: BaseException) -> None:
-        if isinstance(error, torch.OutOfMemoryError):
-            self.learn_refusals()
-        self._give_up()
-
-    def learn_refusals(self) -> None:
-        """Learn whether memory ran out since the last metered window began: who caught it does not report it."""
-        last, self._last = self._last, None
-        if last is None:
-            return
-        window, device, before = last
-        now = refusals(device)
-        if now.count == before.count:
-            if window is self._window:
-                self._last = last  # it goes on
-            return
-        if window.measured is not None:
-            if self._ran_out_after is not None:
-                self._ran_out_after(window)
-            return
-        if window is not self._window or self._meter is None:
-            return
-        part, used_bytes = self._meter.refused(now)
-        self._give_up()
-        if self._ran_out is not None and window.steps:
-            self._ran_out(window, used_bytes, part == "loss")
-
-    def close(self) -> None:
-        """Meter nothing any more."""
-        self._give_up()
+        self._is_open = True
 
     def _give_up(self) -> None:
-        if self._window is not None and self._meter is not None:
-            self._meter.abandon()
-        self._window, self._in_pass = None, False
+        if self._is_open:  # else the reads are noted for another model
+            reads.stop()
+        self._is_open = self._in_pass = False
+        self._running.close()
+        if not self.by_call:
+            self.iteration = None
 
-    def _in_use(self, arguments: Sequence[Any]) -> list[torch.Tensor]:
-        return [*self._static.lasting_tensors(), *(a for a in arguments if isinstance(a, torch.Tensor))]
+
+@dataclass
+class _Backward:
+    """A backward pass that runs.
+
+    Attributes:
+        iteration: of which it is.
+        step, call: whose it is; no call is known of a second backward pass.
+        tangents: the gradients that it was given.
+        number: of its run in the record.
+    """
+
+    iteration: Iteration
+    step: Metered
+    call: Call | None
+    tangents: Sequence[WeakStorage]
+    number: int | None
 
 
-def _note_results(call: Call, there: set[int], gone: set[int]) -> None:
-    alive = {place for place, held in call.outputs.items() if held.is_alive}
-    there |= alive
-    gone |= set(call.outputs) - alive
+def _together(before: Interval | None, after: Interval) -> Interval:
+    """Two intervals without a pass between them as one."""
+    return after if before is None else Interval(max(before.peak_bytes, after.peak_bytes), after.end_bytes)
 
 
 _metering_now: list[weakref.ref[Metering]] = []
@@ -341,7 +477,7 @@ def abandon_in_other_threads() -> None:
     """Stop metering calls of other threads, until later: what this one has allocated was counted for them."""
     for reference in _metering_now:
         metering = reference()
-        if metering is not None and not metering.follows_iterations and metering._thread != threading.get_ident():
+        if metering is not None and not metering.by_call and metering._thread != threading.get_ident():
             metering._give_up()
 
 

@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from shoal.engine.iteration.record import Fates, Iteration, Measured, Metered
 from shoal.engine.loop_memory import LoopMemory, dropped_bytes
-from shoal.engine.metering import Metered, Window
-from shoal.memory.step_meter import Measured
 
 
 def observe_loop(
-    window: Window, measured: Measured, loop: LoopMemory, *, gradients_pass: bool, awaited_bytes: int = 0
+    iteration: Iteration,
+    fates: Fates,
+    measured: Measured,
+    loop: LoopMemory,
+    *,
+    gradients_pass: bool,
+    awaited_bytes: int = 0,
 ) -> LoopMemory:
     """What is known of the loop after one more metered step: the worst of all steps, attribute by attribute.
 
@@ -20,32 +25,33 @@ def observe_loop(
     come back to it: a penalty or a log every n steps begins with the first one, and no later step is metered.
 
     Args:
-        window: the steps that ran, and what became of their outputs and gradients.
+        iteration: the steps that ran.
+        fates: what became of their outputs and gradients.
         measured: bytes in use meanwhile.
         loop: what was known before.
         gradients_pass: whether gradients of the step before were there when the first forward pass began.
         awaited_bytes: that the plans count and that are not there yet: state of an optimizer that has not stepped.
     """
-    released, let_go = frozenset(window.released - window.kept), frozenset(window.let_go - window.outlived)
-    freed = any(step.handed_stayed is False for step in window.steps) and not any(
-        step.handed_stayed for step in window.steps
+    released, let_go = frozenset(fates.released - fates.kept), frozenset(fates.let_go - fates.outlived)
+    freed = any(step.handed_stayed is False for step in iteration.steps) and not any(
+        step.handed_stayed for step in iteration.steps
     )
     seen = replace(
         loop,
         learnt=True,
         released=loop.released & released if loop.learnt else released,
         let_go=loop.let_go & let_go if loop.learnt else let_go,
-        tangents_pass=not window.tangents_stayed and (loop.tangents_pass or not loop.learnt),
-        gradients_given=window.gradients_given or (loop.learnt and loop.gradients_given),
+        tangents_pass=not fates.tangents_stayed and (loop.tangents_pass or not loop.learnt),
+        gradients_given=fates.gradients_given or (loop.learnt and loop.gradients_given),
         hooks_free=freed and (loop.hooks_free or not loop.learnt),
-        drops_late=loop.drops_late and not (window.gradients_stayed and gradients_pass),
+        drops_late=loop.drops_late and not (fates.gradients_stayed and gradients_pass),
     )
-    gradient_bytes = sum(map(_loss_gradient_bytes, window.steps))
+    gradient_bytes = sum(map(_loss_gradient_bytes, iteration.steps))
     given_share = measured.given_bytes / gradient_bytes if gradient_bytes else 0.0
     seen = replace(seen, given_share=max(given_share, loop.given_share) if loop.learnt else given_share)
     loss_shares = [loop.loss_share] if loop.learnt else []
     kept_shares = [loop.kept_share] if loop.learnt else []
-    for step in window.steps:
+    for step in iteration.steps:
         basis = step.basis_in_call()
         # As it was metered: without what the loss keeps, and without graphs.
         plan = step.plan and basis and basis.of(step.plan, replace(seen, kept_share=0.0, replays=False))

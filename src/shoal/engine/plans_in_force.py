@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from shoal.core.plan import Plan
 from shoal.core.step import StepGraph
+from shoal.engine.iteration.record import Metered
 from shoal.engine.loop_memory import Basis, LoopMemory
-from shoal.engine.metering import Metered
 from shoal.engine.status import Status
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shoal.core.sizes import format_bytes
-from shoal.engine.metering import Metered
+from shoal.engine.iteration.record import Metered
 from shoal.engine.snapshot import Snapshot
 from shoal.engine.status import Status
 

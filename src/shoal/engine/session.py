@@ -23,12 +23,14 @@ from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
 from shoal.core.validate_plan import check_own_plan
 from shoal.engine import memory_warnings
+from shoal.engine.calls import Call
 from shoal.engine.compile_options import CompileOptions
 from shoal.engine.cuda_graphs import ReplayedSteps, refuse
 from shoal.engine.early_gradients import EarlyGradients
+from shoal.engine.iteration.record import Iteration, Metered
 from shoal.engine.launched_step import as_launched
 from shoal.engine.loop_memory import LoopMemory, best_case, step_alone, usual_case, waiting_bytes
-from shoal.engine.metering import Metered, Metering, Window, abandon_in_other_threads
+from shoal.engine.metering import Metering, abandon_in_other_threads
 from shoal.engine.observe_loop import loss_takes_more, observe_loop
 from shoal.engine.open_transfers import OpenTransfers
 from shoal.engine.optimizer_steps import watch
@@ -53,6 +55,7 @@ log = logging.getLogger("shoal")
 
 _ROOM = 0.05  # of the budget: what a plan leaves free, once the loop is known, for it to be made again
 _SLOWER = 0.01  # of the plain step: what it must add for that
+_MOST_WAITS = 20  # iterations that are metered until the optimizer has stepped: a GradScaler leaves out steps
 
 
 class OfSeveralGraphs(NamedTuple):
@@ -107,6 +110,7 @@ class Session:
     _unlimit: Callable[[], None] | None = None
     _aside: SetAside = field(default_factory=SetAside)
     _waiting_bytes: int = 0  # of calls that are left over
+    _waits: int = 0
     _improved: bool = False
     _in_force: PlansInForce = field(init=False)
     _uncounted: memory_warnings.UncountedState = field(init=False)
@@ -115,7 +119,7 @@ class Session:
     _plannings: weakref.WeakKeyDictionary[Metered, StepPlanning] = field(default_factory=weakref.WeakKeyDictionary)
 
     def __post_init__(self) -> None:
-        self.metering = Metering(self.static, self.learn, self.ran_out, self.ran_out_after, self.foresee)
+        self.metering = self._new_metering()
         self._in_force = PlansInForce(self.status)
         self._uncounted = memory_warnings.UncountedState(self._said_name)
         self._transfers = OpenTransfers(self.offloading)
@@ -127,6 +131,9 @@ class Session:
         if self.ready_plan is not None:
             self.loop = step_alone(replays=self.options.cuda_graphs)
         watch(self)
+
+    def _new_metering(self) -> Metering:
+        return Metering(self.static, self._ended, self.ran_out, backward_begins=self.foresee)
 
     @property
     def _said_name(self) -> str:
@@ -154,7 +161,7 @@ class Session:
         static.gradients_pass = used and self.loop.drops_late
         if self.ready_plan is None:
             self._hold_over(distinct_bytes(there) if static.gradients_pass else 0)
-            self.left_over = 0 if self.metering.follows_iterations else self.metering.calls.under_way()
+            self.left_over = 0 if self.metering.by_call else self.metering.calls.under_way()
             if self.left_over:
                 self.metering.close()  # what such a call takes is no measure of others
         return bool(there) and not static.gradients_pass
@@ -247,7 +254,7 @@ class Session:
         """Let the next step be that of a model of one graph, not planned yet; returns what `as_several_again` takes."""
         status = self.status
         before = OfSeveralGraphs(self.metering, status.plans, status.measured_peak_bytes, self.without_effect)
-        self.metering = Metering(self.static, self.learn, self.ran_out, self.ran_out_after, self.foresee)
+        self.metering = self._new_metering()
         self.metering.calls.begins()
         self.metering.gradients_are_used = before.metering.gradients_are_used
         self.without_effect = ()
@@ -488,27 +495,35 @@ class Session:
         """Give the host's bytes and the link's threads back. Steps planned so far cannot run any more."""
         self._transfers.close()
 
-    def foresee(self, window: Window, held_bytes: int) -> None:
-        """Before the first backward pass of a loop: hold its plan against what forward pass and loss have shown.
+    def foresee(self, iteration: Iteration, call: Call) -> None:
+        """Before the last backward pass of an iteration: hold its plan against what forward pass and loss have shown.
 
         Args:
-            window: the calls, and what they used so far.
-            held_bytes: results that the caller holds, and so in the next forward pass too.
+            iteration: what was metered so far.
+            call: the one that goes back. Whoever still holds a result of it now has a name for it.
 
         Raises:
             BudgetError: no plan fits into such a loop; no weight has changed yet.
         """
-        budget_bytes, measured = self.status.budget_bytes, window.measured
-        if budget_bytes is None or measured is None or not self._may_hope or not self._in_force.have(window.steps):
+        budget_bytes = self.status.budget_bytes
+        if budget_bytes is None or not self._may_hope or not self._in_force.have(iteration.steps):
             return
-        if any(step.departures for step in window.steps):
+        if any(step.departures for step in iteration.steps):
             return
+        held = call.held_by_caller()
+        held_bytes = sum({call.outputs[place].key: call.outputs[place].nbytes for place in held}.values())
+        fates = replace(iteration.fates, outlived=held, let_go=set(call.outputs) - held)
         awaited_bytes = max(0, self.state_bytes - self.static.state_there_bytes())
         seen = observe_loop(
-            window, measured, self.loop, gradients_pass=self.static.gradients_pass, awaited_bytes=awaited_bytes
+            iteration,
+            fates,
+            iteration.measured(),
+            self.loop,
+            gradients_pass=self.static.gradients_pass,
+            awaited_bytes=awaited_bytes,
         )
         seen = replace(seen, held_result_bytes=held_bytes, hooks_free=True)  # no hook has run yet
-        for step in window.steps:
+        for step in iteration.steps:
             planning, basis = self._plannings.get(step), step.basis_in_call()
             if planning is None or step.plan is None or basis is None:
                 continue
@@ -519,15 +534,21 @@ class Session:
                     self._plan_anew()
                     raise self._hinted(refused, planning) from None
 
-    def learn(self, window: Window) -> None:
+    def _ended(self, iteration: Iteration) -> None:
+        waits = self.static.awaits_optimizer and self._waits < _MOST_WAITS
+        self._waits += waits
+        for step in iteration.steps:  # the last that is metered has the optimizer's state, which may come late
+            step.steps_to_meter -= step.steps_to_meter > waits
+        self.learn(iteration)
+
+    def learn(self, iteration: Iteration) -> None:
         """Compare metered calls with the plans; over the budget, warn and plan again with what was learnt."""
-        status, measured = self.status, window.measured
-        assert measured is not None
+        status, measured = self.status, iteration.measured()
         self._plannings.clear()
-        if any(step.departures for step in window.steps):
+        if any(step.departures for step in iteration.steps):
             return  # it took copies that are not planned yet
         budget_bytes = status.budget_bytes
-        if not self._in_force.have(window.steps):
+        if not self._in_force.have(iteration.steps):
             if budget_bytes is not None and measured.peak_bytes > budget_bytes:
                 memory_warnings.planned_apart_is_over(self._said_name, measured.peak_bytes, budget_bytes)
             return
@@ -536,17 +557,24 @@ class Session:
             if budget_bytes is not None and measured.peak_bytes > budget_bytes:
                 memory_warnings.given_plan_is_over(self._said_name, measured.peak_bytes, budget_bytes)
             return
-        before_bytes = highest_predicted(window.steps)
+        before_bytes = highest_predicted(iteration.steps)
         static = self.static
         awaited_bytes = max(0, self.state_bytes - static.state_there_bytes())
         self._adapt(
-            observe_loop(window, measured, self.loop, gradients_pass=static.gradients_pass, awaited_bytes=awaited_bytes)
+            observe_loop(
+                iteration,
+                iteration.fates,
+                measured,
+                self.loop,
+                gradients_pass=static.gradients_pass,
+                awaited_bytes=awaited_bytes,
+            )
         )
-        after_bytes = highest_predicted(window.steps)
+        after_bytes = highest_predicted(iteration.steps)
         if budget_bytes is None:
             return
         if measured.peak_bytes > budget_bytes:
-            self._repair(window.steps, measured.peak_bytes, after_bytes, budget_bytes)
+            self._repair(iteration.steps, measured.peak_bytes, after_bytes, budget_bytes)
         elif before_bytes - after_bytes > _ROOM * budget_bytes and self._would_gain():
             self._improved = True
             freed = format_bytes(before_bytes - after_bytes)
@@ -574,14 +602,19 @@ class Session:
         """Plan again where memory ran out in a metered step, be it in the loss, of which only the caller knows."""
         self.metering.learn_refusals()
 
-    def ran_out(self, window: Window, used_bytes: int, between: bool) -> None:
+    def ran_out(self, iteration: Iteration, used_bytes: int, between: bool) -> None:
         """Memory ran out in a metered step: plan again with more room, for the loss where it took more than was known,
-        else with some of the budget set aside."""
+        else with some of the budget set aside. After one, say so."""
+        if iteration.has_ended:
+            memory_warnings.ran_out_after(self._said_name, self.static)
+            return
         budget_bytes = self.status.budget_bytes
         if budget_bytes is None or self.on_repair is None or self.ready_plan is not None:
             return
-        loop = loss_takes_more(self.loop, window.steps, used_bytes) if between and not self.loop.learnt else self.loop
-        learnt, on_cuda = loop != self.loop, all(step.device.type == "cuda" for step in window.steps)
+        steps, loop = iteration.steps, self.loop
+        if between and not loop.learnt:
+            loop = loss_takes_more(loop, steps, used_bytes)
+        learnt, on_cuda = loop != self.loop, all(step.device.type == "cuda" for step in steps)
         if not learnt and not on_cuda:
             return  # what is known to fit met a limit on the CPU, which may be for this call only
         if learnt:
@@ -589,11 +622,7 @@ class Session:
             room = f"room there for {loop.loss_share:.3g} times the outputs' gradients"
             memory_warnings.ran_out_in_loss(self._said_name, room, budget_bytes)
         if not learnt or (on_cuda and used_bytes <= budget_bytes):  # the device has less
-            self._aside.out_of_memory(self._said_name, window.steps, used_bytes, budget_bytes)
+            self._aside.out_of_memory(self._said_name, steps, used_bytes, budget_bytes)
         self.status.repairs += 1
         gc.collect()  # the frames that failed hold tensors
         self._plan_anew()
-
-    def ran_out_after(self, window: Window) -> None:
-        """Memory ran out after a metered step."""
-        memory_warnings.ran_out_after(self._said_name, self.static)

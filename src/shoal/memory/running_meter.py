@@ -8,10 +8,13 @@ from contextlib import ExitStack
 import torch
 
 from shoal.core.joined_step import Interval
+from shoal.errors import InputError
+from shoal.lowlevel import allocations
 from shoal.lowlevel.cuda_allocator import Refusals
 from shoal.lowlevel.torch_state import allocated_bytes
 from shoal.memory import reads
 from shoal.memory.limit import MemoryLimit, memory_limit
+from shoal.memory.pass_recorder import PassRecorder
 from shoal.memory.storage_bytes import WeakStorage, bytes_on, distinct_bytes
 
 
@@ -20,7 +23,8 @@ class RunningMeter:
 
     What is allocated while it runs is counted by the allocator: on CUDA by the caching allocator, on the CPU by the
     counting one of `shoal.memory.limit`. What was there before it ran is counted as it is named: on CUDA what else was
-    there is taken off what the allocator counts.
+    there is taken off what the allocator counts. Without a C++ compiler, PyTorch's profiler can record each pass on the
+    CPU, from `go_on` to `mark`; what lies between passes is not measured then.
 
     >>> meter = RunningMeter(torch.device("cpu"))
     >>> meter.start()
@@ -42,6 +46,7 @@ class RunningMeter:
         self.reserved_bytes = 0
         self._entered = ExitStack()
         self._counter: MemoryLimit | None = None
+        self._recorder: PassRecorder | None = None
         self._before_bytes = 0
         self._others_bytes = 0  # on CUDA: in use since before, but not named
         self._there: set[int] = set()
@@ -53,17 +58,27 @@ class RunningMeter:
         """Whether it counts."""
         return self._counter is not None
 
-    def start(self) -> None:
+    def start(self, *, or_records: bool = False) -> None:
         """Count from here on.
 
+        Args:
+            or_records: whether passes are recorded without a C++ compiler.
+
         Raises:
-            InputError: there is no C++ compiler, on the CPU.
+            InputError: there is no C++ compiler, on the CPU, and a profiler is running if passes may be recorded.
         """
-        if self._counter is None:
+        if self._counter is not None:
+            return
+        try:
             self._counter = self._entered.enter_context(memory_limit(None, self.device))
-            self._counter.start_fresh()
-            self._before_bytes, self._there, self.reserved_bytes = 0, set(), 0
-            self._others_bytes = self._counter.stale_bytes
+        except InputError:
+            if not or_records or allocations.is_busy():
+                raise
+            self._recorder = PassRecorder(self.device, (), ())
+            return
+        self._counter.start_fresh()
+        self._before_bytes, self._there, self.reserved_bytes = 0, set(), 0
+        self._others_bytes = self._counter.stale_bytes
 
     def count_this_thread(self) -> None:
         """Leave out what other threads allocate that train models of their own."""
@@ -73,6 +88,9 @@ class RunningMeter:
     def restart_from(self, tensors: Iterable[torch.Tensor], passing: Iterable[WeakStorage] = ()) -> None:
         """Of what was there before the meter ran, count these tensors, these storages while they are alive, and nothing
         else."""
+        if self._recorder is not None:
+            self._recorder = PassRecorder(self.device, list(tensors), passing)
+            return
         self._before_bytes, self._there = 0, set()
         if self._counter is not None and self.device.type == "cuda":
             self._others_bytes = self._counter.stale_bytes
@@ -82,6 +100,15 @@ class RunningMeter:
         self._passing_bytes = self._passing_now_bytes()
         if self.device.type == "cuda":
             self._others_bytes = max(0, self._others_bytes - self._passing_bytes)
+
+    def go_on(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Another pass begins, in which these tensors are in use. Those that were not counted yet, as of the next
+        micro-batch, are in use only from here on; those on "meta", which stand for memory to come, have been counted.
+        """
+        if self._recorder is not None:
+            self._recorder.start(tensors)
+        else:
+            self.count(tensor for tensor in tensors if tensor.device.type == self.device.type)
 
     def _passing_now_bytes(self) -> int:
         return sum(allocated_bytes(held.nbytes, self.device) for held in self._passing if held.is_alive)
@@ -147,7 +174,7 @@ class RunningMeter:
         """
         counter = self._counter
         if counter is None:
-            return Interval(0, 0)
+            return Interval(0 if self._recorder is None else self._recorder.stop(), 0)
         if self.device.type == "cuda":
             measured = Interval(counter.peak_bytes - self._others_bytes, counter.live_bytes - self._others_bytes)
             self.reserved_bytes = max(self.reserved_bytes, counter.reserved_peak_bytes)
@@ -162,6 +189,9 @@ class RunningMeter:
 
     def close(self) -> None:
         """Count no longer."""
+        if self._recorder is not None:
+            self._recorder.stop()
+            self._recorder = None
         self._counter, self._passing, self._passing_bytes = None, (), 0
         self._entered.close()
 

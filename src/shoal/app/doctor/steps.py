@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from shoal.capture.call_arguments import Example, arguments_of
 from shoal.errors import InputError
-from shoal.memory.step_meter import StepMeter
+from shoal.memory.running_meter import RunningMeter
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,10 @@ def plain_step(model: nn.Module, example: Example, start: Start) -> Taken:
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     standing = [*model.parameters(), *model.buffers(), *_tensors(example)]
     args, kwargs = arguments_of(example)
-    meter = StepMeter(device)
+    meter = RunningMeter(device)
     start.again()
-    is_metered = meter.begin(standing)
     try:
+        is_metered = _begins(meter, standing)
         try:
             outputs = model(*args, **kwargs)
         except torch.OutOfMemoryError:
@@ -84,16 +84,29 @@ def plain_step(model: nn.Module, example: Example, start: Start) -> Taken:
             raise InputError(
                 f"the model cannot take this input: {type(error).__name__}: {' '.join(str(error).split())}"
             ) from error
-        meter.pause()
+        peaks_bytes = [meter.mark().peak_bytes]
         loss = loss_of(outputs)
         del outputs
-        meter.resume(standing)
+        peaks_bytes.append(meter.mark().peak_bytes)
+        meter.go_on(standing)
         loss.backward()
-        measured = meter.end()
+        peaks_bytes.append(meter.mark().peak_bytes)
     finally:
-        meter.abandon()
+        meter.close()
     del loss
-    return Taken(measured.peak_bytes if is_metered and measured is not None else None, seconds(model, example, start))
+    return Taken(max(peaks_bytes) if is_metered else None, seconds(model, example, start))
+
+
+def _begins(meter: RunningMeter, standing: Sequence[torch.Tensor]) -> bool:
+    """Meter a step from here on; whether that can be done: not while a profiler runs, without a C++ compiler."""
+    try:
+        meter.start(or_records=True)
+    except InputError:
+        return False
+    meter.restart_from(standing)
+    meter.mark()
+    meter.go_on(standing)
+    return True
 
 
 def seconds(model: nn.Module, example: Example, start: Start) -> float:

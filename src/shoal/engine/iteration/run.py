@@ -39,7 +39,6 @@ from shoal.engine.backend import STEPS_TO_METER
 from shoal.engine.iteration.first import CallsBefore, first_share, least_bytes, minimum_share, no_graph
 from shoal.engine.iteration.graphs import DynamoGraph, GraphSequence, GraphStep, Node
 from shoal.engine.iteration.known import FIRST_RUN, KnownIteration, first_run_bytes
-from shoal.engine.iteration.meter import Iteration, IterationMetering
 from shoal.engine.iteration.plan import (
     Choose,
     GraphVariant,
@@ -48,9 +47,10 @@ from shoal.engine.iteration.plan import (
     VariantPlanning,
     with_less_host,
 )
-from shoal.engine.iteration.record import MeteredGraph
+from shoal.engine.iteration.record import Iteration, Metered
 from shoal.engine.iteration.variants import IterationVariants, first_variant, plan_best_variant
 from shoal.engine.loop_memory import waiting_bytes
+from shoal.engine.metering import Metering
 from shoal.engine.optimizer_steps import watch
 from shoal.engine.plan_kernels import check_kernels
 from shoal.engine.refusal_hints import with_reserve
@@ -99,8 +99,8 @@ class Iterations(GraphSequence):
         super().__init__(session)
         self.models = models
         self.known: dict[tuple[Node, ...], KnownIteration] = {}
-        self.metering = IterationMetering(
-            session.static, device, self._note_back, self._ran_out, self._ended, counts_all=shared
+        self.metering = Metering(
+            session.static, self._ended, self._ran_out, self._note_back, by_call=True, counts_all=shared, device=device
         )
         self._device, self._shared = device, shared
         self._broken = broken
@@ -891,7 +891,7 @@ class Iterations(GraphSequence):
         static = self.session.static
         return max(0, static.state_bytes() - static.state_there_bytes())
 
-    def _note_back(self, step: MeteredGraph, peak_bytes: int) -> None:
+    def _note_back(self, step: Metered, peak_bytes: int) -> None:
         if isinstance(step, GraphStep):
             self._used.discard(self._whose.get(step.node, ""))
         status = self.session.status
