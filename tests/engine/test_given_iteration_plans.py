@@ -13,7 +13,7 @@ from torch import nn
 import shoal
 from shoal.core.plan import Plan
 from shoal.engine.iteration import variants
-from shoal.errors import PlanError
+from shoal.errors import InputError, PlanError
 from tests.engine.test_iteration_variants import (
     VARIANTS,
     Refined,
@@ -25,6 +25,7 @@ from tests.engine.test_iteration_variants import (
     two_graphs,
 )
 from tests.engine.training_laws import needs_compiler
+from tests.raising import raising
 
 pytestmark = needs_compiler
 OF = {"graphs": (two_graphs, of_two_graphs), "calls": (Refined, of_two_calls)}
@@ -96,3 +97,49 @@ def test_a_plan_of_one_graph_is_for_one_graph(tmp_path: Path) -> None:
     model = shoal.compile(two_graphs(), options=shoal.Options(plan=shoal.plan(net, x)))
     with pytest.raises(shoal.errors.ShoalError):
         gradients(model, of_two_graphs, 1)
+
+
+def two_towers(budget: shoal.Budget, plan: Plan | None = None) -> list[nn.Module]:
+    """Two models that share a budget, and a plan where it is given."""
+    torch.manual_seed(0)
+    towers = [nn.Sequential(nn.Linear(24, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU()) for _ in range(2)]
+    options = None if plan is None else shoal.Options(plan=plan)
+    for name, tower in zip(("image", "text"), towers, strict=True):
+        shoal.compile(tower, budget, name=name, options=options)
+    return towers
+
+
+def train(towers: list[nn.Module], iterations: int) -> list[torch.Tensor | None]:
+    """The gradients of the last iteration of a contrastive loss."""
+    for x in torch.randn(iterations, 2, 512, 24, generator=torch.Generator().manual_seed(1)):
+        for tower in towers:
+            tower.zero_grad()
+        image, text = (tower(one) for tower, one in zip(towers, x, strict=True))
+        (image * text).sum(1).logsumexp(0).backward()
+        del image, text
+    return [parameter.grad for tower in towers for parameter in tower.parameters()]
+
+
+def test_models_that_share_a_budget_run_by_a_given_plan(tmp_path: Path) -> None:
+    roomy = shoal.Budget("1GiB")
+    train(two_towers(roomy), 3)
+    assert roomy.peak_bytes is not None
+    budget_bytes = int(0.8 * roomy.peak_bytes)
+    planned_here = two_towers(shoal.Budget(budget_bytes))
+    train(planned_here, 3)
+    plan = Plan.load(planned_here[0].shoal.plan.save(tmp_path / "plan.json"))
+    assert any(plan.residences.values())
+    shared = shoal.Budget(budget_bytes)
+    towers = two_towers(shared, plan)
+    found = train(towers, 1)
+    captures = towers[0].shoal.captures
+    assert shared.peak_bytes is not None and shared.peak_bytes <= budget_bytes
+    found = train(towers, 3)
+    assert towers[0].shoal.captures == captures
+    assert towers[0].shoal.plan.residences == plan.residences
+    expected = train(two_towers(roomy := shoal.Budget("1GiB")), 3)
+    assert roomy.peak_bytes is not None
+    for gradient, plain in zip(found, expected, strict=True):
+        torch.testing.assert_close(gradient, plain, rtol=1e-5, atol=1e-6)
+    with raising(InputError, "plan="):
+        shoal.compile(nn.Linear(2, 2), shared)

@@ -17,7 +17,7 @@ from shoal import planners
 from shoal.core.hardware import Hardware
 from shoal.core.plan import Plan
 from shoal.core.step import StepGraph
-from shoal.engine.iteration.record import Iteration
+from shoal.engine.iteration.metered import Iteration
 from shoal.errors import BudgetError
 from tests.engine.session_loops import true_peak
 from tests.engine.training_laws import (

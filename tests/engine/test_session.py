@@ -18,7 +18,7 @@ import shoal
 from shoal.core import validate_plan
 from shoal.core.joined_step import Interval
 from shoal.core.plan import Plan
-from shoal.engine.iteration.record import Iteration
+from shoal.engine.iteration.metered import Iteration
 from shoal.engine.session import Session
 from shoal.engine.status import Status
 from shoal.errors import BudgetError, PlanError

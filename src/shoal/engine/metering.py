@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.core.joined_step import Interval
 from shoal.engine.calls import Call, Calls
-from shoal.engine.iteration.record import Iteration, Metered, MeteredGraph, Phase
+from shoal.engine.iteration.metered import Iteration, Phase
+from shoal.engine.iteration.record import Metered, MeteredGraph
 from shoal.errors import InputError
 from shoal.lowlevel.torch_state import call_at_end_of_backward
 from shoal.memory import reads
@@ -286,7 +287,7 @@ class Metering:
         self._end_backward(begun, gradients)
         return gradients
 
-    def _begin_backward(self, step: Metered, arguments: Sequence[Any]) -> _Backward | None:
+    def _begin_backward(self, step: Metered, arguments: Sequence[Any]) -> _BackwardRun | None:
         """The backward pass that begins; None if it is of no iteration."""
         self.gradients_are_used = False
         call = self.calls.goes_back(arguments, step)
@@ -315,9 +316,9 @@ class Metering:
             except BaseException:
                 self.close()
                 raise
-        return _Backward(iteration, step, call, tangents, number)
+        return _BackwardRun(iteration, step, call, tangents, number)
 
-    def _end_backward(self, begun: _Backward, gradients: Any) -> None:
+    def _end_backward(self, begun: _BackwardRun, gradients: Any) -> None:
         iteration, record = begun.iteration, begun.iteration.record
         if iteration is not self.iteration and not self.by_call:
             return  # given up by another model's call
@@ -447,7 +448,7 @@ class Metering:
 
 
 @dataclass
-class _Backward:
+class _BackwardRun:
     """A backward pass that runs.
 
     Attributes:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from shoal.engine.iteration.record import Fates, Iteration, Measured, Metered
+from shoal.engine.iteration.metered import Fates, Iteration, Measured
+from shoal.engine.iteration.record import Metered
 from shoal.engine.loop_memory import LoopMemory, dropped_bytes
 
 

@@ -38,8 +38,9 @@ class Options:
             compiles, if they are faster so (docs/explain/compiled-regions.md). "auto" (default): "compiled" on CUDA,
             "eager" on the CPU.
         plan: for `shoal.compile`: a saved plan to run instead of planning: of `shoal.plan`, or `model.shoal.plan` of a
-            model that has trained, of one graph or several. PlanError at the first step if it is of another step, or
-            exceeds `budget` if that is given too.
+            model that has trained, of one graph or several, or of models that share a `shoal.Budget` (the same plan for
+            each of them). PlanError at the first step if it is of another step, or exceeds `budget` if that is given
+            too.
         host_budget: the most bytes that may be offloaded, an int or a text such as "16GiB". None (default): half of the
             host memory, or of the disk, that is available now.
         rehearse: on the CPU, a preset's name ("p100-nvlink") or a `Hardware`. Copies to the host are slowed down to the

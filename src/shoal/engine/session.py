@@ -27,7 +27,8 @@ from shoal.engine.calls import Call
 from shoal.engine.compile_options import CompileOptions
 from shoal.engine.cuda_graphs import ReplayedSteps, refuse
 from shoal.engine.early_gradients import EarlyGradients
-from shoal.engine.iteration.record import Iteration, Metered
+from shoal.engine.iteration.metered import Iteration
+from shoal.engine.iteration.record import Metered
 from shoal.engine.launched_step import as_launched
 from shoal.engine.loop_memory import LoopMemory, best_case, step_alone, usual_case, waiting_bytes
 from shoal.engine.metering import Metering, abandon_in_other_threads

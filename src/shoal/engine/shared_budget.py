@@ -44,7 +44,13 @@ from shoal.memory.storage_bytes import distinct_bytes, reject_without_shape
 from shoal.offload.policy import AUTO
 
 log = logging.getLogger("shoal")
-_SHARED = ("planner", "kernels", "host_budget", "rehearse")  # the options that all models of a budget have in common
+_SHARED = (
+    "planner",
+    "kernels",
+    "host_budget",
+    "rehearse",
+    "plan",
+)  # the options that all models of a budget have in common
 _OF_EACH = ("strict",)  # those of one model
 _ALONE = "has a budget of its own: give shoal.compile(model, budget=) bytes for it"
 
@@ -163,8 +169,12 @@ class Budget:
                 "all models of a shoal.Budget have the same planner=, allow=, kernels= and offload_to=, on one device: "
                 f"got {_words(options, device)} where the others have {_words(self._options or options, self._device)}"
             )
+        if steps is not None and asked.plan != steps.session.ready_plan:
+            raise InputError("all models of a shoal.Budget run by one plan: give options=shoal.Options(plan=) of each")
         if steps is None:
-            session = Session(Status(known_bytes), options, offloading=options.offloading(device.type))
+            session = Session(
+                Status(known_bytes), options, ready_plan=asked.plan, offloading=options.offloading(device.type)
+            )
             steps = Iterations(session, device, self._models, shared=True)
             steps.metering.open()
             weakref.finalize(self, steps.close)

@@ -21,7 +21,7 @@ from shoal.core.sizes import format_bytes
 from shoal.core.step import Storage
 from shoal.core.variant import Variant
 from shoal.core.version import __version__
-from shoal.engine.iteration.record import Measured
+from shoal.engine.iteration.metered import Measured
 from shoal.engine.lossy_report import Loss, LossyReport, lossy_report
 from shoal.engine.options import Options, options_of
 from shoal.errors import InputError

@@ -39,6 +39,7 @@ from shoal.engine.backend import STEPS_TO_METER
 from shoal.engine.iteration.first import CallsBefore, first_share, least_bytes, minimum_share, no_graph
 from shoal.engine.iteration.graphs import DynamoGraph, GraphSequence, GraphStep, Node
 from shoal.engine.iteration.known import FIRST_RUN, KnownIteration, first_run_bytes
+from shoal.engine.iteration.metered import Iteration
 from shoal.engine.iteration.plan import (
     Choose,
     GraphVariant,
@@ -47,7 +48,7 @@ from shoal.engine.iteration.plan import (
     VariantPlanning,
     with_less_host,
 )
-from shoal.engine.iteration.record import Iteration, Metered
+from shoal.engine.iteration.record import Metered
 from shoal.engine.iteration.variants import IterationVariants, first_variant, plan_best_variant
 from shoal.engine.loop_memory import waiting_bytes
 from shoal.engine.metering import Metering
