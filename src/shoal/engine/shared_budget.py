@@ -44,13 +44,7 @@ from shoal.memory.storage_bytes import distinct_bytes, reject_without_shape
 from shoal.offload.policy import AUTO
 
 log = logging.getLogger("shoal")
-_SHARED = (
-    "planner",
-    "kernels",
-    "host_budget",
-    "rehearse",
-    "plan",
-)  # the options that all models of a budget have in common
+_SHARED = ("planner", "kernels", "host_budget", "rehearse", "plan")  # options that all models of a budget share
 _OF_EACH = ("strict",)  # those of one model
 _ALONE = "has a budget of its own: give shoal.compile(model, budget=) bytes for it"
 
