@@ -145,6 +145,17 @@ def planned_apart_is_over(name: str, measured_bytes: int, budget_bytes: int) -> 
     )
 
 
+def graph_is_kept(name: str, measured_bytes: int, budget_bytes: int) -> None:
+    """A backward pass keeps what it reads for another one, and passes the budget with it."""
+    log.warning(
+        "%s: the measured peak of %s is over the budget of %s: a backward pass keeps its graph (retain_graph=True), "
+        "and the step was planned before that was known; the next ones are planned with it",
+        name,
+        format_bytes(measured_bytes),
+        format_bytes(budget_bytes),
+    )
+
+
 def given_plan_is_over(name: str, measured_bytes: int, budget_bytes: int) -> None:
     """A plan that was given passes the budget."""
     log.warning(

@@ -21,6 +21,7 @@ from shoal.engine.calls import Call, Calls
 from shoal.engine.iteration.metered import Iteration, Phase
 from shoal.engine.iteration.record import Metered, MeteredGraph
 from shoal.errors import InputError
+from shoal.lowlevel.cuda_calls import keeps_graph
 from shoal.lowlevel.torch_state import call_at_end_of_backward
 from shoal.memory import reads
 from shoal.memory.limit import refusals
@@ -306,6 +307,8 @@ class Metering:
         given = arguments[len(arguments) - step.n_tangents :]
         # That of a loss is the 1 that `backward()` itself makes and holds, which takes no room.
         tangents = [WeakStorage(one) for one in given if isinstance(one, torch.Tensor) and one.numel() > 1]
+        if call is not None and keeps_graph():
+            self.calls.again = iteration.again = True
         if call is not None and iteration.closely:
             iteration.fates.begins_backward(call, tangents, old)
         self._await_end(iteration, step)

@@ -558,6 +558,10 @@ class Session:
             if budget_bytes is not None and measured.peak_bytes > budget_bytes:
                 memory_warnings.given_plan_is_over(self._said_name, measured.peak_bytes, budget_bytes)
             return
+        if self.metering.calls.again and self.on_repair is not None:  # the next call begins an iteration
+            if budget_bytes is not None and measured.peak_bytes > budget_bytes:
+                memory_warnings.graph_is_kept(self._said_name, measured.peak_bytes, budget_bytes)
+            return
         before_bytes = highest_predicted(iteration.steps)
         static = self.static
         awaited_bytes = max(0, self.state_bytes - static.state_there_bytes())

@@ -119,6 +119,7 @@ class MeasuredStep:
         sizes: where the sizes of a graph vary: what its storages took when the step was metered, by name. Its graph has
             what they may take at most.
         eager_argument_bytes: as of `Record`.
+        again: as of `MeasuredIteration`.
     """
 
     parts: tuple[Part, ...]
@@ -129,6 +130,7 @@ class MeasuredStep:
     device: torch.device
     sizes: tuple[Mapping[str, int], ...] = ()
     eager_argument_bytes: int = 0
+    again: bool = False
 
     @property
     def has_backward(self) -> set[int]:
@@ -150,15 +152,29 @@ class MeasuredStep:
             each_bytes * repeated(self.parts[n].graph, share) if n in back else 0 for n, share in enumerate(self.shares)
         ]
 
-    def intervals_without_states(self) -> list[Interval]:
-        """The intervals less what those states took."""
+    def intervals_of_eager_code(self) -> list[Interval]:
+        """The intervals less what those states took, and what was kept for another backward pass."""
         waiting_bytes, found = 0, []
+        kept = self._kept_bytes()
         for place, one in enumerate(self.intervals):
+            if not place % 2 and kept:
+                one_kept_bytes = kept[min(place // 2, len(kept) - 1)]
+                one = Interval(one.peak_bytes - one_kept_bytes, one.end_bytes - one_kept_bytes)
             found.append(Interval(one.peak_bytes - waiting_bytes, one.end_bytes - waiting_bytes))
             if place % 2 and place // 2 < len(self.passes):
                 part, phase = self.passes[place // 2]
                 waiting_bytes += self.states_bytes[part] * (1 if phase == "forward" else -1)
         return found
+
+    def _kept_bytes(self) -> list[int]:
+        """What is kept for another backward pass in the eager interval before each pass, and after the last one."""
+        if not self.again:
+            return []
+        graph, residences = self.bare(), self.residences
+        freed = _with_freed_bytes(graph, residences)
+        before = [moment_before(graph, residences, self.passes, place).op for place in range(len(self.passes))]
+        named = {moment.op: freed_bytes for moment, freed_bytes in freed}
+        return [*(named[op] for op in before), freed[-1][1]]
 
     def bare(self) -> StepGraph:
         """The joined step, of the sizes with which it was metered, without what eager code uses."""
@@ -168,7 +184,7 @@ class MeasuredStep:
         """What eager code was measured to use."""
         bare = self.bare()
         as_measured = replace(bare, static_bytes=max(0, self.begin_bytes - bare.resident_bytes))
-        return eager_use(as_measured, self.residences, self.intervals_without_states())
+        return eager_use(as_measured, self.residences, self.intervals_of_eager_code())
 
     def graph(self, model: str, used: Sequence[EagerUse]) -> StepGraph:
         """The step, with what eager code uses. Its static memory is not known here."""
@@ -190,7 +206,7 @@ class MeasuredStep:
             bare = step.bare()
             bare = replace(bare, static_bytes=max(0, step.begin_bytes - bare.resident_bytes))
             seen_bytes = step.in_use_before(bare, step.residences, place)
-            short_bytes = seen_bytes - step.intervals_without_states()[2 * place].end_bytes
+            short_bytes = seen_bytes - step.intervals_of_eager_code()[2 * place].end_bytes
             sizes = {s.id: s.nbytes for s in step.parts[number].graph.storages}
             for storage in sorted(fresh, key=lambda s: (-sizes[s], s)):
                 if sizes[storage] <= 2 * short_bytes:  # eager code may have made something small as well
@@ -278,6 +294,7 @@ class MeasuredIteration:
             self.device,
             tuple(self.sizes[run] for run in runs) if self.sizes else (),
             self.eager_argument_bytes if whole else 0,
+            self.again,
         ).without_old_inputs()
 
     def _own(self, runs: Sequence[int], number_of: Mapping[int, int]) -> tuple[Part, ...]:
@@ -569,19 +586,24 @@ def _shares(measured: MeasuredStep, plan: Plan) -> tuple[Share, ...]:
 
 def _retained_bytes(graph: StepGraph, residences: Share) -> int:
     """How much higher the peak is if nothing is freed that was saved for the backward passes."""
-    moments = [moment for moment in simulate(graph, residences).moments if moment.phase not in WAITS]
-    loss = next((place for place, moment in enumerate(moments) if moment.phase == "loss"), len(moments))
+    moments = _with_freed_bytes(graph, residences)
+    peak_bytes = max(moment.total_bytes for moment, _ in moments)
+    return max(moment.total_bytes + freed_bytes for moment, freed_bytes in moments) - peak_bytes
+
+
+def _with_freed_bytes(graph: StepGraph, residences: Share) -> list[tuple[Moment, int]]:
+    """The moments of a step, each with what has been freed until then of what was saved for the backward passes."""
     saved = [s for s in graph.saved if isinstance(residences.get(graph.storages[s].name, Keep()), Keep)]
     freed: dict[str, int] = {}
     for storage in saved:
         last = graph.ops[graph.readers[storage][-1]].name
         freed[last] = freed.get(last, 0) + graph.storages[storage].nbytes
-    freed_bytes, peak_bytes = 0, max(moment.total_bytes for moment in moments)
-    retained_peak_bytes = peak_bytes
-    for moment in moments[loss:]:
-        retained_peak_bytes = max(retained_peak_bytes, moment.total_bytes + freed_bytes)
-        freed_bytes += freed.get(moment.op, 0) if moment.phase == "backward" else 0
-    return retained_peak_bytes - peak_bytes
+    freed_bytes, found = 0, []
+    for moment in simulate(graph, residences).moments:
+        if moment.phase not in WAITS:
+            found.append((moment, freed_bytes))
+            freed_bytes += freed.get(moment.op, 0) if moment.phase == "backward" else 0
+    return found
 
 
 def _as_measured(residences: Share, graph: StepGraph, hardware: Hardware, budget_bytes: int) -> Plan:

@@ -628,7 +628,7 @@ class Iterations(GraphSequence):
             why = "within another model's step" if self.metering.is_within_another else "without a C++ compiler"
             intervals = [Interval(0, 0)] * n_intervals
             self._say(f"{self._said_name}: {why}, what eager code between its graphs uses is not counted in the budget")
-        if iteration.again or len(intervals) not in (n_intervals, n_intervals + 1):
+        if len(intervals) not in (n_intervals, n_intervals + 1):
             return known
         known.measured = MeasuredIteration(
             tuple(run.part() for run in record.runs),
@@ -639,7 +639,8 @@ class Iterations(GraphSequence):
             steps[0].device,
             tuple(run.sizes for run in record.runs),
             record.eager_argument_bytes if measures else 0,
-            ports=tuple(step.ports for step in steps),
+            iteration.again,
+            tuple(step.ports for step in steps),
         )
         return known
 
