@@ -50,7 +50,7 @@ from shoal.planners import Planner
 from shoal.planners import get as planner_called
 from shoal.planners.infeasible import infeasible
 
-_ROUNDS = 4  # of planning, where the shares of the graphs take more than the plan of the whole
+_ROUNDS = 5  # of planning, where the shares of the graphs take more than the plan of the whole; the smallest is last
 Share = Mapping[str, Residence]
 
 
@@ -549,27 +549,34 @@ def _planned(
         planner = planner_called("keep_all")
     elif planner is None:
         planner = allowed(options.means - {"order"}, options.planner, each_state_bytes)
-    first: Plan | None = None
+    lower_bound_seconds: float | None = None
     aim_bytes = budget_bytes
-    for _ in range(_ROUNDS):
-        plan = planner(graph, hardware, aim_bytes)
-        first = first or plan
+    for left in reversed(range(_ROUNDS)):
+        is_smallest = False
+        try:
+            plan = planner(graph, hardware, aim_bytes if left else 1)
+        except BudgetError as error:
+            if lower_bound_seconds is None or error.least_feasible_bytes is None:
+                raise
+            plan, is_smallest = planner(graph, hardware, error.least_feasible_bytes), True
+        if lower_bound_seconds is None:
+            lower_bound_seconds = plan.lower_bound_seconds
         shares = tuple(residences_of(part, graph, plan.residences) for part in range(len(measured.parts)))
         residences = joined_residences(shares)
         retained_bytes = _retained_bytes(plan.graph, residences) if retains else 0
         over_bytes = simulate(plan.graph, residences).peak_bytes + retained_bytes - budget_bytes
         if not budget_bytes or over_bytes <= 0:
             break
+        if is_smallest or not left:
+            raise over_budget(graph.model, budget_bytes + over_bytes, budget_bytes)
         aim_bytes -= over_bytes
-    else:
-        raise over_budget(graph.model, budget_bytes + over_bytes, budget_bytes)
     graph = replace(plan.graph, static_bytes=plan.graph.static_bytes + retained_bytes)
     plan = replace(
         plan,
         graph=graph,
         residences=residences,
         budget_bytes=budget_bytes,
-        lower_bound_seconds=first.lower_bound_seconds,
+        lower_bound_seconds=lower_bound_seconds or 0.0,
     )
     check_own_plan(plan.captured_graph, plan.graph, plan.residences, budget_bytes)
     return replace(plan, planning_seconds=time.perf_counter() - started, options=options.to_json())
