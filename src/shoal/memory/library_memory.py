@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from shoal.core.step import StepGraph
+from shoal.lowlevel.backward_thread import on_backward_thread
 from shoal.lowlevel.cuda_calls import capability
 from shoal.lowlevel.torch_internals import isolated
 from shoal.lowlevel.torch_versions import cublas_workspace_size
@@ -56,10 +56,9 @@ def kept_bytes(device: torch.device) -> dict[Caller, int]:
             _kept_bytes[key] = _kept_by_a_product(device)
         found[key] = _kept_bytes[key]
 
-    # AOTAutograd keeps backward passes on its own thread while it traces.
-    with isolated(device), torch.enable_grad(), torch.autograd.set_multithreading_enabled(True):
+    with isolated(device):
         note()
-        _Backward.apply(torch.zeros(1, device=device, requires_grad=True), note).backward()
+        on_backward_thread(device, note)
     # Called from a backward pass, both are of one thread; the one that called the model has had its product.
     if len(found) == 1:
         [(where, thread, stream)] = found
@@ -93,17 +92,3 @@ def _workspace_bytes(device: torch.device) -> int:
     """cuBLAS's own, where no thread was seen to allocate it: PyTorch's default."""
     known = (nbytes for (other, _, _), nbytes in _kept_bytes.items() if other == device)
     return next(known, (32 if capability(device)[0] >= 9 else 8) << 20)
-
-
-class _Backward(torch.autograd.Function):
-    """Calls a function on the thread that runs the device's backward passes."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, call: Callable[[], None]) -> torch.Tensor:
-        ctx.call = call
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.call()
-        return gradients[0], None
