@@ -80,7 +80,7 @@ def offers(captured: Captured, lossy: LossyOptions) -> tuple[Offer, ...]:
     behind = _behind_a_convolution(captured) if "first_layer" in lossy.exempt else None
     found = []
     for storage in (graph.storages[s] for s in graph.saved):
-        if storage.kind != "activation" or storage.nbytes < smallest_bytes or storage.id in graph.never_given_up:
+        if storage.id not in graph.can_leave or storage.nbytes < smallest_bytes:
             continue
         uses = _uses(captured, storage.id)
         if uses is None or (behind is not None and uses.base not in behind):

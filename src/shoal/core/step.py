@@ -343,6 +343,22 @@ class StepGraph:
         first_alone = {s for op in self.ops if op.again for s in op.writes[1:]}
         return frozenset(first_alone.union(*(op.reads for op in self.ops if op.phase == "loss")))
 
+    @cached_property
+    def can_leave(self) -> frozenset[int]:
+        """Ids of the activations of the forward pass that a plan may free before their last reader."""
+        return frozenset(
+            s.id
+            for s in self.storages
+            if s.kind == "activation"
+            and self.ops[self.producer[s.id]].phase == "forward"
+            and s.id not in self.never_given_up
+        )
+
+    @cached_property
+    def can_be_recomputed(self) -> frozenset[int]:
+        """Ids of those of `can_leave` whose op may run twice."""
+        return frozenset(s for s in self.can_leave if self.ops[self.producer[s]].recomputable)
+
     def to_json(self) -> dict[str, Any]:
         """Plain lists and dicts, for `json.dump`."""
         return {key: each for key, each in asdict(replace(self, as_written=None)).items() if key != "as_written"}

@@ -276,24 +276,15 @@ class Blocks:
         return read
 
 
-def _can_be_given_up(graph: StepGraph) -> list[int]:
-    free = [
-        s.id
-        for s in graph.storages
-        if s.kind == "activation"
-        and graph.ops[graph.producer[s.id]].phase == "forward"
-        and graph.ops[graph.producer[s.id]].recomputable
-        and s.id not in graph.never_given_up
-    ]
-    saved = set(graph.saved)
-    allowance = SMALL_SHARE * sum(graph.storages[s].nbytes for s in saved)
+def _can_be_given_up(graph: StepGraph) -> frozenset[int]:
+    allowance = SMALL_SHARE * sum(graph.storages[s].nbytes for s in graph.saved)
     small: set[int] = set()
-    for s in sorted((s for s in free if s in saved), key=lambda s: graph.storages[s].nbytes):
+    for s in sorted(graph.can_be_recomputed.intersection(graph.saved), key=lambda s: (graph.storages[s].nbytes, s)):
         allowance -= graph.storages[s].nbytes
         if allowance < 0:
             break
         small.add(s)
-    return [s for s in free if s not in small]
+    return graph.can_be_recomputed - small
 
 
 def bits(storages: Iterable[int]) -> int:

@@ -68,8 +68,7 @@ def offloadable(graph: StepGraph) -> tuple[int, ...]:
     What the caller holds (the model's outputs, the batch) stays, and so do a batch norm's few statistics, which its
     second run would read.
     """
-    held = graph.never_given_up
-    saved = (s for s in graph.saved if graph.storages[s].kind == "activation" and s not in held)
+    saved = graph.can_leave.intersection(graph.saved)
     return tuple(sorted(saved, key=lambda s: (graph.producer[s], s)))
 
 

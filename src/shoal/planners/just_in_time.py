@@ -24,17 +24,10 @@ def just_in_time(
             occupied since the reader before that is free in between.
     """
     again = again or {}
-    given_up = [
-        s.kind == "activation"
-        and s.id not in kept
-        and s.id not in graph.never_given_up
-        and graph.ops[graph.producer[s.id]].phase == "forward"
-        and graph.ops[graph.producer[s.id]].recomputable
-        for s in graph.storages
-    ]
+    given_up = graph.can_be_recomputed.difference(kept)
     before: dict[int, list[str]] = {}
     for op in graph.ops[graph.n_forward :]:
-        wanted = [s for s in op.reads if given_up[s]]
+        wanted = [s for s in op.reads if s in given_up]
         visited: set[int] = set()
         while wanted:
             storage = wanted.pop()
@@ -44,11 +37,11 @@ def just_in_time(
             if storage in before and op.id not in again.get(storage, ()):
                 continue
             before.setdefault(storage, []).append(op.name)
-            wanted.extend(s for s in graph.ops[graph.producer[storage]].second.reads if given_up[s])
+            wanted.extend(s for s in graph.ops[graph.producer[storage]].second.reads if s in given_up)
     residences: dict[str, Residence] = {}
     saved = set(graph.saved)
     for s in graph.storages:
-        if given_up[s.id] and (s.id in before or s.id in saved):
+        if s.id in given_up and (s.id in before or s.id in saved):
             residences[s.name] = Recompute(tuple(before.get(s.id, ())))
         elif s.id in saved:
             residences[s.name] = Keep()

@@ -154,15 +154,7 @@ def _untouched(graph: StepGraph, runs: tuple[Run, ...], peak: int) -> set[int]:
     if peak < graph.n_forward:
         return set()
     read = {storage for run in runs[graph.n_forward : peak + 1] for storage in run.of(graph).reads}
-    return {
-        s.id
-        for s in graph.storages
-        if s.kind == "activation"
-        and s.id not in read
-        and s.id not in graph.never_given_up
-        and graph.ops[graph.producer[s.id]].phase == "forward"
-        and graph.ops[graph.producer[s.id]].recomputable
-    }
+    return set(graph.can_be_recomputed - read)
 
 
 def _served(runs: tuple[Run, ...], position: int) -> int:

@@ -153,16 +153,9 @@ class _NativeStep:
         point("host_bytes", _int64(s.host_bytes for s in storages))
         point("producer", _int64(producer.get(s.id, -1) for s in storages))
         point("stays", _flags(s.id in graph.never_freed for s in storages))
-        given_up = [
-            s.kind == "activation" and producer[s.id] < graph.n_forward and s.id not in graph.never_given_up
-            for s in storages
-        ]
-        point("may_leave", _flags(given_up))
-        point(
-            "may_be_given_up",
-            _flags(may and graph.ops[producer[s.id]].recomputable for s, may in zip(storages, given_up, strict=True)),
-        )
-        written = sorted((s.id for s in storages if given_up[s.id]), key=lambda s: (producer[s], s))
+        point("may_leave", _flags(s.id in graph.can_leave for s in storages))
+        point("may_be_given_up", _flags(s.id in graph.can_be_recomputed for s in storages))
+        written = sorted(graph.can_leave, key=lambda s: (producer[s], s))
         point("written", _int64(written))
         self.struct.written_count = len(written)
         last = dict.fromkeys(range(len(storages)), -1) | {s: last_forward_reader(graph, s) for s in written}

@@ -76,15 +76,7 @@ def recompute_choice(graph: StepGraph, *, every: bool = False) -> RecomputeChoic
     """
     saved = set(graph.saved)
     saved_bytes = sum(graph.storages[s].nbytes for s in saved)
-    producer = graph.producer
-    free = {
-        s.id
-        for s in graph.storages
-        if s.kind == "activation"
-        and graph.ops[producer[s.id]].phase == "forward"
-        and graph.ops[producer[s.id]].recomputable
-        and s.id not in graph.never_given_up
-    }
+    free = set(graph.can_be_recomputed)
     small = {s for s in free if s in saved and graph.storages[s].nbytes < _SMALL_SHARE * saved_bytes}
     fixed = {s.id for s in graph.storages if s.id not in free}
     backward_reads = {s: [r for r in graph.readers[s] if r >= graph.n_forward] for s in free}
@@ -105,8 +97,7 @@ def recompute_choice(graph: StepGraph, *, every: bool = False) -> RecomputeChoic
                 due[needed] = max(due.get(needed, 0), due[storage])
     candidates = {s for s in candidates if s in due}
     # The host can take what must not be recomputed; too little to plan for, but the bound must not count on it.
-    only_host = saved - free - graph.never_given_up if graph.link is not None else set()
-    only_host = {s for s in only_host if graph.storages[s].kind == "activation"}
+    only_host = graph.can_leave & saved - free if graph.link is not None else set()
     rows = _rows(graph, candidates, small | only_host, demands, due, first_read)
     return RecomputeChoice(
         graph,

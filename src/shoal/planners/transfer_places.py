@@ -95,12 +95,7 @@ class TransferPlaces:
         self._between: list[_TransferUnit] = []
         backward, read = self._groups(graph, runs, room, waits)
         backward.reverse()
-        self._nbytes = {
-            s.id: s.nbytes
-            for s in graph.storages
-            if s.kind == "activation" and s.id in read and graph.producer[s.id] < graph.n_forward
-            if s.id not in graph.never_given_up
-        }
+        self._nbytes = {s.id: s.nbytes for s in graph.storages if s.id in read and s.id in graph.can_leave}
         self._there = self._way_there(graph, graph.link, room, waits)
         self._back = self._way_back(graph.link, backward, read)
 
