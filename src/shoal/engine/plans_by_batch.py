@@ -7,23 +7,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, partial
 from math import isclose
 from numbers import Integral
 from typing import Any, TypeVar
 
 from torch import fx
 
-from shoal.capture.call_arguments import Example, arguments_of
+from shoal.capture.call_arguments import Example
 from shoal.capture.capture_step import InputPlaces, in_dynamo, joint_step
 from shoal.capture.layered import Refused
 from shoal.capture.shrunk import shrunk
 from shoal.core.plan import Plan
 from shoal.core.step import StepGraph
 from shoal.core.variant import WHOLE, Variant
-from shoal.engine.plan import any_plan_of, plan_of, required_budget
+from shoal.engine.plans_by_size import PlansBySize
 from shoal.engine.pricing import Counted, Pricing
-from shoal.engine.remembered_fits import RememberedFits
 from shoal.engine.search.any_form import Fitting, any_form
 from shoal.engine.search.best_variant import best_variant
 from shoal.engine.search.max_batch import largest_fitting
@@ -31,9 +30,9 @@ from shoal.engine.search.priced import captured_form
 from shoal.engine.search.scaled_step import NotLinear, scaled_step
 from shoal.engine.search.split_forms import PatchWork, sliced_forms
 from shoal.engine.search.variants import Variants, forms_up_to, fused_forms
-from shoal.errors import BudgetError, InputError, brief
+from shoal.errors import InputError, brief
 from shoal.memory.static_memory import StaticMemory
-from shoal.memory.storage_bytes import distinct_bytes, reject_without_shape
+from shoal.memory.storage_bytes import distinct_bytes
 
 _SMALLEST = 4  # batch whose step stands for others: that of one image is often of another form
 _APART = 4
@@ -41,84 +40,43 @@ _Read = TypeVar("_Read")
 MakeExample = Callable[[int], Example]
 
 
-class PlansByBatch:
+class PlansByBatch(PlansBySize[int]):
     """The plans of `shoal.plan` inside one budget, by batch.
 
     Capturing takes most of the time that a plan takes. So where a step's times follow from its counts (`hardware` is
     named), the forms of the step are captured at 4, 16, 64, ... images, as far as they are asked for, and those in
     between are interpolated (see `scaled_step`). That is done where the step of a third batch is what two others say;
-    all others are captured. Whatever was asked for once is remembered.
-
-    Attributes:
-        budget_bytes: that all plans are inside.
+    all others are captured.
 
     Args:
-        pricing: the model, its budget, and how its step is priced.
-        make_example: batch → an example, as of `shoal.plan`.
+        pricing, make_example: as of `PlansBySize`.
         max_batch: `make_example` is asked for none above.
     """
 
+    makes = "a function of a batch size, such as lambda batch: torch.empty(batch, 3, 224, 224)"
+    smallest = 1
+
     def __init__(self, pricing: Pricing, make_example: MakeExample, max_batch: int) -> None:
-        if not callable(make_example):
-            raise InputError(f"make_example={brief(make_example)}: expected a function of a batch size, such as "
-                             "lambda batch: torch.empty(batch, 3, 224, 224)")  # fmt: skip
-        self.budget_bytes = required_budget(pricing)
-        reject_without_shape(pricing.model)
-        self._pricing = pricing
-        self._make_example = make_example
+        super().__init__(pricing, make_example)
         self._max_batch = max_batch
         self._captured: dict[int, _CapturedForms] = {}
-        self._plans: dict[int, Plan] = {}
-        self._fits = RememberedFits(self._ask)
-        self._likely = 0  # the form that fitted last
 
-    def __call__(self, batch: int) -> Plan:
-        """The plan at a batch.
-
-        Raises:
-            InputError, BudgetError, CaptureError: as `shoal.plan`; or `make_example` made something else.
-        """
-        if batch not in self._plans:
-            # Not inside the handler of NotLinear: what a model raises is told by the exceptions that led to it.
-            self._plans[batch] = self._plan_of_counts(batch) or plan_of(self._pricing, self._example(batch))
-        return self._plans[batch]
-
-    def fitting_bytes(self, batch: int) -> int:
-        """The peak of a plan of a batch that fits, however slow: whether there is one takes less time than a plan.
-
-        Raises:
-            InputError, BudgetError, CaptureError: as a plan. A BudgetError names the lowest peak of the plans that were
-                found in a moment, and of one image the least.
-        """
-        return self._fits(batch)
-
-    def _ask(self, batch: int) -> int:
-        pricing = self._pricing
-        if batch == 1 or not pricing.finds_smallest:
-            return self(batch).predicted_peak_bytes
-        found = self._any_plan_of_counts(batch) or any_plan_of(pricing, self._example(batch), self._likely)
-        self._likely = found.place
-        return found.peak_bytes
-
-    def _any_plan_of_counts(self, batch: int) -> Fitting | None:
-        """The same for `fitting_bytes` as `_plan_of_counts` for plans."""
-        pricing = self._pricing
-        try:
-            forms = self._forms(batch)
-            return any_form(forms, pricing.price_of_counts, self.budget_bytes, pricing.name, self._likely)
-        except NotLinear:
-            return None
-
-    def _plan_of_counts(self, batch: int) -> Plan | None:
-        """The plan of steps that are captured for other batches too; None where they are not enough."""
+    def _plan(self, batch: int) -> Plan:
+        """The plan of steps that are captured for other batches too, where they are enough."""
         started, pricing = time.perf_counter(), self._pricing
-        try:
+        with suppress(NotLinear):
             forms = self._forms(batch)
             found = best_variant(forms, pricing.price_of_counts, self.budget_bytes, pricing.name).plan
-        except NotLinear:
-            return None
-        lines, seconds = forms.listed.without_effect, time.perf_counter() - started
-        return replace(found, planning_seconds=seconds, options=pricing.options.to_json(), without_effect=lines)
+            lines, seconds = forms.listed.without_effect, time.perf_counter() - started
+            return replace(found, planning_seconds=seconds, options=pricing.options.to_json(), without_effect=lines)
+        return super()._plan(batch)  # not in a handler of NotLinear: an error of the model has no other error before it
+
+    def _any_plan(self, batch: int) -> Fitting:
+        pricing = self._pricing
+        with suppress(NotLinear):
+            forms = self._forms(batch)
+            return any_form(forms, pricing.price_of_counts, self.budget_bytes, pricing.name, self._likely)
+        return super()._any_plan(batch)
 
     def largest(
         self,
@@ -132,27 +90,16 @@ class PlansByBatch:
             trying, first: as of `largest_fitting`.
             fits: called in place of `fitting_bytes`, which it calls.
         """
-        fixed_bytes = least_bytes(self._pricing)
-        while True:
-            found = largest_fitting(
-                fits or self.fitting_bytes,
-                fixed_bytes,
-                self.budget_bytes,
-                first=first,
-                max_batch=self._max_batch,
-                trying=trying,
-            )
-            try:
-                self(found[0])
-            except BudgetError as error:  # what was found in a moment is by means that were not allowed
-                self._fits.refuse(found[0], error)
-            else:
-                return found
-
-    def _example(self, batch: int) -> Example:
-        made = self._make_example(batch)
-        arguments_of(made, f"make_example({batch})")
-        return made
+        search = partial(
+            largest_fitting,
+            fits or self.fitting_bytes,
+            least_bytes(self._pricing),
+            self.budget_bytes,
+            first=first,
+            max_batch=self._max_batch,
+            trying=trying,
+        )
+        return self._largest_planned(search, lambda found: found[0])
 
     def _forms(self, batch: int) -> _CapturedForms | _ScaledForms:
         """The forms of the step at a batch, without capturing it there if it is not one of 4, 16, 64, ..."""
@@ -169,13 +116,13 @@ class PlansByBatch:
             raise NotLinear
         try:
             known = {n: self._forms_at(n) for n in (below, above, beyond)}
-            return _ScaledForms(batch, known, _CapturedForms(self._pricing, self._example(batch)))
+            return _ScaledForms(batch, known, _CapturedForms(self._pricing, self.example(batch)))
         except Exception as error:  # of the model or of `make_example`, at a batch that the user did not ask for
             raise NotLinear from error
 
     def _forms_at(self, batch: int) -> _CapturedForms:
         if batch not in self._captured:
-            self._captured[batch] = _CapturedForms(self._pricing, self._example(batch))
+            self._captured[batch] = _CapturedForms(self._pricing, self.example(batch))
         return self._captured[batch]
 
 
