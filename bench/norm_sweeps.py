@@ -15,7 +15,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.table import Table
@@ -23,6 +22,7 @@ from rich.table import Table
 from bench.frame import CPU_TIME, Bench, Run, option
 from bench.interleave import in_turns, synchronize
 from bench.tables import new_table
+from shoal.kernels.invertible_norm.inverted_batch_norm_sweeps import Activation, ScaledNorm
 from shoal.kernels.invertible_norm.inverted_batch_norm_sweeps import sweeps as inverted
 from shoal.kernels.norm.norm_act import activated, norm_act
 from shoal.kernels.norm.norm_sweeps import NormAffine
@@ -60,15 +60,16 @@ def calls(x: torch.Tensor) -> dict[str, Callable[[], object]]:
     source, y, of_x = x.detach(), like(), like()
     elu = torch.nn.functional.elu(y)
 
-    def inverted_by(y: torch.Tensor, *activation: Any) -> tuple[Callable[[], object], Callable[[], object]]:
-        backward = (scale, shift, torch.ones_like(scale), False, *activation)
+    def inverted_by(y: torch.Tensor, activation: Activation) -> tuple[Callable[[], object], Callable[[], object]]:
+        norm = ScaledNorm(scale, shift, torch.ones_like(scale), False)
+        affine = NormAffine(mean, scale, shift)
         return (
-            lambda: inverted(source, of_x, activation[0]).forward_into(source, of_x, mean, scale, shift, *activation),
-            lambda: inverted(grad, y, activation[0]).backward_into(grad, of_x, y, *backward),
+            lambda: inverted(source, of_x).forward_into(source, of_x, affine, activation),
+            lambda: inverted(grad, y).backward_into(grad, of_x, y, norm, activation),
         )
 
-    leaky_forward, leaky_backward = inverted_by(y, "leaky_relu", 0.01)
-    elu_forward, elu_backward = inverted_by(elu, "elu", 1.0)
+    leaky_forward, leaky_backward = inverted_by(y, Activation("leaky_relu", 0.01))
+    elu_forward, elu_backward = inverted_by(elu, Activation("elu", 1.0))
     return {
         "statistics": lambda: measured(x),
         "statistics backward": lambda: torch.autograd.grad(moments, [x], grads, retain_graph=True),

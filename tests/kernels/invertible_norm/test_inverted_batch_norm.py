@@ -217,7 +217,7 @@ def test_what_is_made_again_is_within_the_bound(
     scale = kept_from_zero(weight.double(), 1e-5)
     bound = reconstruction_error(weight, bias, 1e-5, *activation, dtype)
     y = activated(normalised * scale + bias.double(), *activation).to(dtype).float()
-    z, _ = reference.undo_activation(y, y, *activation)
+    z, _ = reference.undo_activation(y, y, reference.Activation(*activation))
     again = (z - bias) * (1 / scale).float()
     error = (again.double() - normalised).abs().max()
     if dtype == torch.float16 and activation[0] == "leaky_relu":

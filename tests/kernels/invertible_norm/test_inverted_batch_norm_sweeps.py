@@ -9,15 +9,19 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shoal.kernels.invertible_norm.inverted_batch_norm import kept_from_zero
-from shoal.kernels.invertible_norm.inverted_batch_norm_sweeps import NATIVE, undo_activation
+from shoal.kernels.invertible_norm.inverted_batch_norm_sweeps import NATIVE, Activation, ScaledNorm, undo_activation
 from shoal.kernels.invertible_norm.inverted_batch_norm_sweeps import REFERENCE as reference
+from shoal.kernels.norm.norm_sweeps import NormAffine
 from shoal.lowlevel import native
 from tests.kernels.threads import threads_of_torch
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the native library is not built")
 LEVELS = native.levels()
 applies, forward_into, backward_into = NATIVE.applies, NATIVE.forward_into, NATIVE.backward_into
-ACTIVATIONS = [("leaky_relu", 0.01), ("leaky_relu", 0.5), ("elu", 1.0), ("elu", 0.3), ("identity", 1.0)]
+ACTIVATIONS = [
+    Activation(*one)
+    for one in (("leaky_relu", 0.01), ("leaky_relu", 0.5), ("elu", 1.0), ("elu", 0.3), ("identity", 1.0))
+]
 
 
 def drawn(shape: tuple[int, ...], seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -57,32 +61,35 @@ def operands(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
     st.integers(1, 3),
 )
 # The sum over 100 numbers of up to a thousand times the result cancels to a thousandth of them.
-@example(drawn((1, 1, 100), 243), next(reversed(LEVELS), "portable"), ("identity", 1.0), 1e-3, False, False, 1)
+@example(
+    drawn((1, 1, 100), 243), next(reversed(LEVELS), "portable"), Activation("identity", 1.0), 1e-3, False, False, 1
+)
 def test_it_is_as_close_to_float64_as_the_reference(
     pair: tuple[torch.Tensor, torch.Tensor],
     level: str,
-    activation: tuple[str, float],
+    activation: Activation,
     least_scale: float,
     frozen: bool,
     over: bool,
     threads: int,
 ) -> None:
     y, grad = pair
-    if activation[0] == "elu":  # nothing else comes out of one; far below zero it is flat
-        y = nn.functional.elu(y * torch.logspace(0, 1.5, y.shape[-1]), activation[1])
-    assert applies(grad, y, activation[0])
+    if activation.name == "elu":  # nothing else comes out of one; far below zero it is flat
+        y = nn.functional.elu(y * torch.logspace(0, 1.5, y.shape[-1]), activation.slope)
+    assert applies(grad, y)
     generator = torch.Generator().manual_seed(1)
     scale, shift, deviation = (torch.randn(y.shape[1], generator=generator) for _ in range(3))
     scale[::2] *= least_scale
     vectors = (kept_from_zero(scale, 1e-5 if least_scale < 1 else 0.1), shift, deviation)
-    wide = [t.double() for t in (grad, torch.empty_like(grad), y, *vectors)]
-    right = (*reference.backward_into(*wide, frozen, *activation), wide[1])
+    norm, wide_norm = ScaledNorm(*vectors, frozen), ScaledNorm(*(vector.double() for vector in vectors), frozen)
+    wide_result = torch.empty_like(grad, dtype=torch.float64)
+    right = (*reference.backward_into(grad.double(), wide_result, y.double(), wide_norm, activation), wide_result)
     theirs_result = torch.empty_like(y)
-    theirs = (*reference.backward_into(grad, theirs_result, y, *vectors, frozen, *activation), theirs_result)
+    theirs = (*reference.backward_into(grad, theirs_result, y, norm, activation), theirs_result)
     result = grad.clone() if over else torch.empty_like(grad)
     with threads_of_torch(threads):
-        ours = backward_into(result if over else grad, result, y, *vectors, frozen, *activation, level=level)
-    z, of_z = undo_activation(y.double(), grad.double(), *activation)
+        ours = backward_into(result if over else grad, result, y, norm, activation, level=level)
+    z, of_z = undo_activation(y.double(), grad.double(), activation)
     per_channel = (1, -1, *(1,) * (y.dim() - 2))
     normalised = (z - shift.double().view(per_channel)) / vectors[0].double().view(per_channel)
     summed = [terms.abs().transpose(0, 1).flatten(1).sum(1) for terms in (normalised * of_z, of_z)]
@@ -95,17 +102,17 @@ def test_it_is_as_close_to_float64_as_the_reference(
 @settings(max_examples=50)
 @given(operands(), st.sampled_from(LEVELS), st.sampled_from(ACTIVATIONS), st.booleans(), st.integers(1, 3))
 def test_forward_is_the_plain_formula(
-    pair: tuple[torch.Tensor, torch.Tensor], level: str, activation: tuple[str, float], over: bool, threads: int
+    pair: tuple[torch.Tensor, torch.Tensor], level: str, activation: Activation, over: bool, threads: int
 ) -> None:
     x = pair[0]
     generator = torch.Generator().manual_seed(1)
     vectors = [torch.randn(x.shape[1], generator=generator) for _ in range(3)]
     right = torch.empty_like(x, dtype=torch.float64)
-    reference.forward_into(x.double(), right, *(vector.double() for vector in vectors), *activation)
+    reference.forward_into(x.double(), right, NormAffine(*(vector.double() for vector in vectors)), activation)
     source = x.clone()
     result = source if over else torch.empty_like(x)
     with threads_of_torch(threads):
-        forward_into(source, result, *vectors, *activation, level=level)
+        forward_into(source, result, NormAffine(*vectors), activation, level=level)
     torch.testing.assert_close(result.double(), right, rtol=1e-5, atol=1e-6)
 
 
@@ -114,7 +121,7 @@ def test_forward_is_the_plain_formula(
 def test_elu_and_its_inverse_are_within_an_ulp_of_their_own_size(level: str, alpha: float) -> None:
     z = -torch.arange(0x20000000, 0x41900000, 997, dtype=torch.int32).view(torch.float32)  # -1e-19 to -18
     zero, one, y = torch.zeros_like(z), torch.ones_like(z), torch.empty_like(z)
-    forward_into(z[None], y[None], zero, one, zero, "elu", alpha, level=level)
+    forward_into(z[None], y[None], NormAffine(zero, one, zero), Activation("elu", alpha), level=level)
     right = alpha * torch.expm1(z.double())
     ulp = 2.0 ** (torch.frexp(right).exponent - 24.0)
     assert ((y.double() - right).abs() <= ulp).all()
@@ -122,7 +129,7 @@ def test_elu_and_its_inverse_are_within_an_ulp_of_their_own_size(level: str, alp
     y = y[y > -alpha]
     row, zero, one = y[None], torch.zeros_like(y), torch.ones_like(y)
     of_scale, of_shift = backward_into(
-        one[None], torch.empty_like(row), row, one, zero, one, True, "elu", alpha, level=level
+        one[None], torch.empty_like(row), row, ScaledNorm(one, zero, one, True), Activation("elu", alpha), level=level
     )
     assert torch.equal(of_shift, (y + alpha).double())
     torch.testing.assert_close(of_scale / of_shift, torch.log1p(y.double() / alpha), rtol=1.5 * 2**-23, atol=0)
@@ -133,7 +140,7 @@ def test_elu_and_its_inverse_are_within_an_ulp_of_their_own_size(level: str, alp
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_what_is_not_finite_passes_as_in_torch(
-    level: str, activation: tuple[str, float], frozen: bool, channels_last: bool
+    level: str, activation: Activation, frozen: bool, channels_last: bool
 ) -> None:
     layout = torch.channels_last if channels_last else torch.contiguous_format
     generator = torch.Generator().manual_seed(3)
@@ -143,23 +150,23 @@ def test_what_is_not_finite_passes_as_in_torch(
         grad[1, channel + 3, 2, 5] = value
     vectors = [torch.randn(20, generator=generator) for _ in range(3)]
     found = [torch.empty_like(x) for _ in range(4)]
-    forward_into(x, found[0], *vectors, *activation, level=level)
-    reference.forward_into(x, found[1], *vectors, *activation)
+    forward_into(x, found[0], NormAffine(*vectors), activation, level=level)
+    reference.forward_into(x, found[1], NormAffine(*vectors), activation)
     torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-6, equal_nan=True)
-    ours = backward_into(grad, found[2], found[1], *vectors, frozen, *activation, level=level)
-    theirs = reference.backward_into(grad, found[3], found[1], *vectors, frozen, *activation)
+    norm = ScaledNorm(*vectors, frozen)
+    ours = backward_into(grad, found[2], found[1], norm, activation, level=level)
+    theirs = reference.backward_into(grad, found[3], found[1], norm, activation)
     for mine, other in zip((found[2], *ours), (found[3], *theirs), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
-@pytest.mark.parametrize("activation", ["leaky_relu", "elu", "identity"])
-def test_what_it_does_not_take_is_left_to_torch(activation: str) -> None:
+def test_what_it_does_not_take_is_left_to_torch() -> None:
     y = torch.randn(2, 3, 4, 5)
-    assert applies(y, y, activation)
-    assert not applies(y.double(), y.double(), activation)
-    assert not applies(y.bfloat16(), y.bfloat16(), activation)
-    assert not applies(y.transpose(2, 3), y.transpose(2, 3), activation)
-    assert not applies(y[:0], y[:0], activation)
+    assert applies(y, y)
+    assert not applies(y.double(), y.double())
+    assert not applies(y.bfloat16(), y.bfloat16())
+    assert not applies(y.transpose(2, 3), y.transpose(2, 3))
+    assert not applies(y[:0], y[:0])
 
 
 @pytest.mark.parametrize(("activation", "slope"), ACTIVATIONS[1:3])
@@ -168,7 +175,7 @@ def test_without_the_library_torch_does_it(activation: str, slope: float, monkey
     arguments = (y, torch.ones(3), torch.zeros(3), torch.ones(3), False, 1e-5, activation, slope)
     ours = torch.ops.shoal.inverted_batch_norm_backward(grad, *arguments)
     monkeypatch.setattr(native, "library", lambda: None)
-    assert not applies(grad, y, activation)
+    assert not applies(grad, y)
     for mine, theirs in zip(ours, torch.ops.shoal.inverted_batch_norm_backward(grad, *arguments), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
 
@@ -179,7 +186,7 @@ def test_gradients_that_are_all_alike_add_up_to_their_number(level: str, layout:
     """Those of a mean over an image: what rounding does to one partial sum it would do to all of the same length."""
     y = torch.randn(2, 3, 40, 40).contiguous(memory_format=layout)
     grad = torch.full_like(y, 0.1, memory_format=torch.preserve_format)
-    vectors = torch.ones(3), torch.zeros(3), torch.ones(3)
-    _, of_shift = backward_into(grad, torch.empty_like(grad), y, *vectors, False, "identity", 1.0, level=level)
+    norm = ScaledNorm(torch.ones(3), torch.zeros(3), torch.ones(3), False)
+    _, of_shift = backward_into(grad, torch.empty_like(grad), y, norm, Activation("identity", 1.0), level=level)
     exact = torch.full((3,), 0.1).double() * 3200
     torch.testing.assert_close(of_shift.double(), exact, rtol=5e-7, atol=0.0)

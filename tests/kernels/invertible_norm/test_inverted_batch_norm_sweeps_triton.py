@@ -19,7 +19,15 @@ from shoal.kernels.invertible_norm.inverted_batch_norm import (
     reconstruction_error,
     run,
 )
-from shoal.kernels.invertible_norm.inverted_batch_norm_sweeps import NATIVE, REFERENCE, TRITON, sweeps
+from shoal.kernels.invertible_norm.inverted_batch_norm_sweeps import (
+    NATIVE,
+    REFERENCE,
+    TRITON,
+    Activation,
+    ScaledNorm,
+    sweeps,
+)
+from shoal.kernels.norm.norm_sweeps import NormAffine
 from shoal.lowlevel import allocations, native
 from tests.interpreter import (
     INTERPRETED,
@@ -79,8 +87,8 @@ def test_forward_is_as_exact_as_plain_float32(
     whole = torch.full((shape[0], shape[1] + gap, *shape[2:]), 7.0, device=device)
     whole = whole.contiguous(memory_format=LAYOUTS[layout])
     y = whole[:, gap // 2 : gap // 2 + shape[1]]
-    assert TRITON.applies(x, y, activation)
-    TRITON.forward_into(x, y, mean, scale, shift, activation, slope)
+    assert TRITON.applies(x, y)
+    TRITON.forward_into(x, y, NormAffine(mean, scale, shift), Activation(activation, slope))
 
     def expected(dtype: torch.dtype) -> torch.Tensor:
         middle, factor, added = (v.to(dtype).view(1, -1, *[1] * (x.dim() - 2)) for v in (mean, scale, shift))
@@ -89,8 +97,8 @@ def test_forward_is_as_exact_as_plain_float32(
     assert_no_worse(["y"], [y], [expected(torch.float32)], [expected(torch.float64)])
     assert (whole == 7).sum() >= whole.numel() - y.numel()  # the channels in addition to it stay
     over = x.clone(memory_format=torch.preserve_format)
-    assert TRITON.applies(over, over, activation)
-    TRITON.forward_into(over, over, mean, scale, shift, activation, slope)
+    assert TRITON.applies(over, over)
+    TRITON.forward_into(over, over, NormAffine(mean, scale, shift), Activation(activation, slope))
     assert torch.equal(over, y)
 
 
@@ -110,12 +118,13 @@ def test_the_gradient_is_as_exact_as_plain_float32(
     def expected(dtype: torch.dtype) -> list[torch.Tensor]:
         operands = [t.to(dtype).contiguous() for t in (grad, y, scale, shift, deviation)]
         result = torch.empty_like(operands[1])
-        of_vectors = REFERENCE.backward_into(operands[0], result, *operands[1:], frozen, activation, slope)
+        norm = ScaledNorm(*operands[2:], frozen)
+        of_vectors = REFERENCE.backward_into(*operands[:1], result, operands[1], norm, Activation(activation, slope))
         return [result, *of_vectors]
 
     over = grad.clone(memory_format=torch.preserve_format)
     of_x = drawn(shape, layout, 2, device, gap)
-    arguments = (y, scale, shift, deviation, frozen, activation, slope)
+    arguments = (y, ScaledNorm(scale, shift, deviation, frozen), Activation(activation, slope))
     ours = [of_x, *TRITON.backward_into(grad, of_x, *arguments)]
     assert ours[1].dtype == ours[2].dtype == torch.float64
     terms = {"scale": (y.numel() / shape[1]) ** 0.5 * float((1 / scale).abs().max()), "shift": 1.0}
@@ -175,11 +184,12 @@ def test_a_layer_s_gradients_are_off_by_no_more_than_plain_float32_s_and_what_th
 def test_elu_and_its_inverse_keep_relative_accuracy_near_zero(device: str, alpha: float) -> None:
     z = torch.cat([-torch.logspace(-30, 0.9, 800), torch.linspace(-0.51, -0.49, 95)]).to(device)
     zero, one, y = torch.zeros_like(z), torch.ones_like(z), torch.empty_like(z)
-    TRITON.forward_into(z[None], y[None], zero, one, zero, "elu", alpha)
+    TRITON.forward_into(z[None], y[None], NormAffine(zero, one, zero), Activation("elu", alpha))
     torch.testing.assert_close(y.double(), alpha * torch.expm1(z.double()), rtol=5e-7, atol=0)
     # A single row: the sums are what is made again, times its gradient.
     of_x, of_scale = torch.empty_like(z), None
-    of_scale, of_shift = TRITON.backward_into(one[None], of_x[None], y[None], one, zero, one, True, "elu", alpha)
+    norm = ScaledNorm(one, zero, one, True)
+    of_scale, of_shift = TRITON.backward_into(one[None], of_x[None], y[None], norm, Activation("elu", alpha))
     again = torch.log1p(y.double() / alpha)
     torch.testing.assert_close(of_shift, y.double() + alpha, rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(of_scale / of_shift, again, rtol=1e-6, atol=0)
@@ -196,12 +206,13 @@ def test_narrow_tensors_are_rounded_once(
     x, grad = (drawn((3, 37, 9, 7), layout, seed, device).to(dtype) for seed in range(2))
     mean, scale, shift, deviation = vectors(37, device)
     y, of_x = torch.empty_like(x), torch.empty_like(x)
-    TRITON.forward_into(x, y, mean, scale, shift, activation, slope)
+    TRITON.forward_into(x, y, NormAffine(mean, scale, shift), Activation(activation, slope))
     right = torch.empty_like(x, dtype=torch.float64)
-    REFERENCE.forward_into(x.double(), right, *(v.double() for v in (mean, scale, shift)), activation, slope)
+    affine = NormAffine(*(v.double() for v in (mean, scale, shift)))
+    REFERENCE.forward_into(x.double(), right, affine, Activation(activation, slope))
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(y.double(), right, rtol=eps, atol=1e-6)
-    rest = (y.float(), scale, shift, deviation, False, activation, slope)
+    rest = (y.float(), ScaledNorm(scale, shift, deviation, False), Activation(activation, slope))
     exact = torch.empty_like(x, dtype=torch.float32)
     expected = REFERENCE.backward_into(grad.float(), exact, *rest)
     found = TRITON.backward_into(grad, of_x, y, *rest[1:])
@@ -217,7 +228,7 @@ def test_narrow_tensors_are_rounded_once(
 def test_only_the_result_and_vectors_are_saved(device: str, layout: str, overwrite: bool) -> None:
     x = drawn((4, 8, 6, 6), layout, 0, device).requires_grad_() * 1.0
     layer, saved = nn.BatchNorm2d(8).to(device), []
-    assert sweeps(x, x, "elu") is TRITON
+    assert sweeps(x, x) is TRITON
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
         y = run(layer, x, "elu", 1.0, overwrite)
     assert sorted(t.numel() for t in saved) == [8, 8, 8, y.numel()]
@@ -277,11 +288,12 @@ def test_a_nan_stays_one(device: str) -> None:
     one = torch.ones(1, device=device)
     for activation, slope in ACTIVATIONS:
         y, of_x = torch.empty_like(x), torch.empty_like(x)
-        TRITON.forward_into(x, y, 0 * one, one, 0 * one, activation, slope)
+        TRITON.forward_into(x, y, NormAffine(0 * one, one, 0 * one), Activation(activation, slope))
         assert y.isnan().tolist() == [[[False, True, False]]]
-        TRITON.backward_into(x, of_x, y, one, 0 * one, one, True, activation, slope)
+        TRITON.backward_into(x, of_x, y, ScaledNorm(one, 0 * one, one, True), Activation(activation, slope))
         assert of_x.isnan().tolist() == [[[False, True, False]]]
-        found = TRITON.backward_into(torch.ones_like(x), of_x, y, one, 0 * one, one, False, activation, slope)
+        norm = ScaledNorm(one, 0 * one, one, False)
+        found = TRITON.backward_into(torch.ones_like(x), of_x, y, norm, Activation(activation, slope))
         assert found[0].isnan().all() and of_x.isnan().all()
 
 
@@ -291,19 +303,19 @@ def test_what_they_do_not_take_is_left_to_others(monkeypatch: pytest.MonkeyPatch
     x = drawn((2, 3, 4, 5), "contiguous", 0, device)
     other = drawn((2, 3, 4, 5), "channels_last", 0, device)
     applies = TRITON.applies
-    assert applies(x, x, "elu") and applies(x.half(), x.half(), "identity")
-    assert not applies(x, other, "elu") and not applies(x.double(), x.double(), "elu")
-    assert not applies(x.transpose(2, 3), x.transpose(2, 3), "elu") and not applies(x[:0], x[:0], "elu")
-    assert sweeps(x.double(), x.double(), "elu") is REFERENCE
+    assert applies(x, x) and applies(x.half(), x.half())
+    assert not applies(x, other) and not applies(x.double(), x.double())
+    assert not applies(x.transpose(2, 3), x.transpose(2, 3)) and not applies(x[:0], x[:0])
+    assert sweeps(x.double(), x.double()) is REFERENCE
     monkeypatch.setenv("SHOAL_KERNELS", "native")
-    assert sweeps(x.half(), x.half(), "elu") is REFERENCE
+    assert sweeps(x.half(), x.half()) is REFERENCE
 
 
 @not_interpreted
 def test_the_cpu_has_its_own() -> None:
     x = torch.randn(2, 3, 4, 5)
     own = NATIVE if native.library() is not None else REFERENCE
-    assert sweeps(x, x, "leaky_relu") is sweeps(x, x, "elu") is own
+    assert sweeps(x, x) is own
 
 
 @with_triton
@@ -321,8 +333,8 @@ def test_they_compile_for_a_device_that_is_not_here(capability: int) -> None:
             (late, "identity", 1.0, False),
         ):
             scale = there(y.shape[1])
-            TRITON.forward_into(y, y, scale, scale, scale, activation, slope)
-            TRITON.backward_into(y, y, y, scale, scale, scale, frozen, activation, slope)
+            TRITON.forward_into(y, y, NormAffine(scale, scale, scale), Activation(activation, slope))
+            TRITON.backward_into(y, y, y, ScaledNorm(scale, scale, scale, frozen), Activation(activation, slope))
     assert found.keys() == kernels_of(inverted_batch_norm_triton_kernels)
     for compiled in found.values():
         assert any("ld.global.v4" in ptx for ptx in compiled)  # 16 bytes at a time
@@ -344,7 +356,7 @@ def test_norms_of_samples_are_as_exact_as_plain_float32(
     with torch.no_grad():
         norm.weight.copy_(vectors(6, device)[1])
         norm.bias.copy_(vectors(6, device)[2])
-    assert sweeps(x, x, activation) is TRITON
+    assert sweeps(x, x) is TRITON
 
     def step(dtype: torch.dtype | None) -> list[torch.Tensor]:
         own = copy.deepcopy(norm).to(dtype or torch.float32)

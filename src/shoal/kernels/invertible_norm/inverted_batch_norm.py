@@ -20,9 +20,10 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.kernels.batch_norm_vectors import measures, move_statistics
-from shoal.kernels.invertible_norm.inverted_batch_norm_sweeps import sweeps
+from shoal.kernels.invertible_norm.inverted_batch_norm_sweeps import Activation, ScaledNorm, sweeps
 from shoal.kernels.invertible_norm.inverted_op import InvertedOp, by_pytorch
 from shoal.kernels.norm import norm_sweeps
+from shoal.kernels.norm.norm_sweeps import NormAffine
 from shoal.kernels.norm.statistics import wide as wide_of
 from shoal.lowlevel.torch_state import check_batch_norm_input, check_batch_size, in_functorch
 
@@ -76,7 +77,7 @@ def _forward(
     if weight is not None:
         scale = scale * kept_from_zero(weight.to(wide), eps)
     shift = torch.zeros_like(mean) if bias is None else bias.to(wide)
-    sweeps(x, y, activation).forward_into(x, y, mean, scale, shift, activation, slope)
+    sweeps(x, y).forward_into(x, y, NormAffine(mean, scale, shift), Activation(activation, slope))
     return mean, variance
 
 
@@ -121,8 +122,8 @@ def _backward(
     ones = torch.ones_like(invstd)
     scale = ones if weight is None else kept_from_zero(weight.to(wide), eps)
     shift = torch.zeros_like(ones) if bias is None else bias.to(wide)
-    of_weight, of_bias = sweeps(grad, y, activation).backward_into(
-        grad, result, y, scale, shift, invstd, frozen, activation, slope
+    of_weight, of_bias = sweeps(grad, y).backward_into(
+        grad, result, y, ScaledNorm(scale, shift, invstd, frozen), Activation(activation, slope)
     )
     return (
         of_weight.to(wide if weight is None else weight.dtype),

@@ -16,13 +16,14 @@ from collections.abc import Iterator
 from functools import cache
 from importlib import import_module
 from types import ModuleType
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from shoal.kernels.norm import norm_sweeps
 from shoal.kernels.norm.norm_rows import vector
+from shoal.kernels.norm.norm_sweeps import NormAffine
 from shoal.kernels.norm.norm_tiles import grid_of
 from shoal.lowlevel import native
 from shoal.lowlevel.dispatch import DispatchedOp, Implementation, choose, level_number, register
@@ -34,99 +35,72 @@ _MIN_ELEMS = 1 << 12
 _LEAKY_RELU, _ELU = range(2)  # in the order of ShoalInvertible in csrc/shoal_native.h
 
 
-class InvertedSweeps(Protocol):
-    """One implementation. What is written may be the very tensor that is read, and overlaps nothing else."""
+class Activation(NamedTuple):
+    """ "leaky_relu", "elu" or "identity", and LeakyReLU's negative slope or ELU's alpha, greater than 0."""
 
-    def forward_into(
-        self,
-        x: torch.Tensor,
-        y: torch.Tensor,
-        mean: torch.Tensor,
-        scale: torch.Tensor,
-        shift: torch.Tensor,
-        activation: str,
-        slope: float,
-    ) -> None:
+    name: str
+    slope: float
+
+
+class ScaledNorm(NamedTuple):
+    """What the backward pass knows of a norm whose result alone was saved.
+
+    Attributes:
+        scale, shift, invstd: (C,), float32, or float64 for a float64 result.
+        frozen: whether the statistics were given.
+        in_group: how many channels, one after the other, were normalised by the same statistics.
+    """
+
+    scale: torch.Tensor
+    shift: torch.Tensor
+    invstd: torch.Tensor
+    frozen: bool
+    in_group: int = 1
+
+
+class _InvertedBatchNormSweepsReference:
+    """Pointwise ops of PyTorch, and what the other implementations do.
+
+    What is written may be the very tensor that is read, and overlaps nothing else.
+    """
+
+    def forward_into(self, x: torch.Tensor, y: torch.Tensor, affine: NormAffine, activation: Activation) -> None:
         """Write the activation of (x - mean) * scale + shift into `y`, which may be `x`.
 
         The mean is taken off first: far from zero it would take digits of the product with it.
 
         Args:
             x, y: (N, C, ...) of one dtype and layout.
-            mean, scale, shift: (C,), float32, or float64 for a float64 `x`.
-            activation, slope: as for `inverted_batch_norm`.
+            affine: vectors of float32, or float64 for a float64 `x`.
         """
+        for (source, shape), (target, _) in zip(_pieces(x), _pieces(y), strict=True):
+            mean, scale, shift = (values.view(shape) for values in affine)
+            if x.dtype == scale.dtype:
+                torch.sub(source, mean, out=target)
+                torch.addcmul(shift, target, scale, out=target)
+                _activate_(target, activation)
+            else:
+                z = source.to(scale.dtype).sub_(mean)
+                torch.addcmul(shift, z, scale, out=z)
+                target.copy_(_activate_(z, activation))
 
     def backward_into(
-        self,
-        grad: torch.Tensor,
-        result: torch.Tensor,
-        y: torch.Tensor,
-        scale: torch.Tensor,
-        shift: torch.Tensor,
-        invstd: torch.Tensor,
-        frozen: bool,
-        activation: str,
-        slope: float,
-        *,
-        in_group: int = 1,
+        self, grad: torch.Tensor, result: torch.Tensor, y: torch.Tensor, norm: ScaledNorm, activation: Activation
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the gradient of x into `result`, which may be `grad`.
 
         Args:
             grad, result, y: (N, C, ...) of one dtype and layout.
-            scale, shift, invstd: (C,), float32, or float64 for a float64 `y`.
-            frozen: whether the statistics were given.
-            activation, slope: as for `inverted_batch_norm`.
-            in_group: how many channels, one after the other, were normalised by the same statistics.
 
         Returns:
             Gradients of scale and shift, (C,) float64.
         """
-
-
-class _InvertedBatchNormSweepsReference:
-    """Pointwise ops of PyTorch."""
-
-    def forward_into(
-        self,
-        x: torch.Tensor,
-        y: torch.Tensor,
-        mean: torch.Tensor,
-        scale: torch.Tensor,
-        shift: torch.Tensor,
-        activation: str,
-        slope: float,
-    ) -> None:
-        for (source, _), (target, per_channel) in zip(_pieces(x), _pieces(y), strict=True):
-            if x.dtype == scale.dtype:
-                torch.sub(source, mean.view(per_channel), out=target)
-                torch.addcmul(shift.view(per_channel), target, scale.view(per_channel), out=target)
-                _activate_(target, activation, slope)
-            else:
-                z = source.to(scale.dtype).sub_(mean.view(per_channel))
-                torch.addcmul(shift.view(per_channel), z, scale.view(per_channel), out=z)
-                target.copy_(_activate_(z, activation, slope))
-
-    def backward_into(
-        self,
-        grad: torch.Tensor,
-        result: torch.Tensor,
-        y: torch.Tensor,
-        scale: torch.Tensor,
-        shift: torch.Tensor,
-        invstd: torch.Tensor,
-        frozen: bool,
-        activation: str,
-        slope: float,
-        *,
-        in_group: int = 1,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        scale, shift = norm.scale, norm.shift
         wide, inverse_scale = scale.dtype, scale.reciprocal()
         of_shift, of_scale = (torch.zeros_like(scale, dtype=torch.float64) for _ in range(2))
 
         def undone(y_piece: torch.Tensor, grad_piece: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            z, of_z = undo_activation(y_piece.to(wide), grad_piece.to(wide), activation, slope)
+            z, of_z = undo_activation(y_piece.to(wide), grad_piece.to(wide), activation)
             return z.sub_(shift.view(shape)).mul_(inverse_scale.view(shape)), of_z
 
         for (y_piece, shape), (grad_piece, _) in zip(_pieces(y), _pieces(grad), strict=True):
@@ -134,32 +108,32 @@ class _InvertedBatchNormSweepsReference:
             dims = [dim for dim in range(y_piece.dim()) if shape[dim] == 1]
             of_shift += of_z.sum(dims)
             of_scale += normalised.mul_(of_z).sum(dims)
-        means = _group_means(of_scale, of_shift, scale, y.numel() // y.shape[1], in_group)
+        means = _group_means(of_scale, of_shift, norm, y.numel() // y.shape[1])
         mean_grad_xhat, mean_grad = (mean.to(wide) for mean in means)
-        gamma_invstd = scale * invstd
+        gamma_invstd = scale * norm.invstd
         for (y_piece, shape), (grad_piece, _), (target, _) in zip(
             _pieces(y), _pieces(grad), _pieces(result), strict=True
         ):
             normalised, of_z = undone(y_piece, grad_piece)
-            if not frozen:
+            if not norm.frozen:
                 of_z = of_z.sub_(mean_grad.view(shape)).sub_(normalised.mul_(mean_grad_xhat.view(shape)))
             target.copy_(of_z.mul_(gamma_invstd.view(shape)))
         return of_scale, of_shift
 
 
-def _activate_(z: torch.Tensor, activation: str, slope: float) -> torch.Tensor:
-    if activation == "identity":
+def _activate_(z: torch.Tensor, activation: Activation) -> torch.Tensor:
+    name, slope = activation
+    if name == "identity":
         return z
-    return nn.functional.elu_(z, slope) if activation == "elu" else nn.functional.leaky_relu_(z, slope)
+    return nn.functional.elu_(z, slope) if name == "elu" else nn.functional.leaky_relu_(z, slope)
 
 
-def undo_activation(
-    y: torch.Tensor, grad: torch.Tensor, activation: str, slope: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def undo_activation(y: torch.Tensor, grad: torch.Tensor, activation: Activation) -> tuple[torch.Tensor, torch.Tensor]:
     """What was activated, and its gradient; both new."""
-    if activation == "identity":
+    name, slope = activation
+    if name == "identity":
         return y.clone(), grad.clone()
-    if activation == "leaky_relu":
+    if name == "leaky_relu":
         z = torch.ops.aten.leaky_relu(y, 1 / slope)
         return z, torch.ops.aten.leaky_relu_backward(grad, y, slope, True)
     # Rounded to -alpha, the result has no inverse: the smallest that has one stands for it.
@@ -169,17 +143,17 @@ def undo_activation(
 
 
 def _group_means(
-    of_scale: torch.Tensor, of_shift: torch.Tensor, scale: torch.Tensor, rows: int, in_group: int
+    of_scale: torch.Tensor, of_shift: torch.Tensor, norm: ScaledNorm, rows: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What of xhat, and of 1, is taken off the gradient of every element, over its channel's scale; (C,) each.
 
     Channels that share their statistics share what is taken off, but for the scale.
     """
-    if in_group == 1:
+    if norm.in_group == 1:
         return of_scale / rows, of_shift / rows
-    weighted = torch.stack((of_scale, of_shift)) * scale
-    means = weighted.view(2, -1, in_group).mean(2) / rows
-    of_xhat, of_one = means.repeat_interleave(in_group, 1) / scale
+    weighted = torch.stack((of_scale, of_shift)) * norm.scale
+    means = weighted.view(2, -1, norm.in_group).mean(2) / rows
+    of_xhat, of_one = means.repeat_interleave(norm.in_group, 1) / norm.scale
     return of_xhat, of_one
 
 
@@ -226,7 +200,7 @@ class _InvertedBatchNormSweepsCall(ctypes.Structure):
 class _InvertedBatchNormSweepsNative:
     """`csrc/inverted_batch_norm.cpp`; `level`: "portable", "avx2" or "avx512"; None: as SHOAL_KERNELS says."""
 
-    def applies(self, source: torch.Tensor, y: torch.Tensor, activation: str) -> bool:
+    def applies(self, source: torch.Tensor, y: torch.Tensor) -> bool:
         """Whether it reads `source`, and reads or writes `y`, here."""
         if y.device.type != "cpu" or not y.dtype == source.dtype == torch.float32 or not y.numel():
             return False
@@ -236,17 +210,15 @@ class _InvertedBatchNormSweepsNative:
         self,
         x: torch.Tensor,
         y: torch.Tensor,
-        mean: torch.Tensor,
-        scale: torch.Tensor,
-        shift: torch.Tensor,
-        activation: str,
-        slope: float,
+        affine: NormAffine,
+        activation: Activation,
+        *,
         level: str | None = None,
     ) -> None:
         library = native.library()
         assert library is not None
-        mean, scale, shift = mean.contiguous(), scale.contiguous(), shift.contiguous()
-        call = _call(x, y, activation, slope, level)
+        mean, scale, shift = (values.contiguous() for values in affine)
+        call = _call(x, y, activation, level)
         call.mean, call.shift, call.scale = mean.data_ptr(), shift.data_ptr(), scale.data_ptr()
         library.shoal_inverted_batch_norm_forward(ctypes.byref(call))
 
@@ -255,31 +227,26 @@ class _InvertedBatchNormSweepsNative:
         grad: torch.Tensor,
         result: torch.Tensor,
         y: torch.Tensor,
-        scale: torch.Tensor,
-        shift: torch.Tensor,
-        invstd: torch.Tensor,
-        frozen: bool,
-        activation: str,
-        slope: float,
+        norm: ScaledNorm,
+        activation: Activation,
         *,
-        in_group: int = 1,
         level: str | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         library = native.library()
         assert library is not None
-        scale, shift = scale.contiguous(), shift.contiguous()
+        scale, shift = norm.scale.contiguous(), norm.shift.contiguous()
         channels = y.shape[1]
-        call = _call(y, result, activation, slope, level)
+        call = _call(y, result, activation, level)
         sums = torch.empty(2 * call.threads + 2, channels, dtype=torch.float64)
         call.grad, call.shift = grad.data_ptr(), shift.data_ptr()
         call.sum, call.centred, call.workspace = (sums[place:].data_ptr() for place in range(3))
         library.shoal_inverted_batch_norm_sums(ctypes.byref(call))
         of_shift = sums[0]
         of_scale = sums[1] / scale
-        mean_xhat, mean = _group_means(of_scale, of_shift, scale, y.numel() // channels, in_group)
+        mean_xhat, mean = _group_means(of_scale, of_shift, norm, y.numel() // channels)
         mean_grad, mean_grad_xhat = mean.float(), (mean_xhat / scale).float()  # over gamma: of gamma * xhat
-        gamma_invstd = scale * invstd
-        call.frozen = frozen
+        gamma_invstd = scale * norm.invstd
+        call.frozen = norm.frozen
         call.mean, call.scale = mean_grad.data_ptr(), gamma_invstd.data_ptr()
         call.mean_grad_xhat = mean_grad_xhat.data_ptr()
         library.shoal_inverted_batch_norm_result(ctypes.byref(call))
@@ -287,7 +254,7 @@ class _InvertedBatchNormSweepsNative:
 
 
 def _call(
-    y: torch.Tensor, result: torch.Tensor, activation: str, slope: float, level: str | None
+    y: torch.Tensor, result: torch.Tensor, activation: Activation, level: str | None
 ) -> _InvertedBatchNormSweepsCall:
     images, channels = y.shape[:2]
     return _InvertedBatchNormSweepsCall(
@@ -297,8 +264,8 @@ def _call(
         channels_last=_is_channels_last(y),
         threads=torch.get_num_threads(),
         level=level_number(level),
-        activation=_ELU if activation == "elu" else _LEAKY_RELU,
-        slope=1.0 if activation == "identity" else slope,
+        activation=_ELU if activation.name == "elu" else _LEAKY_RELU,
+        slope=1.0 if activation.name == "identity" else activation.slope,
         y=y.data_ptr(),
         result=result.data_ptr(),
     )
@@ -311,50 +278,32 @@ def _is_channels_last(tensor: torch.Tensor) -> bool:
 class _InvertedBatchNormSweepsTriton:
     """`inverted_batch_norm_triton_kernels`."""
 
-    def applies(self, source: torch.Tensor, y: torch.Tensor, activation: str) -> bool:
+    def applies(self, source: torch.Tensor, y: torch.Tensor) -> bool:
         """Whether it reads `source`, and reads or writes `y`, here."""
         return norm_sweeps.TRITON.applies(source, y)
 
-    def forward_into(
-        self,
-        x: torch.Tensor,
-        y: torch.Tensor,
-        mean: torch.Tensor,
-        scale: torch.Tensor,
-        shift: torch.Tensor,
-        activation: str,
-        slope: float,
-    ) -> None:
+    def forward_into(self, x: torch.Tensor, y: torch.Tensor, affine: NormAffine, activation: Activation) -> None:
         grid, (of_x, of_y) = grid_of(x, y)
+        name, slope = activation
         with on_device(x.device):
             _triton_kernels().forward[grid.by_block](
-                x, of_x, *map(vector, (mean, scale, shift)), y, of_y, slope, *grid.extent, activation, *grid.tile
+                x, of_x, *map(vector, affine), y, of_y, slope, *grid.extent, name, *grid.tile
             )
 
     def backward_into(
-        self,
-        grad: torch.Tensor,
-        result: torch.Tensor,
-        y: torch.Tensor,
-        scale: torch.Tensor,
-        shift: torch.Tensor,
-        invstd: torch.Tensor,
-        frozen: bool,
-        activation: str,
-        slope: float,
-        *,
-        in_group: int = 1,
+        self, grad: torch.Tensor, result: torch.Tensor, y: torch.Tensor, norm: ScaledNorm, activation: Activation
     ) -> tuple[torch.Tensor, torch.Tensor]:
         grid, (of_y, of_grad, of_result) = grid_of(y, grad, result)
         parts = y.new_empty((2, grid.parts, grid.channels), dtype=torch.float32)
-        scale, shift, invstd = map(vector, (scale, shift, invstd))
+        scale, shift, invstd = map(vector, (norm.scale, norm.shift, norm.invstd))
+        name, slope = activation
         with on_device(y.device):
             _triton_kernels().sums[grid.by_part](
-                grad, of_grad, y, of_y, shift, *parts, slope, *grid.extent, *grid.shares, activation, *grid.tile
+                grad, of_grad, y, of_y, shift, *parts, slope, *grid.extent, *grid.shares, name, *grid.tile
             )
             centred, of_shift = parts.sum(1, dtype=torch.float64)
             of_scale = centred / scale
-            means = _group_means(of_scale, of_shift, scale, 1, in_group)
+            means = _group_means(of_scale, of_shift, norm._replace(scale=scale), 1)
             _triton_kernels().result[grid.by_block](
                 grad,
                 of_grad,
@@ -369,8 +318,8 @@ class _InvertedBatchNormSweepsTriton:
                 float(y.numel() // grid.channels),
                 slope,
                 *grid.extent,
-                frozen,
-                activation,
+                norm.frozen,
+                name,
                 *grid.tile,
             )
         return of_scale, of_shift
@@ -381,12 +330,13 @@ def _triton_kernels() -> ModuleType:
     return import_module("shoal.kernels.invertible_norm.inverted_batch_norm_triton_kernels")
 
 
+_InvertedSweeps = _InvertedBatchNormSweepsReference | _InvertedBatchNormSweepsNative | _InvertedBatchNormSweepsTriton
 REFERENCE, NATIVE, TRITON = (
     _InvertedBatchNormSweepsReference(),
     _InvertedBatchNormSweepsNative(),
     _InvertedBatchNormSweepsTriton(),
 )
-_OP: DispatchedOp[InvertedSweeps] = register(
+_OP: DispatchedOp[_InvertedSweeps] = register(
     "inverted_batch_norm",
     REFERENCE,
     Implementation("triton", TRITON, TRITON.applies),
@@ -394,11 +344,11 @@ _OP: DispatchedOp[InvertedSweeps] = register(
 )
 
 
-def sweeps(source: torch.Tensor, y: torch.Tensor, activation: str) -> InvertedSweeps:
+def sweeps(source: torch.Tensor, y: torch.Tensor) -> _InvertedSweeps:
     """What runs passes that read `source`, and read or write `y`, (N, C, ...) of one shape and one layout.
 
     >>> x = torch.ones(2, 3, 4, 5, dtype=torch.float64)
-    >>> sweeps(x, x, "elu") is REFERENCE
+    >>> sweeps(x, x) is REFERENCE
     True
     """
-    return choose(_OP, source, y, activation)
+    return choose(_OP, source, y)

@@ -14,8 +14,9 @@ from torch import nn
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from shoal.kernels.invertible_norm.inverted_batch_norm import channel_statistics, error_of
-from shoal.kernels.invertible_norm.inverted_batch_norm_sweeps import sweeps
+from shoal.kernels.invertible_norm.inverted_batch_norm_sweeps import Activation, ScaledNorm, sweeps
 from shoal.kernels.invertible_norm.inverted_op import InvertedOp, by_pytorch
+from shoal.kernels.norm.norm_sweeps import NormAffine
 from shoal.lowlevel.torch_state import check_batch_norm_input, check_group_size, check_spatial_size, in_functorch
 
 MIN_SCALE = 1e-5
@@ -83,8 +84,8 @@ def _forward(
     start = 0
     for source, target in zip(_planes(x), _planes(y), strict=True):
         ours = slice(start, start := start + source.shape[1])
-        kernel = sweeps(source, target, activation)
-        kernel.forward_into(source, target, means[ours], factors[ours], shifts[ours], activation, slope)
+        affine = NormAffine(means[ours], factors[ours], shifts[ours])
+        sweeps(source, target).forward_into(source, target, affine, Activation(activation, slope))
     return mean, invstd
 
 
@@ -133,10 +134,8 @@ def _backward(
     start, found = 0, []
     for source, target, one in zip(_planes(grad), _planes(result), _planes(y), strict=True):
         ours = slice(start, start := start + one.shape[1])
-        vectors = (scales[ours], shifts[ours], factors[ours])
-        kernel = sweeps(source, one, activation)
-        gradients = kernel.backward_into(source, target, one, *vectors, False, activation, slope, in_group=in_group)
-        found.append(gradients)
+        norm = ScaledNorm(scales[ours], shifts[ours], factors[ours], False, in_group)
+        found.append(sweeps(source, one).backward_into(source, target, one, norm, Activation(activation, slope)))
     of_scale, of_shift = (torch.cat(parts).view(samples, channels).sum(0) for parts in zip(*found, strict=True))
     return (
         of_scale.to(invstd.dtype if weight is None else weight.dtype),
