@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from shoal.kernels.batch_norm_vectors import measures
-from shoal.transforms.live_graph import attribute_at
+from shoal.transforms.split.part_graph import PartGraphBuilder
 from shoal.transforms.split.slice_graph import activation_behind
 from shoal.transforms.split.sliced_batch_norm import (
     measure,
@@ -162,18 +162,15 @@ def _each(value: Any, dims: int, default: int) -> list[int]:
     return [value] * dims if isinstance(value, int) else list(value)
 
 
-class _SlabGraphBuilder:
+class _SlabGraphBuilder(PartGraphBuilder):
     def __init__(self, root: nn.Module, graph: fx.Graph, region: SlabRegion, twice: bool) -> None:
-        self.root, self.graph, self.kinds, self.slabs = root, graph, region.kinds, region.slabs
-        self.twice = twice
-        self.modules = dict(root.named_modules())
-        self.out = fx.Graph()
+        super().__init__(root, graph)
+        self.kinds, self.slabs, self.twice = region.kinds, region.slabs, twice
         self.whole_of: dict[fx.Node, fx.Node] = {}
         self.slab_of: dict[tuple[fx.Node, int], fx.Node] = {}
         self.rows_of: dict[tuple[fx.Node, int, int], fx.Node] = {}
         self.masks: dict[fx.Node, fx.Node] = {}
         self.done: dict[fx.Node, fx.Node] = {}  # activations that a norm does
-        self.layers: dict[str, fx.Node] = {}
 
     def build(self) -> fx.GraphModule:
         for node in self.graph.nodes:
@@ -187,9 +184,7 @@ class _SlabGraphBuilder:
                 self._draw(node)
             elif not kind and node not in self.whole_of:
                 self.whole_of[node] = self.out.node_copy(node, self._whole)
-        self.out.lint()
-        called = {str(node.target) for node in self.out.nodes if node.op in ("call_module", "get_attr")}
-        return fx.GraphModule({name: attribute_at(self.root, name) for name in called}, self.out, "SlabGraph")
+        return self.module("SlabGraph")
 
     def _whole(self, node: fx.Node) -> fx.Node:
         if node not in self.whole_of:
@@ -269,7 +264,7 @@ class _SlabGraphBuilder:
         first, last = window.reads((begin, end), length)
         before, after = window.padding((first, last), (begin, end))
         x = self._rows(source, first, last)
-        return self.out.call_function(convolve_rows, (x, self._layer(str(node.target)), before, max(0, after)))
+        return self.out.call_function(convolve_rows, (x, self.layer(str(node.target)), before, max(0, after)))
 
     def _upsampled(self, node: fx.Node, begin: int, end: int) -> fx.Node:
         given = _given(node, _TRANSPOSED)
@@ -306,7 +301,7 @@ class _SlabGraphBuilder:
             self.done[reader] = node
         if kind == "batch norm":
             results = self.out.call_function(
-                sliced_batch_norm, (slabs, self._layer(str(node.target)), activation, measured)
+                sliced_batch_norm, (slabs, self.layer(str(node.target)), activation, measured)
             )
         else:
             given = _given(node, _INSTANCE_NORM)
@@ -327,13 +322,6 @@ class _SlabGraphBuilder:
         probability = node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5)
         dropout: Any = node.target
         self.masks[node] = self.out.call_function(dropout, (ones, probability, True))
-
-    def _layer(self, name: str) -> fx.Node:
-        if name not in self.layers:
-            first = next(n for n in self.out.nodes if n.op != "placeholder")
-            with self.out.inserting_before(first):
-                self.layers[name] = self.out.create_node("get_attr", name)
-        return self.layers[name]
 
 
 def ones_of_channels(x: torch.Tensor) -> torch.Tensor:

@@ -9,15 +9,15 @@ concatenated, and neither is a gradient.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
-from itertools import groupby, pairwise
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from shoal.transforms.live_graph import attribute_at
+from shoal.transforms.split.part_graph import PartGraphBuilder, between_batch_norms
 from shoal.transforms.split.sliced_batch_norm import sliced_batch_norm
 from shoal.transforms.split.split_region import SplitRegion
 
@@ -75,15 +75,13 @@ def activation_behind(node: fx.Node) -> tuple[fx.Node | None, str]:
     return (reader, f"{name} {float(number)}") if positive else (None, "")
 
 
-class _SliceGraphBuilder:
+class _SliceGraphBuilder(PartGraphBuilder):
     def __init__(self, root: nn.Module, graph: fx.Graph, region: SplitRegion, spans: list[tuple[int, int]]) -> None:
-        self.root, self.graph, self.region, self.spans = root, graph, region, spans
-        self.out = fx.Graph()
+        super().__init__(root, graph)
+        self.region, self.spans = region, spans
         self.outside: dict[fx.Node, fx.Node] = {}
         self.slice_of: dict[tuple[fx.Node, int], fx.Node] = {}
         self.done: set[fx.Node] = set()  # ReLUs that a batch norm does
-        self.layers: dict[str, fx.Node] = {}
-        self.modules = dict(root.named_modules())
         self.in_parts = {node for node in region.nodes if self._is_convolved_in_parts(node)}
 
     def build(self) -> fx.GraphModule:
@@ -96,7 +94,7 @@ class _SliceGraphBuilder:
         for number, (begin, end) in enumerate(self.spans):
             some = self.out.call_function(torch.narrow, (source, 0, begin, end - begin))
             self.slice_of[self.region.source, number] = some
-        for stretch in self._stretches():
+        for stretch in between_batch_norms(self.region.nodes):
             if self.region.nodes[stretch[0]] == "batch norm":
                 self._normalise(stretch[0])
                 continue
@@ -109,9 +107,7 @@ class _SliceGraphBuilder:
         for node in order:
             if node not in self.outside and node not in self.region.nodes:
                 self.outside[node] = self.out.node_copy(node, self.outside.__getitem__)
-        self.out.lint()
-        called = {str(node.target) for node in self.out.nodes if node.op in ("call_module", "get_attr")}
-        return fx.GraphModule({name: attribute_at(self.root, name) for name in called}, self.out, "SliceGraph")
+        return self.module("SliceGraph")
 
     def _read_by_all(self) -> set[fx.Node]:
         """What is computed only of parameters for all slices, once, before the first of them."""
@@ -124,15 +120,6 @@ class _SliceGraphBuilder:
                 ahead += node.all_input_nodes
         return found
 
-    def _stretches(self) -> Iterator[list[fx.Node]]:
-        """The region's nodes, cut at batch norms."""
-        number, keys = 0, {}
-        for node, kind in self.region.nodes.items():
-            number += kind == "batch norm"
-            keys[node] = (number, kind == "batch norm")
-        for _, nodes in groupby(self.region.nodes, key=keys.__getitem__):
-            yield list(nodes)
-
     def _copy(self, node: fx.Node, number: int) -> None:
         def operand(needed: fx.Node) -> fx.Node:
             return self.slice_of.get((needed, number)) or self.outside[needed]
@@ -141,7 +128,7 @@ class _SliceGraphBuilder:
             return
         source = node.all_input_nodes[0]
         if source in self.in_parts:
-            arguments = [operand(part) for part in source.all_input_nodes], self._layer(str(node.target))
+            arguments = [operand(part) for part in source.all_input_nodes], self.layer(str(node.target))
             self.slice_of[node, number] = self.out.call_function(convolve_parts, arguments)
         elif node in self.done:
             self.slice_of[node, number] = operand(node.all_input_nodes[0])
@@ -163,13 +150,6 @@ class _SliceGraphBuilder:
             activation = ""
         if activation and reader is not None:
             self.done.add(reader)
-        results = self.out.call_function(sliced_batch_norm, (slices, self._layer(str(node.target)), activation))
+        results = self.out.call_function(sliced_batch_norm, (slices, self.layer(str(node.target)), activation))
         for number in range(len(self.spans)):
             self.slice_of[node, number] = self.out.call_function(operator.getitem, (results, number))
-
-    def _layer(self, name: str) -> fx.Node:
-        if name not in self.layers:
-            first = next(n for n in self.out.nodes if n.op != "placeholder")
-            with self.out.inserting_before(first):
-                self.layers[name] = self.out.create_node("get_attr", name)
-        return self.layers[name]

@@ -7,13 +7,11 @@ batch norm has joint statistics all patches meet in it, and are depth-first in b
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
-from itertools import groupby
 
 from torch import fx, nn
 
-from shoal.transforms.live_graph import attribute_at
 from shoal.transforms.split.joint_batch_norm import joint_batch_norm
+from shoal.transforms.split.part_graph import PartGraphBuilder, between_batch_norms
 from shoal.transforms.split.patches import convolve, crop, cut, join, pad, pool
 from shoal.transforms.split.spatial_ops import layer_of
 from shoal.transforms.split.split_plan import SplitPlan
@@ -40,20 +38,15 @@ def split_graph(
     return _SplitGraphBuilder(root, graph, region, plan, joint).build()
 
 
-class _SplitGraphBuilder:
+class _SplitGraphBuilder(PartGraphBuilder):
     def __init__(self, root: nn.Module, graph: fx.Graph, region: SplitRegion, plan: SplitPlan, joint: bool) -> None:
-        self.root = root
-        self.graph = graph
+        super().__init__(root, graph)
         self.region = region
         self.plan = plan
         self.joint = joint
-        self.modules = dict(root.named_modules())
-        self.out = fx.Graph()
         self.outside: dict[fx.Node, fx.Node] = {}
         self.patch_of: dict[tuple[fx.Node, tuple[int, ...]], fx.Node] = {}
         self.number = {region.source: 0, **{node: n for n, node in enumerate(region.nodes, 1)}}
-        self.layers: dict[fx.Node, fx.Node] = {}
-        self.added: dict[str, nn.Module] = {}
         self.have: dict[int, fx.Node] = {}
         self.core: dict[int, fx.Node] = {}
 
@@ -67,7 +60,8 @@ class _SplitGraphBuilder:
             self.have[tensor] = self.out.call_function(operator.getitem, (regions, tensor))
             if self.joint or tensor in self.plan.leaving:
                 self.core[tensor] = self.out.call_function(operator.getitem, (cores, tensor))
-        for stretch in self._stretches():
+        inside = self.region.nodes
+        for stretch in between_batch_norms(inside) if self.joint else [list(inside)]:
             if self.joint and self.region.nodes[stretch[0]] == "batch norm":
                 self._normalise_jointly(stretch[0])
                 continue
@@ -86,18 +80,7 @@ class _SplitGraphBuilder:
         for node in [*self.have.values(), *self.core.values()]:
             if not node.users:
                 self.out.erase_node(node)
-        self.out.lint()
-        return fx.GraphModule({**self._attributes(), **self.added}, self.out, "SplitGraph")
-
-    def _stretches(self) -> Iterator[list[fx.Node]]:
-        """The region's nodes, cut at batch norms where those are joint."""
-        meets = {node for node, kind in self.region.nodes.items() if self.joint and kind == "batch norm"}
-        number, keys = 0, {}
-        for node in self.region.nodes:
-            number += node in meets
-            keys[node] = (number, node in meets)
-        for _, nodes in groupby(self.region.nodes, key=keys.__getitem__):
-            yield list(nodes)
+        return self.module("SplitGraph")
 
     def _copy(self, node: fx.Node, patch: tuple[int, ...]) -> None:
         kind, tensor = self.region.nodes[node], self.number[node]
@@ -116,7 +99,13 @@ class _SplitGraphBuilder:
 
         if kind in _WINDOW_OPS:
             x = operand(self._source_of(node))
-            arguments = (x, self._layer(node), self.have[self.number[self._source_of(node)]], self.have[tensor], patch)
+            arguments = (
+                x,
+                self._layer_of(node),
+                self.have[self.number[self._source_of(node)]],
+                self.have[tensor],
+                patch,
+            )
             self.patch_of[node, patch] = self.out.call_function(_WINDOW_OPS[kind], arguments)
         else:
             self.patch_of[node, patch] = self.out.node_copy(node, operand)
@@ -125,7 +114,7 @@ class _SplitGraphBuilder:
         source = self._source_of(node)
         at, tensor = self.number[source], self.number[node]
         patches = [self.patch_of[source, patch] for patch in self.plan.patches]
-        arguments = (patches, self._layer(node), self.have[at], self.core[at], self.plan.patches)
+        arguments = (patches, self._layer_of(node), self.have[at], self.core[at], self.plan.patches)
         results = self.out.call_function(joint_batch_norm, arguments)
         for place, patch in enumerate(self.plan.patches):
             y = self.out.call_function(operator.getitem, (results, place))
@@ -136,23 +125,11 @@ class _SplitGraphBuilder:
     def _source_of(self, node: fx.Node) -> fx.Node:
         return next(n for n in node.all_input_nodes if n in self.number)
 
-    def _layer(self, node: fx.Node) -> fx.Node:
-        if node not in self.layers:
-            layer = layer_of(node, self.modules)
-            name = str(node.target)
-            if node.op != "call_module":  # a pooling function
-                assert layer is not None
-                name = f"shoal_{node.name}"
-                self.added[name] = layer
-            first = next(n for n in self.out.nodes if n.op != "placeholder")
-            with self.out.inserting_before(first):
-                self.layers[node] = self.out.create_node("get_attr", name)
-        return self.layers[node]
-
-    def _attributes(self) -> dict[str, object]:
-        """What the graph calls by name."""
-        found: dict[str, object] = {}
-        for node in self.out.nodes:
-            if node.op in ("call_module", "get_attr") and str(node.target) not in self.added:
-                found[str(node.target)] = attribute_at(self.root, str(node.target))
-        return found
+    def _layer_of(self, node: fx.Node) -> fx.Node:
+        if node.op == "call_module":
+            return self.layer(str(node.target))
+        pooling = layer_of(node, self.modules)  # in place of a function
+        assert pooling is not None
+        name = f"shoal_{node.name}"
+        self.added[name] = pooling
+        return self.layer(name)
