@@ -14,10 +14,11 @@ import torch
 from torch import fx
 
 from shoal.capture.captured import Captured
-from shoal.capture.fx_nodes import copied_joint, describe_as, is_view, reaches_output
+from shoal.capture.fx_nodes import is_view, reaches_output
 from shoal.capture.kernel_layouts import values_that_follow
 from shoal.capture.region_ops import can_join
-from shoal.capture.step_reader import read_joint, storage_bytes
+from shoal.capture.step_reader import storage_bytes
+from shoal.capture.step_writer import StepWriter
 
 _aten = torch.ops.aten
 _PAD = _aten.constant_pad_nd.default
@@ -52,20 +53,15 @@ def with_aligned_rows(captured: Captured) -> Captured:
     """
     if captured.device.type not in _ON:
         return captured
-    joint = copied_joint(captured.joint)
-    backward_names = set(captured.backward_names)
+    writer = StepWriter(captured)
     found = False
-    for node in list(joint.graph.nodes):
+    for node in list(writer.graph.nodes):
         rows = _rows(node)
-        if rows is not None and (names := _write_longer(joint.graph, rows)):
+        if rows is not None and _write_longer(writer, rows):
             found = True
-            backward_names |= names if node.name in backward_names else set()
             if rows.made_of is not node:  # the copy that the longer rows are in place of
-                joint.graph.erase_node(node)
-    if not found:
-        return captured
-    joint.graph.lint()
-    return read_joint(joint, backward_names, captured.read_with)
+                writer.graph.erase_node(node)
+    return writer.read() if found else captured
 
 
 def _rows(node: fx.Node) -> _AlignedRows | None:
@@ -118,22 +114,20 @@ def _feeds_product(node: fx.Node) -> bool:
     return False
 
 
-def _write_longer(graph: fx.Graph, rows: _AlignedRows) -> set[str]:
-    """Write the longer rows after the op, and have all its readers read a part of them; names of what is new."""
+def _write_longer(writer: StepWriter, rows: _AlignedRows) -> bool:
+    """Write the longer rows after the op, and have all its readers read a part of them; False where that cannot be."""
     node, value = rows.node, rows.node.meta["val"]
     columns = value.shape[-1]
     whole = _PAD(rows.made_of.meta["val"], [0, rows.added])
     part = whole[..., :columns]
     changed = values_that_follow(node, part) if whole.is_contiguous() else {}
     if not changed or any(reaches_output(one) for one in changed):
-        return set()
-    with graph.inserting_before(node.next):
-        longer = graph.call_function(_PAD, (rows.made_of, [0, rows.added]))
-        describe_as(longer, whole, node)
-        taken = graph.call_function(_aten.slice.Tensor, (longer, value.dim() - 1, 0, columns))
-        describe_as(taken, part, node)
+        return False
+    after = node.next
+    longer = writer.call(after, _PAD, (rows.made_of, [0, rows.added]), whole, node)
+    taken = writer.call(after, _aten.slice.Tensor, (longer, value.dim() - 1, 0, columns), part, node)
     node.replace_all_uses_with(taken, delete_user_cb=lambda user: user is not longer)
     for one, new in changed.items():
         if one is not node:
             one.meta["val"] = new
-    return {longer.name, taken.name}
+    return True

@@ -17,9 +17,9 @@ import torch
 from torch import fx
 
 from shoal.capture.captured import Captured
-from shoal.capture.fx_nodes import copied_joint, describe_as, is_view
+from shoal.capture.fx_nodes import is_view
 from shoal.capture.op_counts import flops, moved_bytes
-from shoal.capture.step_reader import read_joint
+from shoal.capture.step_writer import StepWriter
 from shoal.core.step import StepGraph
 from shoal.core.variant import Pieces
 from shoal.errors import PlanError
@@ -106,9 +106,8 @@ def attended_in_pieces(captured: Captured, chosen: Collection[Pieces]) -> Captur
     Raises:
         PlanError: one of them is no attention of this step.
     """
-    joint = copied_joint(captured.joint)
-    backward = set(captured.backward_names)
-    node_called = {node.name: node for node in _softmaxes(joint.graph)}
+    writer = StepWriter(captured)
+    node_called = {node.name: node for node in _softmaxes(writer.graph)}
     for one in chosen:
         node = node_called.get(one.op)
         found = _attention(node) if node is not None else None
@@ -116,9 +115,8 @@ def attended_in_pieces(captured: Captured, chosen: Collection[Pieces]) -> Captur
             raise PlanError(
                 f"the plan cuts the attention {one.op!r} into pieces, which is not here; plan this step again"
             )
-        _put_pieces(joint.graph, found, one.count, backward)
-    joint.graph.lint()
-    return read_joint(joint, backward, captured.read_with)
+        _put_pieces(writer, found, one.count)
+    return writer.read()
 
 
 def _softmaxes(graph: fx.Graph) -> Sequence[fx.Node]:
@@ -321,40 +319,36 @@ def _args(node: fx.Node) -> tuple[Any, ...]:
     return node.args  # fx types each as a union of all it may be; the op's schema says which
 
 
-def _put_pieces(graph: fx.Graph, found: _Attention, pieces: int, backward: set[str]) -> None:
-    order = {node: place for place, node in enumerate(graph.nodes)}
+def _put_pieces(writer: StepWriter, found: _Attention, pieces: int) -> None:
+    order = {node: place for place, node in enumerate(writer.graph.nodes)}
     name, layout = found.softmax.name, tuple(found.layout)
     operands = (found.q, found.k, found.v, found.biases, layout)
-    ran_back = [node for node in (*found.inside, *found.made) if node.name in backward]
-    again = [node for node in found.inside if node.name not in backward and not is_view(node)]
+    ran_back = [node for node in (*found.inside, *found.made) if node in writer.backward and not is_view(node)]
+    again = [node for node in found.inside if node not in writer.backward and not is_view(node)]
     q, k, *biases = (node.meta["val"] for node in (found.q, found.k, *found.biases))
     scratch = attention_pieces.scratch_bytes(q, k, biases, found.layout, pieces)
-    with graph.inserting_before(found.out):
-        made = graph.call_function(attention_pieces.forward, (*operands, pieces), name=f"{name}_attention")
-    describe_as(made, found.out.meta["val"], found.out)
+    forward = (*operands, pieces)
+    made = writer.call(
+        found.out, attention_pieces.forward, forward, found.out.meta["val"], found.out, f"{name}_attention"
+    )
     _count(made, [*again, found.out], scratch)
     first = min(ran_back, key=order.__getitem__)
-    with graph.inserting_before(first):
-        call = (found.grad, *operands, found.wanted, pieces)
-        grads = graph.call_function(attention_pieces.backward, call, name=f"{name}_attention_backward")
-        sources = [found.of_q, found.of_k, found.of_v, *found.sums]
-        values = [torch.empty_like(one.meta["val"], memory_format=torch.contiguous_format) for one in sources[:3]]
-        values += [one.meta["val"].new_empty(shape) for one, shape in zip(found.sums, found.wanted, strict=True)]
-        describe_as(grads, tuple(values), found.of_v)
-        _count(grads, [*again, *ran_back], scratch)
-        for place, (source, value) in enumerate(zip(sources, values, strict=True)):
-            item = graph.call_function(operator.getitem, (grads, place), name=f"{name}_attention_backward_{place}")
-            describe_as(item, value, source)
-            if source in found.sums:
-                shape = [int(size) for size in source.meta["val"].shape]
-                item = graph.call_function(_aten.view.default, (item, shape))
-                describe_as(item, value.view(shape), source)
-            source.replace_all_uses_with(item)
-            backward.add(item.name)
-    backward.add(grads.name)
+    sources = [found.of_q, found.of_k, found.of_v, *found.sums]
+    values = [torch.empty_like(one.meta["val"], memory_format=torch.contiguous_format) for one in sources[:3]]
+    values += [one.meta["val"].new_empty(shape) for one, shape in zip(found.sums, found.wanted, strict=True)]
+    call = (found.grad, *operands, found.wanted, pieces)
+    back = f"{name}_attention_backward"
+    grads = writer.call(first, attention_pieces.backward, call, tuple(values), found.of_v, back)
+    _count(grads, [*again, *ran_back], scratch)
+    for place, (source, value) in enumerate(zip(sources, values, strict=True)):
+        item = writer.call(first, operator.getitem, (grads, place), value, source, f"{back}_{place}")
+        if source in found.sums:
+            shape = [int(size) for size in source.meta["val"].shape]
+            item = writer.call(first, _aten.view.default, (item, shape), value.view(shape), source)
+        source.replace_all_uses_with(item)
     found.out.replace_all_uses_with(made)
     for node in sorted({*found.inside, *found.made}, key=order.__getitem__, reverse=True):
-        graph.erase_node(node)
+        writer.graph.erase_node(node)
 
 
 def _count(node: fx.Node, instead_of: Collection[fx.Node], scratch: int) -> None:

@@ -16,8 +16,8 @@ import torch
 from torch import fx
 
 from shoal.capture.captured import Captured
-from shoal.capture.fx_nodes import copied_joint, describe_as, stand_for_slice
-from shoal.capture.step_reader import read_joint
+from shoal.capture.fx_nodes import stand_for_slice
+from shoal.capture.step_writer import StepWriter
 from shoal.core.step import StepGraph
 from shoal.core.variant import Pieces
 from shoal.errors import PlanError
@@ -54,16 +54,14 @@ def without_concatenations(captured: Captured, chosen: Collection[Pieces]) -> Ca
     Raises:
         PlanError: one of them is no such concatenation of this step.
     """
-    joint = copied_joint(captured.joint)
-    backward = set(captured.backward_names)
-    node_called = {node.name: node for node in joint.graph.nodes}
+    writer = StepWriter(captured)
+    node_called = writer.called()
     for one in chosen:
         node = node_called.get(one.op)
         if node is None or node.target is not _aten.cat.default or _readers(node) is None:
             raise PlanError(f"the plan leaves out the concatenation {one.op!r}, which is not here; plan it again")
-        _leave_out(joint.graph, node, backward)
-    joint.graph.lint()
-    return read_joint(joint, backward, captured.read_with)
+        _leave_out(writer, node)
+    return writer.read()
 
 
 def _readers(node: fx.Node) -> list[fx.Node] | None:
@@ -93,42 +91,38 @@ def _can_be_summed(reader: fx.Node, node: fx.Node) -> bool:
     return transposed is False and groups == 1 and wanted[0] is False and wanted[1] is True
 
 
-def _leave_out(graph: fx.Graph, node: fx.Node, backward: set[str]) -> None:
+def _leave_out(writer: StepWriter, node: fx.Node) -> None:
     arguments: Any = node.args
     parts = list(arguments[0])
     bounds = list(pairwise(accumulate((int(part.meta["val"].shape[_CHANNELS]) for part in parts), initial=0)))
     of_weight = {reader.args[1 if reader.target is _FORWARD else 2] for reader in node.users}
     for reader in list(node.users):
         if reader.target is _FORWARD:
-            _sum_convolutions(graph, reader, parts, bounds)
+            _sum_convolutions(writer, reader, parts, bounds)
         else:
-            _join_weight_gradients(graph, reader, parts, bounds, backward)
-    for gradient in list(graph.find_nodes(op="call_function", target=input_gradient)):
+            _join_weight_gradients(writer, reader, parts, bounds)
+    for gradient in list(writer.graph.find_nodes(op="call_function", target=input_gradient)):
         if gradient.args[1] in of_weight:
-            _give_parts(graph, gradient, bounds, backward)
-    graph.erase_node(node)
+            _give_parts(writer, gradient, bounds)
+    writer.graph.erase_node(node)
 
 
-def _sum_convolutions(graph: fx.Graph, node: fx.Node, parts: list[fx.Node], bounds: list[tuple[int, int]]) -> None:
+def _sum_convolutions(writer: StepWriter, node: fx.Node, parts: list[fx.Node], bounds: list[tuple[int, int]]) -> None:
     _, weight, bias, *options = node.args
+    value = node.meta["val"]
     total: fx.Node | None = None
     for part, (first, end) in zip(parts, bounds, strict=True):
-        with graph.inserting_before(node):
-            own_weight = _channels_of(graph, weight, first, end)
-            own_bias = bias if total is None else None
-            one = graph.call_function(_FORWARD, (part, own_weight, own_bias, *options), name=f"{node.name}_of_{first}")
-            describe_as(one, node.meta["val"], node)
-            if total is not None:
-                one = graph.call_function(_aten.add.Tensor, (total, one), name=f"{node.name}_to_{end}")
-                describe_as(one, node.meta["val"], node)
+        call = (part, _channels_of(writer, weight, first, end, node), bias if total is None else None, *options)
+        one = writer.call(node, _FORWARD, call, value, node, f"{node.name}_of_{first}")
+        if total is not None:
+            one = writer.call(node, _aten.add.Tensor, (total, one), value, node, f"{node.name}_to_{end}")
         total = one
     assert total is not None
-    node.replace_all_uses_with(total)
-    graph.erase_node(node)
+    writer.replace(node, total)
 
 
 def _join_weight_gradients(
-    graph: fx.Graph, node: fx.Node, parts: list[fx.Node], bounds: list[tuple[int, int]], backward: set[str]
+    writer: StepWriter, node: fx.Node, parts: list[fx.Node], bounds: list[tuple[int, int]]
 ) -> None:
     grad, _, weight, bias_sizes, *options, wanted = node.args
     _, of_weight_value, of_bias_value = node.meta["val"]
@@ -136,30 +130,24 @@ def _join_weight_gradients(
     found = []
     for part, (first, end) in zip(parts, bounds, strict=True):
         own_wanted = [False, True, bool(wanted[2]) and first == 0]  # type: ignore[index]
-        with graph.inserting_before(node):
-            own_weight = _channels_of(graph, weight, first, end)
-            call = (grad, part, own_weight, bias_sizes if own_wanted[2] else None, *options, own_wanted)
-            one = graph.call_function(_BACKWARD, call, name=f"{node.name}_of_{first}")
-            value = torch.empty_like(own_weight.meta["val"], memory_format=torch.contiguous_format)
-            describe_as(one, (None, value, of_bias_value if own_wanted[2] else None), node)
-            found.append(graph.call_function(operator.getitem, (one, 1), name=f"{node.name}_of_{first}_weight"))
-            describe_as(found[-1], value, node)
-            if own_wanted[2] and 2 in items:
-                of_bias = graph.call_function(operator.getitem, (one, 2), name=f"{node.name}_bias")
-                describe_as(of_bias, of_bias_value, node)
-                items[2].replace_all_uses_with(of_bias)
-        backward.add(one.name)
-    with graph.inserting_before(node):
-        joined = graph.call_function(_aten.cat.default, (found, _CHANNELS), name=f"{node.name}_joined")
-    describe_as(joined, of_weight_value, node)
-    backward.add(joined.name)
+        own_weight = _channels_of(writer, weight, first, end, node)
+        call = (grad, part, own_weight, bias_sizes if own_wanted[2] else None, *options, own_wanted)
+        value = torch.empty_like(own_weight.meta["val"], memory_format=torch.contiguous_format)
+        values = (None, value, of_bias_value if own_wanted[2] else None)
+        one = writer.call(node, _BACKWARD, call, values, node, f"{node.name}_of_{first}")
+        found.append(writer.call(node, operator.getitem, (one, 1), value, node, f"{node.name}_of_{first}_weight"))
+        if own_wanted[2] and 2 in items:
+            of_bias = writer.call(node, operator.getitem, (one, 2), of_bias_value, node, f"{node.name}_bias")
+            items[2].replace_all_uses_with(of_bias)
+    call = (found, _CHANNELS)
+    joined = writer.call(node, _aten.cat.default, call, of_weight_value, node, f"{node.name}_joined")
     items[1].replace_all_uses_with(joined)
     for item in items.values():
-        graph.erase_node(item)
-    graph.erase_node(node)
+        writer.graph.erase_node(item)
+    writer.graph.erase_node(node)
 
 
-def _give_parts(graph: fx.Graph, node: fx.Node, bounds: list[tuple[int, int]], backward: set[str]) -> None:
+def _give_parts(writer: StepWriter, node: fx.Node, bounds: list[tuple[int, int]]) -> None:
     """A gradient of which only the parts are read, as one op each."""
     slices = list(node.users)
     if not slices or not all(_bounds_of(one) in bounds for one in slices):
@@ -169,14 +157,12 @@ def _give_parts(graph: fx.Graph, node: fx.Node, bounds: list[tuple[int, int]], b
         first, end = _bounds_of(one)
         value = torch.empty_like(one.meta["val"], memory_format=torch.contiguous_format)
         own_shape = [int(size) for size in value.shape]
-        with graph.inserting_before(one):
-            call = (grad, _channels_of(graph, weight, first, end), own_shape, list(value.stride()), *options)
-            part = graph.call_function(input_gradient, call, name=f"{node.name}_of_{first}")
-        describe_as(part, value, one)
+        own_weight = _channels_of(writer, weight, first, end, one)
+        call = (grad, own_weight, own_shape, list(value.stride()), *options)
+        part = writer.call(one, input_gradient, call, value, one, f"{node.name}_of_{first}")
         part.meta["flops"] = node.meta["flops"] * (end - first) // int(shape[_CHANNELS])  # type: ignore[index, arg-type]
-        backward.add(part.name)
-        stand_for_slice(graph, one, part)
-    graph.erase_node(node)
+        stand_for_slice(writer.graph, one, part)
+    writer.graph.erase_node(node)
 
 
 def _bounds_of(node: fx.Node) -> tuple[int, int]:
@@ -187,7 +173,6 @@ def _bounds_of(node: fx.Node) -> tuple[int, int]:
     return int(arguments[2]), int(arguments[2]) + int(node.meta["val"].shape[_CHANNELS])
 
 
-def _channels_of(graph: fx.Graph, weight: Any, first: int, end: int) -> fx.Node:
-    part = graph.call_function(_aten.slice.Tensor, (weight, _CHANNELS, first, end))
-    part.meta["val"] = weight.meta["val"][:, first:end]
-    return part
+def _channels_of(writer: StepWriter, weight: Any, first: int, end: int, before: fx.Node) -> fx.Node:
+    part = weight.meta["val"][:, first:end]
+    return writer.call(before, _aten.slice.Tensor, (weight, _CHANNELS, first, end), part, weight)

@@ -13,9 +13,9 @@ import torch
 from torch import fx
 
 from shoal.capture.captured import Captured
-from shoal.capture.fx_nodes import copied_joint, stand_for_slice
+from shoal.capture.fx_nodes import stand_for_slice
 from shoal.capture.op_counts import flops
-from shoal.capture.step_reader import read_joint
+from shoal.capture.step_writer import StepWriter
 from shoal.core.step import StepGraph
 from shoal.core.variant import Pieces
 from shoal.kernels import direct_convolution
@@ -93,9 +93,8 @@ def _input_gradients_of(captured: Captured, node: fx.Node) -> list[str]:
 
 def computed_directly(captured: Captured, chosen: Collection[Pieces]) -> Captured:
     """The step with these convolutions by direct kernels; `captured` stays as it is."""
-    joint = copied_joint(captured.joint)
-    backward = set(captured.backward_names)
-    node_called = {node.name: node for node in joint.graph.nodes}
+    writer = StepWriter(captured)
+    graph, node_called = writer.graph, writer.called()
     for one in chosen:
         node = node_called[one.op]
         node.meta["flops"] = flops(node)
@@ -105,13 +104,12 @@ def computed_directly(captured: Captured, chosen: Collection[Pieces]) -> Capture
         elif node.target is _BACKWARD:
             arguments = (*arguments, list(node.meta["val"][1].stride()))
         node.target, node.args = DIRECT[node.target], arguments
-    for node in list(joint.graph.find_nodes(op="call_function", target=_aten.cat.default)):
-        _read_parts(joint.graph, node)
-    gradients = joint.graph.find_nodes(op="call_function", target=direct_convolution.input_gradient)
+    for node in list(graph.find_nodes(op="call_function", target=_aten.cat.default)):
+        _read_parts(graph, node)
+    gradients = graph.find_nodes(op="call_function", target=direct_convolution.input_gradient)
     for node in reversed(list(gradients)):
-        _give_parts(joint.graph, node, backward)
-    joint.graph.lint()
-    return read_joint(joint, backward, captured.read_with)
+        _give_parts(writer, node)
+    return writer.read()
 
 
 def _can_be(node: fx.Node) -> bool:
@@ -161,7 +159,7 @@ def _read_parts(graph: fx.Graph, node: fx.Node) -> None:
     graph.erase_node(node)
 
 
-def _give_parts(graph: fx.Graph, node: fx.Node, backward: set[str]) -> None:
+def _give_parts(writer: StepWriter, node: fx.Node) -> None:
     """A gradient of which only slices along the channels are read, as one op each."""
     slices = list(node.users)
     if not slices or not all(_is_of_channels(one) for one in slices):
@@ -172,15 +170,12 @@ def _give_parts(graph: fx.Graph, node: fx.Node, backward: set[str]) -> None:
         first = one.args[2]
         own_shape = [*shape]
         own_shape[1] = int(one.meta["val"].shape[1])
-        with graph.inserting_before(one):
-            call = (*arguments[:2], own_shape, *options, first)
-            part = graph.call_function(direct_convolution.input_gradient, call, name=f"{node.name}_of_{first}")
-        part.meta = dict(one.meta)
-        part.meta["val"] = torch.empty_like(one.meta["val"], memory_format=torch.contiguous_format)
+        call = (*arguments[:2], own_shape, *options, first)
+        value = torch.empty_like(one.meta["val"], memory_format=torch.contiguous_format)
+        part = writer.call(one, direct_convolution.input_gradient, call, value, one, f"{node.name}_of_{first}")
         part.meta["flops"] = node.meta["flops"] * own_shape[1] // int(shape[1])
-        backward.add(part.name)
-        stand_for_slice(graph, one, part)
-    graph.erase_node(node)
+        stand_for_slice(writer.graph, one, part)
+    writer.graph.erase_node(node)
 
 
 def _is_of_channels(node: fx.Node) -> bool:

@@ -22,9 +22,9 @@ from torch import fx
 
 from shoal.capture import inplace
 from shoal.capture.captured import Captured
-from shoal.capture.fx_nodes import copied_joint, is_view
+from shoal.capture.fx_nodes import is_view
 from shoal.capture.op_counts import target_name
-from shoal.capture.step_reader import read_joint
+from shoal.capture.step_writer import StepWriter
 from shoal.capture.symbolic_sizes import as_arguments, usual
 from shoal.core.lossy import LossyOptions
 from shoal.core.residence import Encode, Residence
@@ -100,20 +100,18 @@ def encoded(captured: Captured, chosen: Collection[str], lossy: LossyOptions) ->
     Raises:
         PlanError: one of them cannot be encoded in this step.
     """
-    joint = copied_joint(captured.joint)
-    same = {node.name: node for node in joint.graph.nodes}
-    backward = set(captured.backward_names)
+    writer = StepWriter(captured)
+    same = writer.called()
     graph = captured.graph
     for storage in graph.storages:
         if storage.name in chosen:
             uses = _uses(captured, storage.id)
             if uses is None:
                 raise PlanError(f"{storage.name!r} cannot be encoded in this step; plan this step again")
-            _encode(joint.graph, uses.among(same), lossy, backward)
+            _encode(writer, uses.among(same), lossy)
     if unknown := set(chosen) - graph.storage_called.keys():
         raise PlanError(f"the plan encodes {sorted(unknown)[0]!r}, which this step does not have; plan this step again")
-    joint.graph.lint()
-    return read_joint(joint, backward, captured.read_with)
+    return writer.read()
 
 
 def with_free_codecs(graph: StepGraph) -> StepGraph:
@@ -268,33 +266,28 @@ def _behind_a_convolution(captured: Captured) -> set[fx.Node]:
     return found
 
 
-def _encode(graph: fx.Graph, uses: _EncodedUses, lossy: LossyOptions, backward: set[str]) -> None:
-    base = uses.base
+def _encode(writer: StepWriter, uses: _EncodedUses, lossy: LossyOptions) -> None:
+    graph, base = writer.graph, uses.base
     value = base.meta["val"]
     # A reader that can write its result over the storage, its last one, has to come after what encodes it.
     reader = uses.last_reader
-    first = base in inplace.operands(reader)
-    with graph.inserting_before(reader) if first else graph.inserting_after(_end_of(reader, base)):
-        arguments = (base, lossy.codec, lossy.block_elems, lossy.seed, uses.closed_above)
-        payload = graph.create_node("call_function", encode, arguments, {}, payload_name(base.name))
-    payload.meta = _place(base)
-    payload.meta["val"] = value.new_empty((payload_bytes(value.numel(), lossy.block_elems),), dtype=torch.uint8)
+    before = reader if base in inplace.operands(reader) else _end_of(reader, base).next
+    arguments = (base, lossy.codec, lossy.block_elems, lossy.seed, uses.closed_above)
+    encoded_value = value.new_empty((payload_bytes(value.numel(), lossy.block_elems),), dtype=torch.uint8)
+    payload = writer.call(before, encode, arguments, encoded_value, base, payload_name(base.name))
     for node in uses.readers:
         with graph.inserting_before(node):
             shape, stride = as_arguments(graph, value.shape), as_arguments(graph, value.stride())
             form = (shape, stride, value.dtype, lossy.codec, lossy.block_elems, uses.closed_above)
-            again = graph.create_node("call_function", decode, (payload, *form), {}, f"{base.name}_decoded")
-            again.meta = _place(node)
-            again.meta["val"] = value.new_empty_strided(value.shape, value.stride())
+            decoded = value.new_empty_strided(value.shape, value.stride())
+            again = writer.call(node, decode, (payload, *form), decoded, node, f"{base.name}_decoded")
             node.update_arg(1, _seen_alike(graph, node.args[1], base, again))  # type: ignore[arg-type]
-        backward.add(again.name)
     for node in uses.rectifiers:
         with graph.inserting_before(node):
             shape, stride = as_arguments(graph, value.shape), as_arguments(graph, value.stride())
         node.target, node.args = relu_backward, (node.args[0], payload, shape, stride, lossy.block_elems)
     for node in uses.masks:
         graph.erase_node(node)
-        backward.discard(node.name)
 
 
 def _end_of(reader: fx.Node, base: fx.Node) -> fx.Node:
@@ -313,8 +306,3 @@ def _seen_alike(graph: fx.Graph, seen: fx.Node, base: fx.Node, other: fx.Node) -
     copy = graph.create_node("call_function", seen.target, args, kwargs, f"{seen.name}_decoded", seen.type)
     copy.meta = dict(seen.meta)
     return copy
-
-
-def _place(like: fx.Node) -> dict[str, Any]:
-    kept = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "seq_nr")
-    return {key: like.meta[key] for key in kept if key in like.meta}

@@ -14,8 +14,8 @@ import torch
 from torch import fx
 
 from shoal.capture.captured import Captured
-from shoal.capture.fx_nodes import copied_joint, describe_as
-from shoal.capture.step_reader import read_joint, storage_bytes
+from shoal.capture.step_reader import storage_bytes
+from shoal.capture.step_writer import StepWriter
 from shoal.kernels.casts import cast_together
 from shoal.kernels.memory_format import is_same_order
 
@@ -29,29 +29,27 @@ def with_gathered_casts(captured: Captured) -> Captured:
     """The step with its casts gathered, on CUDA; on the CPU, where a launch is a call, it stays as it is."""
     if captured.device.type not in _ON:
         return captured
-    joint = copied_joint(captured.joint)
-    backward_names = set(captured.backward_names)
+    writer = StepWriter(captured)
     kind_of = {node.name: captured.graph.storages[storage].kind for node, storage in captured.storage_of.items()}
 
     def of_parameter(node: fx.Node) -> bool:
-        return node.name not in backward_names and kind_of.get(node.all_input_nodes[0].name) == "parameter"
+        return node not in writer.backward and kind_of.get(node.all_input_nodes[0].name) == "parameter"
 
     def of_gradient(node: fx.Node) -> bool:
         (cast,) = node.all_input_nodes
         given = cast.op != "placeholder" and len(cast.users) == 1
-        return node.name in backward_names and given and all(user.op == "output" for user in node.users)
+        return node in writer.backward and given and all(user.op == "output" for user in node.users)
 
-    forward = _groups(joint.graph, of_parameter)
+    forward = _groups(writer.graph, of_parameter)
     # Gradients that are handed over early are cast one by one.
-    backward = [] if captured.read_with.early else _groups(joint.graph, of_gradient)
+    backward = [] if captured.read_with.early else _groups(writer.graph, of_gradient)
     if not forward and not backward:
         return captured
     for group in forward:
-        _gather(joint.graph, group, before=group[0])
+        _gather(writer, group, before=group[0])
     for group in backward:
-        backward_names |= _gather(joint.graph, group, before=group[-1])
-    joint.graph.lint()
-    return read_joint(joint, backward_names, captured.read_with)
+        _gather(writer, group, before=group[-1])
+    return writer.read()
 
 
 def _groups(graph: fx.Graph, wanted: Callable[[fx.Node], bool]) -> list[list[fx.Node]]:
@@ -81,19 +79,13 @@ def _is_plain(node: fx.Node) -> bool:
     return read.device == made.device and made.dtype != read.dtype and is_same_order(read, made.stride())
 
 
-def _gather(graph: fx.Graph, group: list[fx.Node], *, before: fx.Node) -> set[str]:
+def _gather(writer: StepWriter, group: list[fx.Node], *, before: fx.Node) -> None:
     values = [node.meta["val"] for node in group]
-    with graph.inserting_before(before):
-        operands = [node.args[0] for node in group]
-        strides = [tuple(value.stride()) for value in values]
-        together = graph.call_function(cast_together, (operands, values[0].dtype, strides))
-        describe_as(together, tuple(values), group[0])
-        names = {together.name}
-        for place, node in enumerate(group):
-            item = graph.call_function(operator.getitem, (together, place))
-            item.meta = dict(node.meta)
-            node.replace_all_uses_with(item)
-            names.add(item.name)
+    operands = [node.args[0] for node in group]
+    strides = [tuple(value.stride()) for value in values]
+    together = writer.call(before, cast_together, (operands, values[0].dtype, strides), tuple(values), group[0])
+    for place, (node, value) in enumerate(zip(group, values, strict=True)):
+        item = writer.call(before, operator.getitem, (together, place), value, node)
+        node.replace_all_uses_with(item)
     for node in group:
-        graph.erase_node(node)
-    return names
+        writer.graph.erase_node(node)

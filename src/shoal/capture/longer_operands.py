@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from shoal.capture.fx_nodes import describe_as, is_view, reaches_output
+from shoal.capture.fx_nodes import is_view, reaches_output
 from shoal.capture.region_flow import source
 from shoal.capture.region_ops import can_join
 from shoal.capture.step_reader import storage_bytes
+from shoal.capture.step_writer import StepWriter
 
 _aten = torch.ops.aten
 _PAD = _aten.constant_pad_nd.default
@@ -24,13 +25,11 @@ class LongerOperands:
     """Writes operands with zeros after them into a joint graph, each once for the whole step.
 
     Attributes:
-        graph: of it.
-        backward_names: names of its backward nodes, and of what is written there.
         copies: those that were written, in turn.
     """
 
-    def __init__(self, graph: fx.Graph, backward_names: set[str]) -> None:
-        self.graph, self.backward_names = graph, backward_names
+    def __init__(self, writer: StepWriter) -> None:
+        self._writer = writer
         self.copies: list[fx.Node] = []
         self._copies: dict[tuple[fx.Node, int, int, bool], fx.Node] = {}  # of, axis, by, pass
 
@@ -51,9 +50,9 @@ class LongerOperands:
         made = self._copy(made_of, of_axis, added, before)
         if made is None:
             pads = [0, 0] * (made_of.meta["val"].dim() - 1 - of_axis) + [0, added]
-            backward = before.name in self.backward_names
+            backward = before in self._writer.backward
             made = self.insert(self._first_reader(made_of, backward), _PAD, (made_of, pads), made_of)
-            self.backward_names |= {made.name} if backward else set()
+            self._writer.backward |= {made} if backward else set()
             self._copies[made_of, of_axis, added, backward] = made
             self.copies.append(made)
         for permutation in permutations:
@@ -93,20 +92,17 @@ class LongerOperands:
         name: str | None = None,
     ) -> fx.Node:
         """A call, with the value that it has of its operands' fake tensors, at another node's place in the model."""
-        with self.graph.inserting_before(before):
-            node = self.graph.create_node("call_function", target, args, dict(kwargs or {}), name)
         given, named = fx.node.map_arg((args, dict(kwargs or {})), lambda operand: operand.meta["val"])
-        describe_as(node, target(*given, **named), like)
-        return node
+        return self._writer.call(before, target, args, target(*given, **named), like, name, kwargs)
 
     def _first_reader(self, node: fx.Node, backward: bool) -> fx.Node:
         """The first op of a pass that reads a node: another product may come to read what is written for one."""
         read = set(readers(node))
-        return next(one for one in self.graph.nodes if one in read and (one.name in self.backward_names) == backward)
+        return next(n for n in self._writer.graph.nodes if n in read and (n in self._writer.backward) == backward)
 
     def _copy(self, made_of: fx.Node, axis: int, added: int, before: fx.Node) -> fx.Node | None:
         """One that already exists: of the same pass, or for the backward pass of the forward one."""
-        passes = (False, True) if before.name in self.backward_names else (False,)
+        passes = (False, True) if before in self._writer.backward else (False,)
         found = (self._copies.get((made_of, axis, added, backward)) for backward in passes)
         return next((copy for copy in found if copy is not None), None)
 

@@ -24,12 +24,13 @@ from torch import fx
 
 from shoal.capture.aligned_rows import OPERANDS, added_elements, is_little, is_odd
 from shoal.capture.captured import Captured
-from shoal.capture.fx_nodes import copied_joint, describe_as, is_view, reaches_output
+from shoal.capture.fx_nodes import is_view, reaches_output
 from shoal.capture.kernel_layouts import values_that_follow
 from shoal.capture.longer_operands import LongerOperands, erase_views, readers
 from shoal.capture.op_counts import flops
 from shoal.capture.region_ops import can_join
-from shoal.capture.step_reader import read_joint, storage_bytes
+from shoal.capture.step_reader import storage_bytes
+from shoal.capture.step_writer import StepWriter
 from shoal.kernels.odd_products import odd_product, odd_rows_product, odd_sum_product
 
 _aten = torch.ops.aten
@@ -65,17 +66,17 @@ def with_padded_products(captured: Captured, left_out: Collection[str] = ()) -> 
     if captured.device.type not in _ON:
         return PaddedProducts(captured, {})
     before = {node.name: node for node in captured.joint.graph.nodes}
-    joint = copied_joint(captured.joint)
-    writer = _PaddedProductsWriter(joint.graph, set(captured.backward_names))
+    step = StepWriter(captured)
+    writer = _PaddedProductsWriter(step)
     for ways in ((_pad_sum, _pad_columns), (_pad_rows,)):  # which looks at what the others have written
-        for node in list(joint.graph.nodes):
+        for node in list(step.graph.nodes):
             if node.name in before and node.name not in left_out and _is_large_product(node):
                 any(way(writer, node) for way in ways)  # the first that fits
     if not writer.products:
         return PaddedProducts(captured, {})
-    joint.graph.lint()
-    found = read_joint(joint, writer.operands.backward_names, captured.read_with)
-    return PaddedProducts(found, {nodes[0].name: (before[plain], nodes) for plain, nodes in writer.products.items()})
+    return PaddedProducts(
+        step.read(), {nodes[0].name: (before[plain], nodes) for plain, nodes in writer.products.items()}
+    )
 
 
 def _is_large_product(node: fx.Node) -> bool:
@@ -94,8 +95,9 @@ class _PaddedProductsWriter:
         products: name of a product → what stands for it, and the copies that were made for it.
     """
 
-    def __init__(self, graph: fx.Graph, backward_names: set[str]) -> None:
-        self.operands = LongerOperands(graph, backward_names)
+    def __init__(self, step: StepWriter) -> None:
+        self._step = step
+        self.operands = LongerOperands(step)
         self.products: dict[str, Sequence[fx.Node]] = {}
         self._n_copies = 0
 
@@ -105,9 +107,7 @@ class _PaddedProductsWriter:
 
     def call(self, node: fx.Node, target: Callable[..., torch.Tensor], args: tuple[Any, ...]) -> fx.Node:
         """Another function that returns what a product does, before it."""
-        with node.graph.inserting_before(node):
-            product = node.graph.create_node("call_function", target, args, {}, _name(node))
-        describe_as(product, node.meta["val"], node)
+        product = self._step.call(node, target, args, node.meta["val"], node, _name(node))
         product.meta["flops"] = flops(node)
         return product
 
@@ -117,13 +117,10 @@ class _PaddedProductsWriter:
         if part is not None:
             axis, length = part
             result = self.operands.insert(node, _aten.slice.Tensor, (product, axis, 0, length), node)
-        if node.name in self.operands.backward_names:
-            self.operands.backward_names |= {product.name, result.name}
         self.products[node.name] = product, *self.operands.copies[self._n_copies :]
         self._n_copies = len(self.operands.copies)
-        node.replace_all_uses_with(result)
         read = node.all_input_nodes
-        node.graph.erase_node(node)
+        self._step.replace(node, result)
         for operand in read:
             erase_views(operand)
 

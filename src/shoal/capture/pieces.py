@@ -17,10 +17,9 @@ from shoal.capture.attention import SOFTMAX, attended_in_pieces, choose_attentio
 from shoal.capture.captured import Captured
 from shoal.capture.concatenations import choose_concatenations, without_concatenations
 from shoal.capture.direct import DIRECT, choose_direct, computed_directly
-from shoal.capture.fx_nodes import copied_joint
 from shoal.capture.gradients_in_place import add_up_slopes, slopes_gradient
 from shoal.capture.op_counts import flops
-from shoal.capture.step_reader import read_joint
+from shoal.capture.step_writer import StepWriter
 from shoal.core.step import Op, StepGraph
 from shoal.core.variant import Pieces
 from shoal.errors import PlanError
@@ -169,20 +168,19 @@ def in_pieces(captured: Captured, chosen: Collection[Pieces]) -> Captured:
     attended = [one for one in chosen if one.op in softmaxes]
     if attended:
         captured = attended_in_pieces(captured, attended)
-    joint = copied_joint(captured.joint)
-    node_called = {node.name: node for node in joint.graph.nodes}
+    writer = StepWriter(captured)
+    node_called = writer.called()
     for cut in chosen:
         if cut.direct or cut.parts or cut in attended:
             continue
         node = node_called.get(cut.op)
         if node is not None and node.target is _OF_PRELU and slopes_gradient(node) is not None:
-            add_up_slopes(joint.graph, node)
+            add_up_slopes(writer.graph, node)
         if node is None or node.target not in _IN_PIECES:
             raise PlanError(f"the plan cuts {cut.op!r} into pieces, which cannot be here; plan this step again")
         node.meta["flops"] = flops(node)
         node.target, node.args = _IN_PIECES[node.target], (*node.args, cut.dim, cut.count)
-    joint.graph.lint()
-    return read_joint(joint, captured.backward_names, captured.read_with)
+    return writer.read()
 
 
 def _check_direct(captured: Captured, direct: Collection[Pieces]) -> None:
