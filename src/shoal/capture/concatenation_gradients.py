@@ -39,7 +39,7 @@ def add_gradients_whole(graph: fx.Graph, backward: set[fx.Node]) -> None:
 
     Args:
         graph: the joint graph; edited.
-        backward: its backward nodes; kept up to date.
+        backward: its backward nodes; new ones are added.
     """
     for node in list(graph.find_nodes(op="call_function", target=_ADD, sort=True)):
         part = _part(node) if node in backward and node.users else None
@@ -117,7 +117,6 @@ def _add_together(graph: fx.Graph, first: fx.Node, group: Sequence[_Part], backw
         for one in slices:
             if not one.users:
                 graph.erase_node(one)
-        backward.difference_update((part.sum, *(one for one in slices if not one.users)))
 
 
 def _may_be_slice(node: fx.Node, view: torch.Tensor) -> bool:

@@ -28,7 +28,7 @@ def leave_to_cudnn(joint: fx.GraphModule, backward: set[fx.Node]) -> dict[fx.Nod
 
     Args:
         joint: the joint graph, with running statistics in place; edited.
-        backward: its backward nodes; kept up to date.
+        backward: its backward nodes; new ones are added.
 
     Returns:
         What the backward ops return now: cuDNN lays the gradient out as the input.

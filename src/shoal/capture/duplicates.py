@@ -26,7 +26,7 @@ def merge_duplicates(graph: fx.Graph, backward: set[fx.Node]) -> None:
 
     Args:
         graph: the joint graph, in which no op writes what another has made; edited.
-        backward: its backward nodes; edited.
+        backward: its backward nodes.
     """
     first_of: dict[Any, fx.Node] = {}
     alike: dict[fx.Node, fx.Node] = {}  # node → the first one that computes the same
@@ -46,10 +46,10 @@ def merge_duplicates(graph: fx.Graph, backward: set[fx.Node]) -> None:
     for node in reversed(list(alike)):
         if not node.users and alike[node] is not node:
             graph.erase_node(node)
-    _merge_parts(graph, {stays[alike[node]] for node in merged}, backward)
+    _merge_parts(graph, {stays[alike[node]] for node in merged})
 
 
-def _merge_parts(graph: fx.Graph, ops: Collection[fx.Node], backward: set[fx.Node]) -> None:
+def _merge_parts(graph: fx.Graph, ops: Collection[fx.Node]) -> None:
     """Let each result of an op be one node, also where only the backward pass reads it, as a pooling's indices."""
     first_of: dict[Any, fx.Node] = {}
     for node in graph.find_nodes(op="call_function", target=operator.getitem):
@@ -57,7 +57,6 @@ def _merge_parts(graph: fx.Graph, ops: Collection[fx.Node], backward: set[fx.Nod
             continue
         node.replace_all_uses_with(first)
         graph.erase_node(node)
-        backward.discard(node)
 
 
 def _computes_the_same_again(node: fx.Node) -> bool:

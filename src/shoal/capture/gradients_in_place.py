@@ -23,12 +23,7 @@ _aten = torch.ops.aten
 _ALL = [True, True, True]
 
 
-def write_over_gradient(graph: fx.Graph, node: fx.Node, backward: set[fx.Node]) -> None:
-    """Rewrite a node of `WRITTEN_OVER` where it can be; `backward`, the backward nodes, is kept up to date."""
-    WRITTEN_OVER[node.target](graph, node, backward)
-
-
-def _of_batch_norm(graph: fx.Graph, node: fx.Node, backward: set[fx.Node]) -> None:
+def _of_batch_norm(graph: fx.Graph, node: fx.Node) -> None:
     grad, x, weight, _, _, mean, deviation, training, _, wanted = _args(node)
     if training is not True or wanted != (_ALL if weight is not None else [True, False, False]):
         return
@@ -55,7 +50,7 @@ def _of_batch_norm(graph: fx.Graph, node: fx.Node, backward: set[fx.Node]) -> No
         node.target, node.args = batch_norm.backward, (grad, x, weight, mean, deviation)
 
 
-def _of_group_norm(graph: fx.Graph, node: fx.Node, backward: set[fx.Node]) -> None:
+def _of_group_norm(graph: fx.Graph, node: fx.Node) -> None:
     grad, x, mean, invstd, weight, *_, groups, wanted = _args(node)
     if wanted != _ALL or not isinstance(weight, fx.Node):
         return
@@ -68,7 +63,7 @@ def _of_group_norm(graph: fx.Graph, node: fx.Node, backward: set[fx.Node]) -> No
         node.target, node.args = group_norm.backward, (grad, x, weight, mean, invstd)
 
 
-def _of_layer_norm(graph: fx.Graph, node: fx.Node, backward: set[fx.Node]) -> None:
+def _of_layer_norm(graph: fx.Graph, node: fx.Node) -> None:
     grad, x, shape, mean, invstd, weight, bias, wanted = _args(node)
     if wanted != _ALL or not isinstance(weight, fx.Node) or not isinstance(bias, fx.Node):
         return
@@ -83,13 +78,12 @@ def _of_layer_norm(graph: fx.Graph, node: fx.Node, backward: set[fx.Node]) -> No
         node.target, node.args = layer_norm.backward, (grad, x, shape, mean, invstd, weight, bias)
 
 
-def _of_prelu(graph: fx.Graph, node: fx.Node, backward: set[fx.Node]) -> None:
+def _of_prelu(graph: fx.Graph, node: fx.Node) -> None:
     grad, x = (operand.meta["val"] for operand in _args(node)[:2])
     if grad.stride() != x.stride():
         return
-    if node.meta["val"][0].device.type == "cpu" and (total := slopes_gradient(node)) is not None:
+    if node.meta["val"][0].device.type == "cpu" and slopes_gradient(node) is not None:
         add_up_slopes(graph, node)
-        backward.discard(total)
 
 
 def slopes_gradient(node: fx.Node) -> fx.Node | None:
@@ -126,10 +120,10 @@ def _args(node: fx.Node) -> tuple[Any, ...]:
     return node.args  # fx types each as a union of all it may be; the op's schema says which
 
 
-WRITTEN_OVER: dict[Any, Callable[[fx.Graph, fx.Node, set[fx.Node]], None]] = {
+WRITTEN_OVER: dict[Any, Callable[[fx.Graph, fx.Node], None]] = {
     _aten.native_batch_norm_backward.default: _of_batch_norm,
     _aten.native_group_norm_backward.default: _of_group_norm,
     _aten.native_layer_norm_backward.default: _of_layer_norm,
     _aten._prelu_kernel_backward.default: _of_prelu,
 }
-"""What writes each over."""
+"""What rewrites a node of each, where it can be."""

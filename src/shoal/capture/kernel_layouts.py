@@ -66,9 +66,8 @@ def lay_out_as_kernels_do(joint: fx.GraphModule, backward: set[fx.Node], known: 
                 one.meta["val"] = new
 
 
-def type_as_kernels_do(joint: fx.GraphModule, backward: set[fx.Node]) -> None:
+def type_as_kernels_do(graph: fx.Graph) -> None:
     """Let gradients of group norms have the dtype that kernels return, where that is what they are converted to."""
-    graph = joint.graph
     for node in graph.find_nodes(op="call_function", target=_aten.native_group_norm_backward.default):
         arguments: Any = node.args
         of_input, *others = node.meta["val"]
@@ -84,7 +83,6 @@ def type_as_kernels_do(joint: fx.GraphModule, backward: set[fx.Node]) -> None:
         for cast in casts:
             cast.replace_all_uses_with(item)
             graph.erase_node(cast)
-            backward.discard(cast)
 
 
 def values_that_follow(node: fx.Node, value: Any) -> dict[fx.Node, Any]:

@@ -47,7 +47,7 @@ from shoal.capture.concatenation_gradients import add_gradients_whole
 from shoal.capture.cudnn_batch_norms import leave_to_cudnn
 from shoal.capture.duplicates import merge_duplicates
 from shoal.capture.fx_nodes import describe_as, is_view, per_axis, reaches_output
-from shoal.capture.gradients_in_place import WRITTEN_OVER, write_over_gradient
+from shoal.capture.gradients_in_place import WRITTEN_OVER
 from shoal.capture.inplace import WRITTEN_VIEW
 from shoal.capture.kernel_layouts import lay_out_as_kernels_do, type_as_kernels_do
 from shoal.capture.norm_gradients import fold_norm_gradients
@@ -87,7 +87,7 @@ def save_fewer_bytes(joint: fx.GraphModule, backward: set[fx.Node], *, cpu_kerne
 
     Args:
         joint: the joint graph.
-        backward: its backward nodes; kept up to date.
+        backward: its backward nodes; new ones are added.
         cpu_kernels: make those too that are only for the CPU, where the tensors are on it. False for a step that is
             captured here but planned for another device.
     """
@@ -96,23 +96,21 @@ def save_fewer_bytes(joint: fx.GraphModule, backward: set[fx.Node], *, cpu_kerne
         if (kept := _kept_as_it_is(node)) is not None:
             node.replace_all_uses_with(kept)
             graph.erase_node(node)
-            backward.discard(node)
     for node in graph.find_nodes(op="call_function", target=_aten.new_empty_strided.default):
         if not node.users:  # what a copy was for
             graph.erase_node(node)
-            backward.discard(node)
     for node in graph.find_nodes(op="call_function", target=_aten.native_batch_norm_backward.default):
         if node.args[_TRAINING_OF_BATCH_NORM] is True:
             node.args = tuple(None if i in _STATISTICS_OF_BATCH_NORM else arg for i, arg in enumerate(node.args))
     view_whole_scatters(graph, backward)
-    _write_uncopied(graph, backward)
+    _write_uncopied(graph)
     for node in list(graph.nodes):
         if node.target in WRITTEN_VIEW:
-            _write_through_views(graph, node, backward)
+            _write_through_views(graph, node)
     merge_duplicates(graph, backward)
     change_in_place(joint, backward)
     copy_small_buffers(joint, backward)
-    type_as_kernels_do(joint, backward)
+    type_as_kernels_do(graph)
     lay_out_as_kernels_do(joint, backward, leave_to_cudnn(joint, backward))
     for node in list(graph.nodes):
         if node.op != "call_function":
@@ -120,7 +118,7 @@ def save_fewer_bytes(joint: fx.GraphModule, backward: set[fx.Node], *, cpu_kerne
         if node.target in OWN and _is_smaller_than_an_operand(node):
             node.target = OWN[node.target]
         if cpu_kernels and node.target in WRITTEN_OVER:
-            write_over_gradient(graph, node, backward)
+            WRITTEN_OVER[node.target](graph, node)
         elif node.target is _aten.hardtanh_backward.default:
             _save_clipped_output(node)
         elif node.target is _aten.leaky_relu_backward.default:
@@ -162,7 +160,7 @@ def _kept_as_it_is(node: fx.Node) -> fx.Node | None:
     return source if same else None
 
 
-def _write_uncopied(graph: fx.Graph, backward: set[fx.Node]) -> None:
+def _write_uncopied(graph: fx.Graph) -> None:
     """Drop copies that are only written into other tensors: autograd's of the gradient of a strided view."""
     for target, place in _COPIES.items():
         for node in graph.find_nodes(op="call_function", target=target):
@@ -173,10 +171,9 @@ def _write_uncopied(graph: fx.Graph, backward: set[fx.Node]) -> None:
             if source.meta["val"].shape == value.shape and node.users and written:
                 node.replace_all_uses_with(source)
                 graph.erase_node(node)
-                backward.discard(node)
 
 
-def _write_through_views(graph: fx.Graph, node: fx.Node, backward: set[fx.Node]) -> None:
+def _write_through_views(graph: fx.Graph, node: fx.Node) -> None:
     """Write a view of a view at once: functional graphs make a copy of each view that is written through."""
     base, part = _args(node)[:2]
     whole = base.meta["val"]
@@ -208,12 +205,10 @@ def _write_through_views(graph: fx.Graph, node: fx.Node, backward: set[fx.Node])
     while part is not written:
         inner = _args(part)[1]
         graph.erase_node(part)
-        backward.discard(part)
         part = inner
     for view in reversed(views):
         if not view.users:
             graph.erase_node(view)
-            backward.discard(view)
 
 
 def _split_convolution_backward(graph: fx.Graph, node: fx.Node, backward: set[fx.Node], cpu_kernels: bool) -> None:
@@ -227,7 +222,6 @@ def _split_convolution_backward(graph: fx.Graph, node: fx.Node, backward: set[fx
         return
     if not node.users:  # nothing wants the gradient of an input of the model
         graph.erase_node(node)
-        backward.discard(node)
         return
     grad, x, weight = (operand.meta["val"] for operand in arguments[:3])
     on_cpu = cpu_kernels and x.device.type == "cpu"
@@ -243,7 +237,6 @@ def _split_convolution_backward(graph: fx.Graph, node: fx.Node, backward: set[fx
     of_input.replace_all_uses_with(alone)
     for replaced in (of_input, node):
         graph.erase_node(replaced)
-        backward.discard(replaced)
     backward.add(alone)
 
 
@@ -373,7 +366,7 @@ def _encode_pool(graph: fx.Graph, node: fx.Node, dims: int, backward: set[fx.Nod
         reader.args = (_args(reader)[0], indices, shape, channels_last, *pool.args[1:])
     # A dilated window may lie in the padding altogether: its index is then of no maximum.
     alone = len(readers) == 1 and all(step == 1 for step in dilation)
-    rectified = alone and _take_in_rectifier(graph, node, pool_input, backward)
+    rectified = alone and _take_in_rectifier(graph, node, pool_input)
     for each in (pool, *readers):
         each.args = (*each.args, rectified)
 
@@ -386,7 +379,7 @@ def _is_channels_last(value: torch.Tensor) -> bool:
     return suggested_memory_format(value) is not torch.contiguous_format
 
 
-def _take_in_rectifier(graph: fx.Graph, unfolded: fx.Node, output: fx.Node, backward: set[fx.Node]) -> bool:
+def _take_in_rectifier(graph: fx.Graph, unfolded: fx.Node, output: fx.Node) -> bool:
     if len(unfolded.users) != 1 or output.target is not _aten.relu.default:
         return False
     (node,) = unfolded.users
@@ -396,7 +389,6 @@ def _take_in_rectifier(graph: fx.Graph, unfolded: fx.Node, output: fx.Node, back
         return False
     node.replace_all_uses_with(unfolded)
     graph.erase_node(node)
-    backward.discard(node)
     return True
 
 

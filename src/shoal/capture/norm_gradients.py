@@ -27,7 +27,7 @@ _NEEDS_OF_NORM, _NEEDS, _FACTOR, _ONTO = 7, 15, 16, 17  # places of operands
 
 
 def fold_norm_gradients(joint: fx.GraphModule, backward: set[fx.Node]) -> None:
-    """Apply both to `joint`; `backward`, its backward nodes, is kept up to date."""
+    """Apply both to `joint`; new nodes are added to `backward`, its backward nodes."""
     if not levels():
         return
     graph = joint.graph
@@ -36,7 +36,7 @@ def fold_norm_gradients(joint: fx.GraphModule, backward: set[fx.Node]) -> None:
     order = {node: place for place, node in enumerate(graph.nodes)}
     for node in graph.find_nodes(op="call_function", target=_aten.add.Tensor):
         if node in backward:
-            _add_while_written(graph, node, order, backward)
+            _add_while_written(graph, node, order)
 
 
 def _fold_product(graph: fx.Graph, node: fx.Node, backward: set[fx.Node]) -> None:
@@ -60,11 +60,10 @@ def _fold_product(graph: fx.Graph, node: fx.Node, backward: set[fx.Node]) -> Non
     if relu:
         passed = _with_what_passes(graph, node, items, backward)
     else:
-        _without_product(graph, node, items, backward)
+        _without_product(node, items)
     reader.args = (passed, *arguments[1:_FACTOR], scale, *arguments[_ONTO:])
     for unread in (product, *([] if node.users else [node])):
         graph.erase_node(unread)
-        backward.discard(unread)
 
 
 def _with_what_passes(graph: fx.Graph, node: fx.Node, items: dict[int, fx.Node], backward: set[fx.Node]) -> fx.Node:
@@ -84,7 +83,7 @@ def _with_what_passes(graph: fx.Graph, node: fx.Node, items: dict[int, fx.Node],
     return passed
 
 
-def _without_product(graph: fx.Graph, node: fx.Node, items: dict[int, fx.Node], backward: set[fx.Node]) -> None:
+def _without_product(node: fx.Node, items: dict[int, fx.Node]) -> None:
     needs = _args(node)[_NEEDS_OF_NORM]
     _renumber(items, 1, 0)
     node.args = (*_args(node)[:_NEEDS_OF_NORM], [False, needs[1], False])
@@ -98,7 +97,7 @@ def _renumber(items: dict[int, fx.Node], before: int, now: int) -> None:
             item.update_arg(1, place - before + now)
 
 
-def _add_while_written(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int], backward: set[fx.Node]) -> None:
+def _add_while_written(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int]) -> None:
     terms = _args(node)
     if len(terms) != 2 or node.kwargs or not all(isinstance(term, fx.Node) for term in terms) or terms[0] is terms[1]:
         return
@@ -119,7 +118,6 @@ def _add_while_written(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int]
         producer.args = (*arguments[:_ONTO], other, *arguments[_ONTO + 1 :])
         node.replace_all_uses_with(gradient)
         graph.erase_node(node)
-        backward.discard(node)
         return
 
 

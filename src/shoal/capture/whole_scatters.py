@@ -26,7 +26,7 @@ def view_whole_scatters(graph: fx.Graph, backward: set[fx.Node]) -> None:
 
     Args:
         graph: the joint graph; edited.
-        backward: its backward nodes; kept up to date.
+        backward: its backward nodes; new ones are added.
     """
     for scatter in list(graph.find_nodes(op="call_function", target=_SCATTER)):
         written = _written_whole(scatter)
@@ -40,14 +40,14 @@ def view_whole_scatters(graph: fx.Graph, backward: set[fx.Node]) -> None:
                 user.replace_all_uses_with(view)
                 if user in backward:
                     backward.add(view)
-                _erase(graph, user, backward)
+                graph.erase_node(user)
         zeros = scatter.args[0]
         if not scatter.users and isinstance(zeros, fx.Node):
-            _erase(graph, scatter, backward)
+            graph.erase_node(scatter)
             for view in [user for user in zeros.users if user.target is _STRIDED and not user.users]:
-                _erase(graph, view, backward)  # AOTAutograd's, of what was to be written
+                graph.erase_node(view)  # AOTAutograd's, of what was to be written
             if not zeros.users and zeros.target in _ZEROS:
-                _erase(graph, zeros, backward)
+                graph.erase_node(zeros)
 
 
 def _written_whole(scatter: fx.Node) -> fx.Node | None:
@@ -76,8 +76,3 @@ def _is_a_view(strided: fx.Node, written: fx.Node) -> bool:
         value.numel() == written.meta["val"].numel()
         and value.stride() == torch.empty(value.shape, device="meta").stride()
     )
-
-
-def _erase(graph: fx.Graph, node: fx.Node, backward: set[fx.Node]) -> None:
-    graph.erase_node(node)
-    backward.discard(node)
