@@ -19,6 +19,7 @@ from shoal.capture.kernel_layouts import values_that_follow
 from shoal.capture.region_ops import can_join
 from shoal.capture.step_reader import storage_bytes
 from shoal.capture.step_writer import StepWriter
+from shoal.kernels.pieces import are_sizes_known
 
 _aten = torch.ops.aten
 _PAD = _aten.constant_pad_nd.default
@@ -68,7 +69,7 @@ def _rows(node: fx.Node) -> _AlignedRows | None:
     value = node.meta.get("val")
     if node.op != "call_function" or not isinstance(value, torch.Tensor) or value.dtype not in _DTYPES:
         return None
-    if not all(type(size) is int for size in (*value.shape, *value.stride())) or value.dim() < 2:
+    if not are_sizes_known(value) or value.dim() < 2:
         return None
     if not value.is_contiguous() or storage_bytes(value) < _LEAST_BYTES or not can_join(node):
         return None

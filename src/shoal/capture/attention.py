@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from shoal.capture.captured import Captured
-from shoal.capture.fx_nodes import is_view
+from shoal.capture.fx_nodes import args_of, is_view
 from shoal.capture.op_counts import flops, moved_bytes
 from shoal.capture.step_writer import StepWriter
 from shoal.core.step import StepGraph
@@ -25,7 +25,7 @@ from shoal.core.variant import Pieces
 from shoal.errors import PlanError
 from shoal.kernels import attention_pieces
 from shoal.kernels.attention_pieces import AttentionLayout
-from shoal.kernels.pieces import Cut
+from shoal.kernels.pieces import Cut, are_sizes_known
 
 _aten = torch.ops.aten
 SOFTMAX = _aten._softmax.default
@@ -130,10 +130,9 @@ def _held_bytes(name: str, graph: StepGraph) -> int:
 
 def _attention(softmax: fx.Node) -> _Attention | None:
     """What a softmax is part of; None where that is no attention, or somebody else reads something of it."""
-    scores, dim, half_to_float = _args(softmax)
+    scores, dim, half_to_float = args_of(softmax)
     value = softmax.meta["val"]
-    sizes = (*value.shape, *value.stride())
-    if not all(type(size) is int for size in sizes) or not value.is_contiguous() or half_to_float:
+    if not are_sizes_known(value) or not value.is_contiguous() or half_to_float:
         return None
     if dim not in (-1, value.dim() - 1):
         return None
@@ -151,17 +150,17 @@ def _attention(softmax: fx.Node) -> _Attention | None:
     if groups is None or out is None or grads is None or weights is False:
         return None
     of_weights, between = grads
-    (q, k), v, (grad, turned_v) = _args(product), _args(out)[1], _args(of_weights)
+    (q, k), v, (grad, turned_v) = args_of(product), args_of(out)[1], args_of(of_weights)
     of_v = next((node for node in weighing if node.target is _BMM and _is_transposed(node.args[0], passed)), None)
     reading, scored = _readers(of_softmax)
     of_k = next((one for one in reading if one.target is _BMM and _is_as_made(one.args[1], scored)), None)
     of_q = next((one for one in reading if one.target is _BMM and _is_as_made(one.args[0], scored)), None)
     sums = [one for one in reading if one.target is _aten.sum.dim_IntList]
-    if any(_args(one)[0].meta["val"].dtype != of_softmax.meta["val"].dtype for one in sums):
+    if any(args_of(one)[0].meta["val"].dtype != of_softmax.meta["val"].dtype for one in sums):
         return None
-    if of_v is None or of_k is None or of_q is None or _args(of_v)[1] is not grad:
+    if of_v is None or of_k is None or of_q is None or args_of(of_v)[1] is not grad:
         return None
-    turned = {turned_v: v, _args(of_k)[0]: q, _args(of_q)[1]: k}
+    turned = {turned_v: v, args_of(of_k)[0]: q, args_of(of_q)[1]: k}
     if not all(_is_transposed(side, {of}) for side, of in turned.items()):
         return None
     shapes = [_in_windows(bias.meta["val"].shape, node.meta["val"].dim(), groups) for node, bias in added]
@@ -185,7 +184,7 @@ def _scores_from(scores: fx.Node) -> tuple[fx.Node, list[tuple[fx.Node, fx.Node]
     casts: list[Any] = [None]
     while len(node.users) == 1:
         inside.add(node)
-        arguments = _args(node)
+        arguments = args_of(node)
         if node.target is _BMM:
             return node, added[::-1], casts[::-1], inside
         if node.target is _aten.add.Tensor and not node.kwargs and isinstance(arguments[1], fx.Node):
@@ -211,7 +210,7 @@ def _leads_to_product(node: fx.Node, result: fx.Node) -> bool:
     while len(node.users) == 1 and node.target is not _BMM:
         if not (_only_looks(node) or _is_cast(node) or node.target is _aten.add.Tensor):
             return False
-        node = _args(node)[0]
+        node = args_of(node)[0]
     return node.target is _BMM
 
 
@@ -232,7 +231,7 @@ def _readers(node: fx.Node, without: fx.Node | None = None) -> tuple[list[fx.Nod
 
 def _incoming(of_softmax: fx.Node) -> tuple[fx.Node, set[fx.Node]] | None:
     """The product that is a softmax's incoming gradient, and what lies between."""
-    arguments = _args(of_softmax)
+    arguments = args_of(of_softmax)
     node, between = arguments[0], set[fx.Node]()
     while len(node.users) == 1:
         between.add(node)
@@ -248,7 +247,7 @@ def _only_looks(node: fx.Node) -> bool:
     """Whether a node is a dense view of all its operand, in the same order."""
     if not is_view(node) or not isinstance(node.meta["val"], torch.Tensor):
         return False
-    arguments = _args(node)
+    arguments = args_of(node)
     value, operand = node.meta["val"], arguments[0].meta["val"]
     return bool(value.numel() == operand.numel() and value.is_contiguous() and operand.is_contiguous())
 
@@ -306,17 +305,13 @@ def _in_windows(shape: Sequence[int], dims: int, groups: tuple[int, int, int]) -
 
 def _sum_shape(node: fx.Node, groups: tuple[int, int, int]) -> tuple[int, ...] | None:
     """What a sum of the scores' gradient leaves, as `_in_windows`."""
-    arguments = _args(node)
+    arguments = args_of(node)
     value = arguments[0].meta["val"]
     if node.kwargs or value.dtype != node.meta["val"].dtype:
         return None
     summed = {axis % value.dim() for axis in arguments[1]}
     kept = [1 if axis in summed else int(size) for axis, size in enumerate(value.shape)]
     return _in_windows(kept, value.dim(), groups)
-
-
-def _args(node: fx.Node) -> tuple[Any, ...]:
-    return node.args  # fx types each as a union of all it may be; the op's schema says which
 
 
 def _put_pieces(writer: StepWriter, found: _Attention, pieces: int) -> None:

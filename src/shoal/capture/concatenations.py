@@ -22,6 +22,7 @@ from shoal.core.step import StepGraph
 from shoal.core.variant import Pieces
 from shoal.errors import PlanError
 from shoal.kernels.convolution import input_gradient
+from shoal.kernels.pieces import are_sizes_known
 
 _aten = torch.ops.aten
 _FORWARD, _BACKWARD = _aten.convolution.default, _aten.convolution_backward.default
@@ -72,8 +73,7 @@ def _readers(node: fx.Node) -> list[fx.Node] | None:
     if dim not in (_CHANNELS, _CHANNELS - value.dim()) or value.dim() not in (4, 5) or len(parts) < 2:
         return None
     tensors = [value, *(part.meta["val"] for part in parts)]
-    sizes = [size for tensor in tensors for size in (*tensor.shape, *tensor.stride())]
-    if not all(type(size) is int for size in sizes) or any(tensor.dtype != value.dtype for tensor in tensors):
+    if not are_sizes_known(*tensors) or any(tensor.dtype != value.dtype for tensor in tensors):
         return None
     readers = list(node.users)
     return readers if readers and all(_can_be_summed(reader, node) for reader in readers) else None

@@ -20,6 +20,7 @@ from shoal.core.step import StepGraph
 from shoal.core.variant import Pieces
 from shoal.kernels import direct_convolution
 from shoal.kernels.convolution import input_gradient
+from shoal.kernels.pieces import are_sizes_known
 
 _aten = torch.ops.aten
 _TENSORS = 3  # the first arguments of a convolution and of its gradients
@@ -127,9 +128,7 @@ def _can_be(node: fx.Node) -> bool:
         groups = arguments[8 if node.target is _FORWARD else 9]
         if not _is_plain(result):
             return False
-    shapes = [size for tensor in tensors for size in (*tensor.shape, *tensor.stride())]
-    fixed = all(type(size) is int for size in shapes)
-    return bool(groups == 1 and fixed and direct_convolution.applies(*tensors))
+    return bool(groups == 1 and are_sizes_known(*tensors) and direct_convolution.applies(*tensors))
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

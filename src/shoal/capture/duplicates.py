@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from shoal.capture.fx_nodes import is_view, reaches_output
+from shoal.capture.fx_nodes import is_handed_out, is_view
 from shoal.capture.region_flow import is_tensor, source, value_bytes
 from shoal.capture.rerun import is_random
 
@@ -33,7 +33,7 @@ def merge_duplicates(graph: fx.Graph, backward: set[fx.Node]) -> None:
     stays: dict[fx.Node, fx.Node] = {}  # of these → the one that may stand for all
     merged: list[fx.Node] = []
     for node in graph.nodes:
-        if node in backward or not _computes_the_same_again(node) or _is_handed_out(node):
+        if node in backward or not _computes_the_same_again(node) or is_handed_out(node):
             continue
         first = alike[node] = first_of.setdefault(_key(node, alike), node)
         if first not in stays:
@@ -97,9 +97,3 @@ def _readers(node: fx.Node) -> list[fx.Node]:
     for user in node.users:
         found += _readers(user) if is_view(user) or user.target is operator.getitem else [user]
     return found
-
-
-def _is_handed_out(node: fx.Node) -> bool:
-    if reaches_output(node):
-        return True
-    return any(_is_handed_out(user) for user in node.users if is_view(user) or user.target is operator.getitem)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -126,3 +127,14 @@ def held_bytes(value: torch.Tensor) -> int:
 def reaches_output(node: fx.Node) -> bool:
     """Whether the caller gets the node's result."""
     return any(user.op == "output" for user in node.users)
+
+
+def is_handed_out(node: fx.Node) -> bool:
+    """Whether the caller gets the node's storage, as it is or through a view."""
+    seen = (user for user in node.users if is_view(user) or user.target is operator.getitem)
+    return reaches_output(node) or any(map(is_handed_out, seen))
+
+
+def args_of(node: fx.Node) -> tuple[Any, ...]:
+    """The node's operands: fx types each as a union of all it may be; the op's schema says which."""
+    return node.args

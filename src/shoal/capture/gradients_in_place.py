@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shoal.capture.fx_nodes import held_bytes
+from shoal.capture.fx_nodes import args_of, held_bytes
 from shoal.kernels import batch_norm, group_norm, layer_norm, prelu
 from shoal.kernels.memory_format import channels_last_format
 from shoal.kernels.pieces import WORTH_PIECES_BYTES
@@ -24,7 +24,7 @@ _ALL = [True, True, True]
 
 
 def _of_batch_norm(graph: fx.Graph, node: fx.Node) -> None:
-    grad, x, weight, _, _, mean, deviation, training, _, wanted = _args(node)
+    grad, x, weight, _, _, mean, deviation, training, _, wanted = args_of(node)
     if training is not True or wanted != (_ALL if weight is not None else [True, False, False]):
         return
     if not all(isinstance(operand, fx.Node) for operand in (grad, x, mean, deviation)):
@@ -51,7 +51,7 @@ def _of_batch_norm(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _of_group_norm(graph: fx.Graph, node: fx.Node) -> None:
-    grad, x, mean, invstd, weight, *_, groups, wanted = _args(node)
+    grad, x, mean, invstd, weight, *_, groups, wanted = args_of(node)
     if wanted != _ALL or not isinstance(weight, fx.Node):
         return
     values = [operand.meta["val"] for operand in (grad, x, weight)]
@@ -64,7 +64,7 @@ def _of_group_norm(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _of_layer_norm(graph: fx.Graph, node: fx.Node) -> None:
-    grad, x, shape, mean, invstd, weight, bias, wanted = _args(node)
+    grad, x, shape, mean, invstd, weight, bias, wanted = args_of(node)
     if wanted != _ALL or not isinstance(weight, fx.Node) or not isinstance(bias, fx.Node):
         return
     values = [operand.meta["val"] for operand in (grad, x, weight, bias)]
@@ -79,7 +79,7 @@ def _of_layer_norm(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _of_prelu(graph: fx.Graph, node: fx.Node) -> None:
-    grad, x = (operand.meta["val"] for operand in _args(node)[:2])
+    grad, x = (operand.meta["val"] for operand in args_of(node)[:2])
     if grad.stride() != x.stride():
         return
     if node.meta["val"][0].device.type == "cpu" and slopes_gradient(node) is not None:
@@ -92,7 +92,7 @@ def slopes_gradient(node: fx.Node) -> fx.Node | None:
     None too where incoming gradient, input and slope differ in dtype or layout. The first may be some channels of a
     larger one, as after a concatenation, where the input's gradient has the input's layout.
     """
-    grad, x, weight = (operand.meta["val"] for operand in _args(node))
+    grad, x, weight = (operand.meta["val"] for operand in args_of(node))
     summands = next((user for user in node.users if user.args[1] == 1), None)
     total = next(iter(summands.users), None) if summands is not None else None
     if summands is None or total is None or len(summands.users) > 1 or total.target is not _aten.sum.dim_IntList:
@@ -108,16 +108,12 @@ def add_up_slopes(graph: fx.Graph, node: fx.Node) -> None:
     total = slopes_gradient(node)
     assert total is not None
     (summands,) = total.all_input_nodes
-    _, dims, *keepdim = _args(total)
-    node.target, node.args = prelu.backward, (*_args(node), dims, bool(keepdim and keepdim[0]))
+    _, dims, *keepdim = args_of(total)
+    node.target, node.args = prelu.backward, (*args_of(node), dims, bool(keepdim and keepdim[0]))
     node.meta["val"] = (node.meta["val"][0], total.meta["val"])
     summands.meta["val"] = total.meta["val"]
     total.replace_all_uses_with(summands)
     graph.erase_node(total)
-
-
-def _args(node: fx.Node) -> tuple[Any, ...]:
-    return node.args  # fx types each as a union of all it may be; the op's schema says which
 
 
 WRITTEN_OVER: dict[Any, Callable[[fx.Graph, fx.Node], None]] = {

@@ -34,7 +34,6 @@ backward pass runs, is left to `shrunk`.
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
@@ -46,7 +45,7 @@ from shoal.capture.buffers_in_place import change_in_place
 from shoal.capture.concatenation_gradients import add_gradients_whole
 from shoal.capture.cudnn_batch_norms import leave_to_cudnn
 from shoal.capture.duplicates import merge_duplicates
-from shoal.capture.fx_nodes import describe_as, is_view, per_axis, reaches_output
+from shoal.capture.fx_nodes import args_of, describe_as, is_handed_out, is_view, per_axis, reaches_output
 from shoal.capture.gradients_in_place import WRITTEN_OVER
 from shoal.capture.inplace import WRITTEN_VIEW
 from shoal.capture.kernel_layouts import lay_out_as_kernels_do, type_as_kernels_do
@@ -145,9 +144,9 @@ def _kept_as_it_is(node: fx.Node) -> fx.Node | None:
     if node.target is _aten.detach.default:
         return node.args[0]  # type: ignore[return-value]  # fx types an argument as a union of all it may be
     place = _COPIES.get(node.target)
-    if place is None or _is_handed_out(node):
+    if place is None or is_handed_out(node):
         return None
-    source = _args(node)[place]
+    source = args_of(node)[place]
     copied, value = source.meta.get("val"), node.meta["val"]
     same = (
         source.op == "call_function"
@@ -164,7 +163,7 @@ def _write_uncopied(graph: fx.Graph) -> None:
     """Drop copies that are only written into other tensors: autograd's of the gradient of a strided view."""
     for target, place in _COPIES.items():
         for node in graph.find_nodes(op="call_function", target=target):
-            source, value = _args(node)[place], node.meta["val"]
+            source, value = args_of(node)[place], node.meta["val"]
             if (source.meta["val"].dtype, source.meta["val"].device) != (value.dtype, value.device):
                 continue
             written = all(user.target in WRITTEN_VIEW and user.all_input_nodes.index(node) == 1 for user in node.users)
@@ -175,22 +174,22 @@ def _write_uncopied(graph: fx.Graph) -> None:
 
 def _write_through_views(graph: fx.Graph, node: fx.Node) -> None:
     """Write a view of a view at once: functional graphs make a copy of each view that is written through."""
-    base, part = _args(node)[:2]
+    base, part = args_of(node)[:2]
     whole = base.meta["val"]
     outer: fx.Node = node
     views: list[fx.Node] = []
     region: Any = whole
     while True:
-        operands = _args(outer)[2:]
+        operands = args_of(outer)[2:]
         if any(type(number) is not int for number in (*region.shape, *region.stride(), region.storage_offset())):
             return
         if outer.kwargs or any(isinstance(operand, fx.Node) for operand in operands):
             return
         region = WRITTEN_VIEW[outer.target](region, *operands)
-        inner = _args(outer)[1]
+        inner = args_of(outer)[1]
         if inner.target not in WRITTEN_VIEW or len(inner.users) > 1:
             break
-        view = _args(inner)[0]
+        view = args_of(inner)[0]
         viewed = views[-1] if views else base
         if view.target is not WRITTEN_VIEW[outer.target] or view.args != (viewed, *operands) or view.kwargs:
             break
@@ -199,11 +198,11 @@ def _write_through_views(graph: fx.Graph, node: fx.Node) -> None:
     fits = whole.is_contiguous() and whole.numel() * whole.element_size() == whole.untyped_storage().nbytes()
     if outer is node or not fits or whole.is_conj() or whole.is_neg():
         return
-    written = _args(outer)[1]
+    written = args_of(outer)[1]
     node.target = _aten.as_strided_scatter.default
     node.args = (base, written, list(region.shape), list(region.stride()), region.storage_offset())
     while part is not written:
-        inner = _args(part)[1]
+        inner = args_of(part)[1]
         graph.erase_node(part)
         part = inner
     for view in reversed(views):
@@ -212,7 +211,7 @@ def _write_through_views(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _split_convolution_backward(graph: fx.Graph, node: fx.Node, backward: set[fx.Node], cpu_kernels: bool) -> None:
-    *arguments, wanted = _args(node)
+    *arguments, wanted = args_of(node)
     of_weight = node
     if wanted[0] and any(wanted[1:]):
         of_weight = _take_out_weight_gradient(graph, node, backward)
@@ -241,7 +240,7 @@ def _split_convolution_backward(graph: fx.Graph, node: fx.Node, backward: set[fx
 
 
 def _take_out_weight_gradient(graph: fx.Graph, node: fx.Node, backward: set[fx.Node]) -> fx.Node:
-    *arguments, wanted = _args(node)
+    *arguments, wanted = args_of(node)
     with graph.inserting_before(node):
         of_weight = graph.call_function(_aten.convolution_backward.default, (*arguments, [False, *wanted[1:]]))
     of_input_value, *of_weight_values = node.meta["val"]
@@ -256,7 +255,7 @@ def _take_out_weight_gradient(graph: fx.Graph, node: fx.Node, backward: set[fx.N
 
 
 def _cut_weight_gradient(node: fx.Node) -> None:
-    operands, options = _args(node)[:3], _args(node)[3:]
+    operands, options = args_of(node)[:3], args_of(node)[3:]
     pieces = weight_gradient_pieces(*(operand.meta["val"] for operand in operands), *options)
     if pieces is not None:
         node.meta["flops"] = _flops(node)
@@ -303,7 +302,7 @@ def _sink_slices(graph: fx.Graph, backward: set[fx.Node]) -> None:
 
 
 def _keep_dropout_bits(node: fx.Node) -> None:
-    x, p, train = _args(node)
+    x, p, train = args_of(node)
     if not train or x.meta["val"].device.type != "cpu":
         return
     node.target, node.args = dropout, (x, p)
@@ -314,7 +313,7 @@ def _keep_dropout_bits(node: fx.Node) -> None:
 
 
 def _draw_in_layout(graph: fx.Graph, node: fx.Node) -> None:
-    empty, value = _args(node)[0], node.meta["val"]
+    empty, value = args_of(node)[0], node.meta["val"]
     if empty.target is not _aten.empty_like.default or empty.kwargs.get("memory_format") not in _PRESERVED:
         return
     like, p = empty.args[0], node.args[1] if len(node.args) > 1 else 0.5
@@ -325,7 +324,7 @@ def _draw_in_layout(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _save_clipped_output(node: fx.Node) -> None:
-    clipped_input, low, high = _args(node)[1:4]
+    clipped_input, low, high = args_of(node)[1:4]
     for user in clipped_input.users:
         if user.target is _aten.hardtanh.default and (*user.args[1:3], -1.0, 1.0)[:2] == (low, high) and low < high:
             node.update_arg(1, user)  # strictly inside the bounds before clipping is strictly inside after it
@@ -333,7 +332,7 @@ def _save_clipped_output(node: fx.Node) -> None:
 
 
 def _save_leaky_output(node: fx.Node, backward: set[fx.Node]) -> None:
-    leaky_input, slope, is_output = _args(node)[1:4]
+    leaky_input, slope, is_output = args_of(node)[1:4]
     if is_output or slope < 0 or any(user in backward and user is not node for user in leaky_input.users):
         return
     for user in leaky_input.users:
@@ -344,14 +343,14 @@ def _save_leaky_output(node: fx.Node, backward: set[fx.Node]) -> None:
 
 
 def _encode_pool(graph: fx.Graph, node: fx.Node, dims: int, backward: set[fx.Node]) -> None:
-    _, pool_input, *window, indices = _args(node)
+    _, pool_input, *window, indices = args_of(node)
     pool, readers = indices.args[0], list(indices.users)  # several where poolings alike have become one
     kernel, stride, padding, dilation = (per_axis(size, dims) for size in window[:4])
     stride = stride or kernel
     value = pool_input.meta["val"]
     if not pool_index.fits(kernel) or value.dim() != dims + 2 or pool in backward:
         return
-    if any(reader.target is not node.target or _args(reader)[1:] != _args(node)[1:] for reader in readers):
+    if any(reader.target is not node.target or args_of(reader)[1:] != args_of(node)[1:] for reader in readers):
         return
     pooled, places = pool.meta["val"]
     pool.target, pool.args = pool_forward, (pool_input, kernel, stride, padding, dilation, bool(window[4]))
@@ -363,7 +362,7 @@ def _encode_pool(graph: fx.Graph, node: fx.Node, dims: int, backward: set[fx.Nod
         with graph.inserting_before(reader):
             shape = as_arguments(graph, value.shape)
         reader.target = pool_backward
-        reader.args = (_args(reader)[0], indices, shape, channels_last, *pool.args[1:])
+        reader.args = (args_of(reader)[0], indices, shape, channels_last, *pool.args[1:])
     # A dilated window may lie in the padding altogether: its index is then of no maximum.
     alone = len(readers) == 1 and all(step == 1 for step in dilation)
     rectified = alone and _take_in_rectifier(graph, node, pool_input)
@@ -397,17 +396,6 @@ def _flops(node: fx.Node) -> int | torch.SymInt:
     return convolution_backward_flops(arguments)
 
 
-def _args(node: fx.Node) -> tuple[Any, ...]:
-    return node.args  # fx types each as a union of all it may be; the op's schema says which
-
-
 def _is_smaller_than_an_operand(node: fx.Node) -> bool:
     elems = usual(node.meta["val"].numel())
     return any(elems < usual(operand.meta["val"].numel()) for operand in node.all_input_nodes)
-
-
-def _is_handed_out(node: fx.Node) -> bool:
-    """Whether the caller gets the node's storage, as it is or through a view."""
-    return reaches_output(node) or any(
-        _is_handed_out(user) for user in node.users if is_view(user) or user.target is operator.getitem
-    )

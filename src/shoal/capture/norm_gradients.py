@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from shoal.capture.fx_nodes import args_of
 from shoal.kernels.norm.norm_rows import native_row_stride
+from shoal.kernels.pieces import are_sizes_known
 from shoal.lowlevel.native import levels
 
 _aten = torch.ops.aten
@@ -40,7 +42,7 @@ def fold_norm_gradients(joint: fx.GraphModule, backward: set[fx.Node]) -> None:
 
 
 def _fold_product(graph: fx.Graph, node: fx.Node, backward: set[fx.Node]) -> None:
-    grad, xs, _, scale, _, _, relu, needs, *own = _args(node)
+    grad, xs, _, scale, _, _, relu, needs, *own = args_of(node)
     if not needs[0] or len(xs) != 1 or (own and own[0] is not None):  # its gradient is whole, and no product
         return
     items = _items(node)
@@ -68,7 +70,7 @@ def _fold_product(graph: fx.Graph, node: fx.Node, backward: set[fx.Node]) -> Non
 
 def _with_what_passes(graph: fx.Graph, node: fx.Node, items: dict[int, fx.Node], backward: set[fx.Node]) -> fx.Node:
     """What the ReLU lets through, of an op that no longer hands on the product."""
-    needs, values = _args(node)[_NEEDS_OF_NORM], list(node.meta["val"])
+    needs, values = args_of(node)[_NEEDS_OF_NORM], list(node.meta["val"])
     passed = items.get(0) if needs[2] else None
     if passed is None:
         with graph.inserting_after(node):
@@ -78,15 +80,15 @@ def _with_what_passes(graph: fx.Graph, node: fx.Node, items: dict[int, fx.Node],
     if needs[2]:
         _renumber(items, 2, 1)
         values.pop(1)
-    node.args = (*_args(node)[:_NEEDS_OF_NORM], [False, needs[1], True])
+    node.args = (*args_of(node)[:_NEEDS_OF_NORM], [False, needs[1], True])
     node.meta["val"] = values  # what passes has the product's shape and layout
     return passed
 
 
 def _without_product(node: fx.Node, items: dict[int, fx.Node]) -> None:
-    needs = _args(node)[_NEEDS_OF_NORM]
+    needs = args_of(node)[_NEEDS_OF_NORM]
     _renumber(items, 1, 0)
-    node.args = (*_args(node)[:_NEEDS_OF_NORM], [False, needs[1], False])
+    node.args = (*args_of(node)[:_NEEDS_OF_NORM], [False, needs[1], False])
     node.meta["val"] = list(node.meta["val"])[1:]
 
 
@@ -98,7 +100,7 @@ def _renumber(items: dict[int, fx.Node], before: int, now: int) -> None:
 
 
 def _add_while_written(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int]) -> None:
-    terms = _args(node)
+    terms = args_of(node)
     if len(terms) != 2 or node.kwargs or not all(isinstance(term, fx.Node) for term in terms) or terms[0] is terms[1]:
         return
     for gradient, other in sorted((terms, terms[::-1]), key=lambda pair: order.get(pair[0], -1), reverse=True):
@@ -126,8 +128,7 @@ def _all_of_convolution(node: fx.Node) -> tuple[Any, ...]:
 
 
 def _is_read_natively(value: torch.Tensor) -> bool:
-    sizes = (*value.shape, *value.stride())
-    return not any(isinstance(size, torch.SymInt) for size in sizes) and native_row_stride(value) is not None
+    return are_sizes_known(value) and native_row_stride(value) is not None
 
 
 def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -136,7 +137,3 @@ def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _items(node: fx.Node) -> dict[int, fx.Node]:
     return {int(user.args[1]): user for user in node.users if user.target is operator.getitem}  # type: ignore[arg-type]
-
-
-def _args(node: fx.Node) -> tuple[Any, ...]:
-    return node.args  # fx types each as a union of all it may be; the op's schema says which

@@ -24,7 +24,7 @@ from torch import fx
 
 from shoal.capture.aligned_rows import OPERANDS, added_elements, is_little, is_odd
 from shoal.capture.captured import Captured
-from shoal.capture.fx_nodes import is_view, reaches_output
+from shoal.capture.fx_nodes import is_handed_out, reaches_output
 from shoal.capture.kernel_layouts import values_that_follow
 from shoal.capture.longer_operands import LongerOperands, erase_views, readers
 from shoal.capture.op_counts import flops
@@ -32,6 +32,7 @@ from shoal.capture.region_ops import can_join
 from shoal.capture.step_reader import storage_bytes
 from shoal.capture.step_writer import StepWriter
 from shoal.kernels.odd_products import odd_product, odd_rows_product, odd_sum_product
+from shoal.kernels.pieces import are_sizes_known
 
 _aten = torch.ops.aten
 _ON = ("cuda",)
@@ -83,8 +84,7 @@ def _is_large_product(node: fx.Node) -> bool:
     if node.target not in OPERANDS or node.meta["val"].dtype not in _DTYPES:
         return False
     values = [node.meta["val"], *(operand.meta["val"] for operand in node.all_input_nodes)]
-    known = all(type(size) is int for value in values for size in (*value.shape, *value.stride()))
-    return known and flops(node) >= _LEAST_FLOPS
+    return are_sizes_known(*values) and flops(node) >= _LEAST_FLOPS
 
 
 class _PaddedProductsWriter:
@@ -191,7 +191,7 @@ def _pad_rows(writer: _PaddedProductsWriter, node: fx.Node) -> bool:
     if not added and _has_odd_rows(node, a, 0) and _pays(node, 2 * storage_bytes(a.meta["val"])):
         writer.replace(node, writer.call(node, odd_rows_product, (a, b)))
         return True
-    if not added or _is_handed_out(node):
+    if not added or is_handed_out(node):
         return False
     product = writer.product(node, (writer.operands.longer(a, 0, added, node), b))
     writer.replace(node, product, (0, value.shape[0]))
@@ -223,8 +223,3 @@ def _may_be_read_in_part(node: fx.Node, part: torch.Tensor) -> bool:
     """Whether all who read a result may read a part of longer rows: ops of regions, which sweep over either."""
     changed = values_that_follow(node, part)
     return bool(changed) and not any(map(reaches_output, changed)) and all(map(can_join, readers(node)))
-
-
-def _is_handed_out(node: fx.Node) -> bool:
-    """Whether the caller gets a result, or a view of it."""
-    return reaches_output(node) or any(_is_handed_out(user) for user in node.users if is_view(user))

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from shoal.capture.fx_nodes import reaches_output
+from shoal.kernels.pieces import are_sizes_known
 
 _aten = torch.ops.aten
 _SCATTER, _STRIDED, _ZEROS = (
@@ -70,7 +71,7 @@ def _is_a_view(strided: fx.Node, written: fx.Node) -> bool:
     """Whether `strided`, of a tensor in which `written` lies from the first element on, is a view of all of it."""
     value: Any = strided.meta["val"]
     starts = strided.args[3] if len(strided.args) > 3 else strided.kwargs.get("storage_offset")
-    if starts or not all(type(number) is int for number in (*value.shape, *value.stride())):
+    if starts or not are_sizes_known(value):
         return False
     return bool(
         value.numel() == written.meta["val"].numel()

@@ -12,6 +12,7 @@ from shoal.capture.fx_nodes import copied_joint
 from shoal.kernels import batch_norm, convolution
 from shoal.kernels.casts import cast_into, cast_together
 from shoal.kernels.compiled_region import CompiledRegion
+from shoal.kernels.pieces import are_sizes_known
 from shoal.lowlevel.torch_state import new_view
 
 
@@ -61,9 +62,7 @@ _RESOLVED: dict[Any, Callable[..., Callable[..., Any] | None]] = {
 
 def _has_fixed_sizes(node: fx.Node) -> bool:
     values = [operand.meta["val"] for operand in node.all_input_nodes]
-    if not all(isinstance(value, torch.Tensor) for value in values):
-        return False
-    return all(type(number) is int for value in values for number in (*value.shape, *value.stride()))
+    return all(isinstance(value, torch.Tensor) for value in values) and are_sizes_known(*values)
 
 
 def _cast_directly(graph: fx.Graph, node: fx.Node) -> None:
