@@ -8,7 +8,6 @@ forward pass leaves them as it does there.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 from torch import fx
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 
+from shoal.capture.fx_nodes import items_of
 from shoal.kernels.buffers import add_to
 
 _aten = torch.ops.aten
@@ -55,7 +55,7 @@ def changed_inputs(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 
 def _write_statistics(graph: fx.Graph, node: fx.Node, changed: dict[fx.Node, fx.Node]) -> None:
-    items = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+    items = items_of(node)
     if 0 not in items:
         return
     buffers = [node.args[place] for place, _ in _STATISTICS]

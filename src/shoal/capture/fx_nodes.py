@@ -135,6 +135,12 @@ def is_handed_out(node: fx.Node) -> bool:
     return reaches_output(node) or any(map(is_handed_out, seen))
 
 
+def items_of(node: fx.Node) -> dict[int, fx.Node]:
+    """The nodes that are one of the node's results each, by the places of these."""
+    items: Any = ((user.args[1], user) for user in node.users if user.target is operator.getitem)
+    return dict(items)
+
+
 def args_of(node: fx.Node) -> tuple[Any, ...]:
     """The node's operands: fx types each as a union of all it may be; the op's schema says which."""
     return node.args

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shoal.capture.fx_nodes import args_of
+from shoal.capture.fx_nodes import args_of, items_of
 from shoal.kernels.norm.norm_rows import native_row_stride
 from shoal.kernels.pieces import are_sizes_known
 from shoal.lowlevel.native import levels
@@ -45,7 +45,7 @@ def _fold_product(graph: fx.Graph, node: fx.Node, backward: set[fx.Node]) -> Non
     grad, xs, _, scale, _, _, relu, needs, *own = args_of(node)
     if not needs[0] or len(xs) != 1 or (own and own[0] is not None):  # its gradient is whole, and no product
         return
-    items = _items(node)
+    items = items_of(node)
     product = items.get(1 if needs[2] else 0)
     reader = next(iter(product.users), None) if product is not None else None
     if product is None or reader is None or len(product.users) > 1 or reader.target is not _of_convolution:
@@ -133,7 +133,3 @@ def _is_read_natively(value: torch.Tensor) -> bool:
 
 def _is_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.dtype == other.dtype and one.shape == other.shape and one.stride() == other.stride()
-
-
-def _items(node: fx.Node) -> dict[int, fx.Node]:
-    return {int(user.args[1]): user for user in node.users if user.target is operator.getitem}  # type: ignore[arg-type]

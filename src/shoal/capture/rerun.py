@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from shoal.capture.fx_nodes import items_of
 from shoal.kernels import activated_norm, batch_norm, cudnn_batch_norm, group_norm
 from shoal.kernels.buffers import add_to
 from shoal.kernels.compiled_region import CompiledRegion
@@ -60,12 +61,12 @@ def second_call(node: fx.Node) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return cudnn_batch_norm.normalise, (*node.args[:3], node.args[7])
     if is_of_the_batch(node):
         x, weight, bias, *_, training, momentum, eps = node.args
-        statistics = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+        statistics = items_of(node)
         if 1 in statistics and 2 in statistics and _repeats_bits(node):
             return batch_norm.normalise, (x, weight, bias, statistics[1], statistics[2])
         return _aten._native_batch_norm_legit.no_stats, (x, weight, bias, training, momentum, eps)
     if node.target is _aten.native_group_norm.default:
-        statistics = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+        statistics = items_of(node)
         if 1 in statistics and 2 in statistics and _group_norm_repeats_bits(node):
             return group_norm.normalise, (*node.args[:3], statistics[1], statistics[2])
     if (norm := _norm_alone_before(node)) is not None:

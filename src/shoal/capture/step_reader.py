@@ -21,7 +21,7 @@ from shoal.capture.accumulation import copied_bytes, with_accumulation
 from shoal.capture.as_written import as_written, run_in_backward
 from shoal.capture.captured import Captured, ReadOptions
 from shoal.capture.early_gradients import Fate, gradient_order, with_early_gradients
-from shoal.capture.fx_nodes import is_view, layer_path
+from shoal.capture.fx_nodes import is_view, items_of, layer_path
 from shoal.capture.lossless import save_fewer_bytes
 from shoal.capture.masked_sums import sum_through_masks
 from shoal.capture.op_counts import flops, moved_bytes, signature, target_name
@@ -265,7 +265,7 @@ class _StepReader:
         if not isinstance(base, fx.Node) or base not in self.storage_of:
             raise CaptureError(f"{node.format_node()}: a view of something that is no tensor cannot be planned")
         self._join(node, self.storage_of[base])
-        for item in self._items(node).values():  # split, unbind: views as a list
+        for item in items_of(node).values():  # split, unbind: views as a list
             self._join(item, self.storage_of[base])
 
     def _visit_op(self, node: fx.Node, value: Any) -> None:
@@ -276,7 +276,7 @@ class _StepReader:
         if isinstance(value, torch.Tensor):
             writes.append(self._add_storage(node, value, kind))
         elif isinstance(value, (tuple, list)):
-            items = self._items(node)
+            items = items_of(node)
             for place, part in enumerate(value):
                 if isinstance(part, torch.Tensor):
                     # Running statistics are the caller's, also where a second call of the layer moves them on.
@@ -342,10 +342,6 @@ class _StepReader:
         """The layer a node belongs to; where no module was called, as for a padded patch, that of its weight."""
         own = (self._storages[self.storage_of[n]] for n in node.all_input_nodes if n in self.storage_of)
         return layer_path(node) or next((s["layer"] for s in own if s["kind"] == "parameter"), "")
-
-    def _items(self, node: fx.Node) -> dict[int, fx.Node]:
-        place_and_item: Any = ((user.args[1], user) for user in node.users if user.target is operator.getitem)
-        return dict(place_and_item)
 
     def _add_storage(
         self, node: fx.Node, value: torch.Tensor, kind: StorageKind, name: str = "", producer: fx.Node | None = None

@@ -22,11 +22,20 @@ def once_differentiable(compiled: Callable[..., Any], returned: Callable[[Any, A
         CaptureError: in the backward pass, where its gradients are to be differentiated again.
     """
 
+    def differentiable(outputs: Any, node: Any) -> None:
+        node.register_prehook(_reject_second_order)
+        returned(outputs, node)
+
+    return with_backward(compiled, differentiable)
+
+
+def with_backward(compiled: Callable[..., Any], returned: Callable[[Any, Any], None]) -> Callable[..., Any]:
+    """What AOTAutograd compiled; `returned` is called as for `once_differentiable`."""
+
     def run(*arguments: Any) -> Any:
         outputs = compiled(*arguments)
         node = backward_of(outputs)
         if node is not None:
-            node.register_prehook(_reject_second_order)
             returned(outputs, node)
         return outputs
 

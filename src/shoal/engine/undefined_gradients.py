@@ -13,22 +13,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from shoal.engine.once_differentiable import backward_of
+from shoal.engine.once_differentiable import with_backward
 
 
 def leave_undefined(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """What AOTAutograd compiled, whose backward pass is given None for such gradients."""
-
-    def run(*arguments: Any) -> Any:
-        outputs = compiled(*arguments)
-        node = backward_of(outputs)
-        if node is not None:
-            node.set_materialize_grads(False)
-        return outputs
-
-    if getattr(compiled, "_boxed_call", False):
-        run._boxed_call = True  # type: ignore[attr-defined]
-    return run
+    return with_backward(compiled, lambda _, node: node.set_materialize_grads(False))
 
 
 def allocate_late(backward: fx.Graph, names: Collection[str]) -> None:
