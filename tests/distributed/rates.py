@@ -36,6 +36,16 @@ def link(gbps: float, ranks: int = 2, latency_seconds: float = 0.0) -> LinkRates
     return LinkRates(ranks, straight(ring, latency_seconds), straight(rate, latency_seconds))
 
 
+def slowed(curve: Curve, factor: float) -> Curve:
+    """The same sizes, each taking `factor` times as long."""
+    return Curve(curve.sizes, tuple(factor * seconds for seconds in curve.seconds))
+
+
+def slower_link(rates: LinkRates, factor: float) -> LinkRates:
+    """The same ranks on a link that takes `factor` times as long for everything."""
+    return LinkRates(rates.ranks, slowed(rates.plain, factor), slowed(rates.exchange, factor))
+
+
 def codec(name: str, bytes_per_elem: float, elems_per_second: float) -> CodecRates:
     """A codec without surprises."""
     return CodecRates(name, bytes_per_elem, straight(elems_per_second), straight(elems_per_second))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from shoal.distributed.gradients.choose_codec import MARGIN, Chooser, choose, route
 from shoal.distributed.gradients.link_rates import CodecRates, Curve, LinkRates
 from shoal.errors import InputError
-from tests.distributed.rates import candidate_lists, codec, link, links
+from tests.distributed.rates import candidate_lists, codec, link, links, slowed, slower_link
 from tests.raising import raising
 
 elems = st.integers(1, 10**9)
@@ -51,14 +51,14 @@ def test_a_slower_link_never_turns_to_more_bytes(
     fast: LinkRates, candidates: tuple[CodecRates, ...], n: int, raw: int, way: str, factor: float
 ) -> None:
     before = choose(fast, candidates, n, raw_elems=raw, way=way)
-    after = choose(fast.slower(factor), candidates, n, raw_elems=raw, way=way)
+    after = choose(slower_link(fast, factor), candidates, n, raw_elems=raw, way=way)
     if before.codec is None:
         return
     assert after.codec is not None
     turned_to_more = after.sent_bytes > before.sent_bytes
     if turned_to_more:  # only where the two take the same time to the last bits
         of_before = [rates for rates in candidates if rates.codec == before.codec]
-        same = choose(fast.slower(factor), of_before, n, raw_elems=raw, way=way)
+        same = choose(slower_link(fast, factor), of_before, n, raw_elems=raw, way=way)
         assert same.encoded_seconds == pytest.approx(after.encoded_seconds, rel=1e-12)
 
 
@@ -66,7 +66,7 @@ def test_a_slower_link_never_turns_to_more_bytes(
 def test_an_infinitely_fast_link_declines(
     some: LinkRates, candidates: tuple[CodecRates, ...], n: int, raw: int, way: str
 ) -> None:
-    decision = choose(some.slower(0.0), candidates, n, raw_elems=raw, way=way)
+    decision = choose(slower_link(some, 0.0), candidates, n, raw_elems=raw, way=way)
     assert decision.codec is None
     assert decision.link_gbps == math.inf
     assert decision.reason.startswith("uncompressed")
@@ -106,7 +106,7 @@ def test_slower_codecs_never_turn_to_encoding(
     some: LinkRates, candidates: tuple[CodecRates, ...], n: int, way: str, factor: float
 ) -> None:
     slower = [
-        replace(rates, encode=rates.encode.times(factor), decode=rates.decode.times(factor)) for rates in candidates
+        replace(rates, encode=slowed(rates.encode, factor), decode=slowed(rates.decode, factor)) for rates in candidates
     ]
     if choose(some, candidates, n, way=way).codec is None:
         assert choose(some, slower, n, way=way).codec is None

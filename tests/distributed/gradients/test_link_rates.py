@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.distributed.gradients.link_rates import CodecRates, Curve, LinkRates
+from shoal.distributed.gradients.link_rates import Curve
 from shoal.errors import InputError
-from tests.distributed.rates import candidate_lists, curves, links
+from tests.distributed.rates import curves
 
 sizes = st.floats(0, 1e12)
 
@@ -56,10 +55,3 @@ def test_a_disturbed_measurement_is_cut_to_what_a_larger_one_took(points: dict[i
 def test_what_is_no_curve_is_refused(measured: tuple[int, ...], seconds: tuple[float, ...]) -> None:
     with pytest.raises(InputError):
         Curve(measured, seconds)
-
-
-@given(links, candidate_lists)
-def test_rates_are_saved_and_read(link: LinkRates, candidates: tuple[CodecRates, ...]) -> None:
-    assert LinkRates.from_json(json.loads(json.dumps(link.to_json()))) == link
-    for rates in candidates:
-        assert CodecRates.from_json(json.loads(json.dumps(rates.to_json()))) == rates

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
-from shoal.core.records import read_record
 from shoal.errors import InputError
 
 
@@ -76,10 +74,6 @@ class Curve:
         (left_size, right_size), (left, end) = self.sizes[right - 1 : right + 1], self.seconds[right - 1 : right + 1]
         return min(end, left + (end - left) * ((size - left_size) / (right_size - left_size)))
 
-    def times(self, factor: float) -> Curve:
-        """The same sizes, each taking `factor` times as long."""
-        return Curve(self.sizes, tuple(factor * seconds for seconds in self.seconds))
-
 
 @dataclass(frozen=True)
 class LinkRates:
@@ -105,19 +99,6 @@ class LinkRates:
         seconds = self.exchange.seconds[-1]
         return 8 * self.exchange.sizes[-1] / seconds / 1e9 if seconds else float("inf")
 
-    def slower(self, factor: float) -> LinkRates:
-        """The same ranks on a link that takes `factor` times as long for everything."""
-        return LinkRates(self.ranks, self.plain.times(factor), self.exchange.times(factor))
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values; `from_json` reads them."""
-        return asdict(self)
-
-    @staticmethod
-    def from_json(value: dict[str, Any]) -> LinkRates:
-        """What `to_json` wrote; InputError where it is something else."""
-        return read_record(LinkRates, value, "the link's rates")
-
 
 @dataclass(frozen=True)
 class CodecRates:
@@ -134,12 +115,3 @@ class CodecRates:
     bytes_per_elem: float
     encode: Curve
     decode: Curve
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values; `from_json` reads them."""
-        return asdict(self)
-
-    @staticmethod
-    def from_json(value: dict[str, Any]) -> CodecRates:
-        """What `to_json` wrote; InputError where it is something else."""
-        return read_record(CodecRates, value, "the codec's rates")
