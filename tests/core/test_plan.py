@@ -12,6 +12,7 @@ from hypothesis import given
 from torch import nn
 
 from shoal.core.plan import Plan
+from shoal.core.records import read_record
 from shoal.core.residence import Encode, Keep, Offload, Recompute, Residence, residence_from_json, residence_to_json
 from shoal.core.simulate import simulate
 from shoal.core.step import StepGraph
@@ -76,7 +77,7 @@ def test_a_plan_survives_its_file(tmp_path: Path) -> None:
 
 @given(steps())
 def test_every_step_survives_json(graph: StepGraph) -> None:
-    copy = StepGraph.from_json(json.loads(json.dumps(graph.to_json())))
+    copy = read_record(StepGraph, json.loads(json.dumps(graph.to_json())), "step")
     assert copy == graph
     assert copy.fingerprint == graph.fingerprint
 

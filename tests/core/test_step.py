@@ -9,6 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from shoal.core.records import read_record
 from shoal.core.step import RESIDENT, Again, Op, StepGraph
 from shoal.errors import InputError
 from tests.raising import raising
@@ -31,7 +32,7 @@ def steps_that_run_again(draw: st.DrawFn) -> StepGraph:
 
 @given(steps_that_run_again())
 def test_written_as_json_and_read_back_it_is_the_same(graph: StepGraph) -> None:
-    again = StepGraph.from_json(json.loads(json.dumps(graph.to_json())))
+    again = read_record(StepGraph, json.loads(json.dumps(graph.to_json())), "step")
     assert again == graph
     assert again.fingerprint == graph.fingerprint
 
@@ -128,4 +129,4 @@ def test_a_step_that_lacks_something_is_not_read(missing: str) -> None:
     value = StepGraph("m", (), ()).to_json()
     del value[missing]
     with raising(InputError, f"'{missing}'"):
-        StepGraph.from_json(value)
+        read_record(StepGraph, value, "step")

@@ -66,7 +66,6 @@ def test_a_step_has_the_launch_beside_the_op(tmp_path: Path, monkeypatch: pytest
         (key,) = nodes
         assert 0 < costs.seconds[key] < 1.05 * KERNEL_SECONDS
         assert costs.launch_seconds[key] > 0
-        assert costs.longer_seconds[key] == max(costs.seconds[key], costs.launch_seconds[key])
 
 
 def test_an_op_is_timed_where_the_clock_leaves_it_no_room(

@@ -215,11 +215,6 @@ class _MeanCall(ctypes.Structure):
         ("divisor", ctypes.c_float),
     )
 
-    @property
-    def level(self) -> int:
-        """Of the codec, for errors."""
-        return int(self.codec.level)
-
 
 class _TableCodesNative:
     """`csrc/codec_*.cpp`, on the CPU: codes are computed instead of searched.

@@ -18,7 +18,6 @@ from functools import cached_property
 from typing import Any, Literal
 
 from shoal.core.hardware import Link
-from shoal.core.records import read_record
 from shoal.core.sizes import in_pages
 from shoal.errors import CaptureError
 
@@ -360,17 +359,8 @@ class StepGraph:
         return frozenset(s for s in self.can_leave if self.ops[self.producer[s]].recomputable)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain lists and dicts, for `json.dump`."""
+        """Plain lists and dicts, for `json.dump`; `read_record` reads them."""
         return {key: each for key, each in asdict(replace(self, as_written=None)).items() if key != "as_written"}
-
-    @staticmethod
-    def from_json(value: Mapping[str, Any]) -> StepGraph:
-        """The inverse of `to_json`.
-
-        Raises:
-            InputError: a value is missing or of another type. `check_step` says whether the step makes sense.
-        """
-        return read_record(StepGraph, value, "step")
 
 
 def at_largest(usual: StepGraph, others: Sequence[StepGraph]) -> StepGraph:

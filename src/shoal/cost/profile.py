@@ -59,11 +59,6 @@ class Costs:
     workspace_bytes: Mapping[str, int]
     launch_seconds: Mapping[str, float] = field(default_factory=dict)
 
-    @property
-    def longer_seconds(self) -> Mapping[str, float]:
-        """The longer of both times: what an op costs by itself."""
-        return {key: max(seconds, self.launch_seconds.get(key, 0.0)) for key, seconds in self.seconds.items()}
-
 
 class _Cost(NamedTuple):
     """What one op takes; `launch_seconds` of the host, while the device computes something else."""

@@ -32,11 +32,6 @@ _SOURCES: dict[str, Callable[..., Source]] = {
 }
 
 
-def names() -> tuple[str, ...]:
-    """Every name that `open` knows by itself."""
-    return tuple(_SOURCES)
-
-
 def open(
     name: str,
     *,

@@ -44,18 +44,12 @@ class MessageHeader:
         fixed = _FIXED.pack(_MAGIC, kind, self.sequence, self.length_bytes, self.checksum)
         return torch.frombuffer(bytearray(fixed + text), dtype=torch.uint8)
 
-    @property
-    def tag(self) -> int:
-        """Of the message that follows: another number or length has, but for one in 2**31, another tag.
-
-        >>> MessageHeader(3, 100, 7, "x").tag == MessageHeader(3, 100, 9, "y").tag != MessageHeader(3, 101, 7, "x").tag
-        True
-        """
-        return body_tag(self.sequence, self.length_bytes)
-
 
 def body_tag(sequence: int, length_bytes: int) -> int:
-    """`MessageHeader.tag`, where only number and length are known. Never 0 or 1."""
+    """Of the message that follows a header: another number or length has, but for one in 2**31, another tag.
+
+    Never 0 or 1.
+    """
     return crc32(struct.pack("<QQ", sequence, length_bytes)) & 0x7FFFFFFF | 2
 
 

@@ -89,16 +89,6 @@ class LinkRates:
     plain: Curve
     exchange: Curve
 
-    @property
-    def gbps(self) -> float:
-        """Gbit/s that one rank sent in the largest exchange.
-
-        >>> LinkRates(2, plain=Curve((1,), (1.0,)), exchange=Curve((1000, 10**6), (1e-3, 8e-3))).gbps
-        1.0
-        """
-        seconds = self.exchange.seconds[-1]
-        return 8 * self.exchange.sizes[-1] / seconds / 1e9 if seconds else float("inf")
-
 
 @dataclass(frozen=True)
 class CodecRates:

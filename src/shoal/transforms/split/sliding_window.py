@@ -59,20 +59,13 @@ class SlidingWindow:
 
     @property
     def cuts(self) -> tuple[int, int]:
-        """The minimum and the maximum of I - s*O that lose nothing, for an output cut at O and an input cut at I."""
+        """The minimum and the maximum of I - s*O that lose nothing, for an output cut at O and an input cut at I.
+
+        >>> SlidingWindow(3, 1, begin=1, end=1).cuts, SlidingWindow(1, 2).cuts
+        ((-1, 1), (-1, 0))
+        """
         before, after = -self.begin, self.reach - self.stride - self.begin
         return min(before, after), max(before, after)
-
-    def bounds(self, cut: int) -> tuple[int, int]:
-        """Where the input may be cut for an output cut at `cut`: the paper's lb and ub, ascending.
-
-        >>> SlidingWindow(3, 1, begin=1, end=1).bounds(8)
-        (7, 9)
-        >>> SlidingWindow(1, 2).bounds(8)
-        (15, 16)
-        """
-        low, high = self.cuts
-        return cut * self.stride + low, cut * self.stride + high
 
     def padding(self, inputs: tuple[int, int], outputs: tuple[int, int]) -> tuple[int, int]:
         """Padding of the patch that reads `inputs` and writes `outputs`, both from..to; negative is cropping.
