@@ -52,16 +52,14 @@ class Solution:
 
     Attributes:
         chosen: None where it found none within its limits or there is none.
-        added_seconds: time of the reruns and stalls.
         bound_seconds: proven least time; infinite where no choice fits.
     """
 
     chosen: Chosen | None
-    added_seconds: float
     bound_seconds: float
 
 
-NOTHING_KNOWN = Solution(None, math.inf, 0.0)
+NOTHING_KNOWN = Solution(None, 0.0)
 
 
 def solve(
@@ -232,7 +230,7 @@ class _Program:
 
     def run(self, start: Chosen | None, whole: bool, gap: float | None, limits: Limits, guard: Guard) -> Solution:
         if self.infeasible:
-            return Solution(None, math.inf, math.inf)
+            return Solution(None, math.inf)
         values = None
         if start is not None:
             values = {column: float(s in start.kept) for s, column in self.keep.items()}
@@ -253,12 +251,11 @@ class _Program:
         )
         if found.timed_out:
             guard.note("integer program" if whole else "linear program")
-        added_seconds, bound_seconds = found.cost, found.cost_bound
+        bound_seconds = found.cost_bound
         if self.launch_wait_seconds:
-            added_seconds = max(0.0, added_seconds - self.launch_wait_seconds)
             bound_seconds = max(0.0, bound_seconds - self.launch_wait_seconds)
         if found.values is None:
-            return Solution(None, added_seconds, bound_seconds)
+            return Solution(None, bound_seconds)
         kept, offloaded = set(), set()
         for storage, column in self.keep.items():
             here = found.values[column]
@@ -267,4 +264,4 @@ class _Program:
                 kept.add(storage)
             elif there >= 1 - here - there:
                 offloaded.add(storage)
-        return Solution(Chosen(frozenset(kept), frozenset(offloaded)), added_seconds, bound_seconds)
+        return Solution(Chosen(frozenset(kept), frozenset(offloaded)), bound_seconds)

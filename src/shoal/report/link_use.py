@@ -14,19 +14,16 @@ WAYS: tuple[TransferWay, ...] = ("to host", "to device")
 class LinkUse:
     """One direction of the link over a step; `busy_share` is the busy part of the step's time, in 0..1."""
 
-    way: TransferWay
     count: int
     nbytes: int
-    busy_seconds: float
     busy_share: float
 
 
 def link_use(timeline: Timeline, way: TransferWay) -> LinkUse:
     """The use of one direction of the link."""
     transfers = [transfer for transfer in timeline.transfers if transfer.way == way]
-    busy = busy_seconds(transfers)
     nbytes = sum(transfer.nbytes for transfer in transfers)
-    return LinkUse(way, len(transfers), nbytes, busy, share_of_step(timeline, busy))
+    return LinkUse(len(transfers), nbytes, share_of_step(timeline, busy_seconds(transfers)))
 
 
 def busy_share(timeline: Timeline) -> float:
