@@ -13,6 +13,8 @@ from torch import nn
 
 import shoal
 from bench.fuzz_step import allocated
+from shoal.engine.calls import Call
+from shoal.engine.iteration.metered import Iteration
 from shoal.engine.session import Session
 from shoal.errors import BudgetError
 from shoal.lowlevel import allocations
@@ -98,7 +100,11 @@ def test_a_result_that_is_a_view_of_what_the_graph_returns_is_seen_to_be_held(
 ) -> None:
     """AOTAutograd makes a new tensor of it."""
     seen: list[int] = []
-    monkeypatch.setattr(Session, "foresee", lambda self, window, held_bytes: seen.append(held_bytes))
+
+    def foresee(session: Session, iteration: Iteration, call: Call) -> None:
+        seen.append(sum(call.outputs[place].nbytes for place in call.held_by_caller()))
+
+    monkeypatch.setattr(Session, "foresee", foresee)
     net = shoal.compile(nn.Linear(32, 32), budget="1GiB")
     result = net(torch.randn(2, 8, 32))
     loss = result.sum()
