@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 from hypothesis import strategies as st
 
@@ -312,21 +313,16 @@ def steps(draw: st.DrawFn, max_ops: int = 10) -> StepGraph:
 def any_order(graph: StepGraph, seed: int) -> tuple[str, ...]:
     """Names of the step's ops in a random order in which they can run."""
     chance = random.Random(seed)
-    forward, backward = list(graph.ops[: graph.n_forward]), list(graph.ops[graph.n_forward :])
-    first = [op for op in forward if op.target == op.name]
-    loss = [op for op in backward if op.phase == "loss"]
-    copies = [op for op in backward if op.target == op.name and op not in loss]
-    ordered = first[:]
-    for part, then in ((forward[:-1], forward[-1:]), ([], loss), (backward, copies)):
-        waiting = [op for op in part if op not in (*first, *loss, *copies)]
+    ordered: list[Op] = []
+    for stays, ops in groupby(graph.ops, key=lambda op: op.is_outside or op.id == graph.n_forward - 1):
+        waiting = list(ops)
         acting = [op for op in waiting if op.random or not op.writes]
         while waiting:
             unmet = {storage for op in waiting for storage in op.writes}
             ready = [op for op in waiting if unmet.isdisjoint(op.reads) and (op not in acting or op is acting[0])]
-            ordered.append(chance.choice(ready))
+            ordered.append(waiting[0] if stays else chance.choice(ready))
             waiting.remove(ordered[-1])
             acting = [op for op in acting if op is not ordered[-1]]
-        ordered += then
     return tuple(op.name for op in ordered)
 
 

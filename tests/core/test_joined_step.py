@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from shoal.core.joined_step import (
     HELD,
-    STRETCH,
     Interval,
     Part,
     Pass,
@@ -27,7 +26,7 @@ from shoal.core.joined_step import (
 )
 from shoal.core.residence import Encode, Recompute
 from shoal.core.simulate import simulate
-from shoal.core.step import Op, StepGraph, Storage, StorageKind
+from shoal.core.step import STRETCH, Op, StepGraph, Storage, StorageKind
 from shoal.core.validate_plan import check_plan
 from shoal.core.validate_step import check_step
 from shoal.planners.just_in_time import just_in_time

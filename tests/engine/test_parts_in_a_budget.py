@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import shoal
-from shoal.core.joined_step import STRETCH
 from shoal.core.plan import Plan
+from shoal.core.step import STRETCH
 from shoal.errors import BudgetError
 from shoal.memory.limit import memory_limit
 from tests.engine.several_graphs import (

@@ -140,7 +140,7 @@ def test_equal_graphs_of_equal_shares_are_compiled_once() -> None:
         cell_step(ours)
     runtime = ours._compiled_call_impl._iterations
     (known,) = runtime.known.values()
-    shares = [(node.part, tuple(sorted(node.share.items()))) for node in known.nodes]
+    shares = [(node.part, tuple(sorted(node.share.residences.items()))) for node in known.nodes]
     assert len(shares) == 6 > len(set(shares))
     assert len({id(node.step) for node in known.nodes}) == len(set(shares))
 

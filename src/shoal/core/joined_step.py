@@ -15,12 +15,13 @@ from itertools import groupby
 from math import ceil
 from typing import Literal
 
+from shoal.core.order import in_order_of, reordered
+from shoal.core.plan import Plan
 from shoal.core.residence import Encode, Offload, Recompute, Residence, exact_residence
 from shoal.core.simulate import simulate
 from shoal.core.sizes import format_bytes
-from shoal.core.step import RESIDENT, Op, Phase, StepGraph, Storage, StorageKind
+from shoal.core.step import RESIDENT, RETURNS, STRETCH, Op, Phase, StepGraph, Storage, StorageKind
 
-STRETCH = "eager"  # the target of its op
 HELD = "held_until_the_loss"
 ARGUMENTS = "arguments"
 _OWN: frozenset[str] = frozenset({"activation", "activation_gradient"})
@@ -55,6 +56,23 @@ class Part:
     held_tangents: Collection[int] = ()
     held_results: Collection[int] = ()
     gathered: Collection[int] = ()
+
+
+@dataclass(frozen=True)
+class Share:
+    """How a part runs by a plan of the joined step, by its own names.
+
+    Attributes:
+        residences: of its storages; one that is absent is kept.
+        order: of its ops; empty where they run as they were captured.
+    """
+
+    residences: Mapping[str, Residence] = field(default_factory=dict)
+    order: tuple[str, ...] = ()
+
+    def in_order(self, graph: StepGraph) -> StepGraph:
+        """The part's own step with its ops in that order."""
+        return in_order_of(graph, self.order) if self.order else graph
 
 
 @dataclass(frozen=True)
@@ -96,7 +114,7 @@ def is_joined(graph: StepGraph) -> bool:
 def op_names_of(part: int, graph: StepGraph) -> list[str]:
     """The names of the ops of one part of a joined step, as in the part itself."""
     prefix = label(part)
-    ops = (op for op in graph.ops if op.name.startswith(prefix) and op.target != _RETURNS)
+    ops = (op for op in graph.ops if op.name.startswith(prefix) and op.target != RETURNS)
     return [op.name.removeprefix(prefix) for op in ops]
 
 
@@ -223,7 +241,7 @@ def residences_of(part: int, graph: StepGraph, residences: Mapping[str, Residenc
         residences: of the joined step.
     """
     prefix = label(part)
-    ops = [op for op in graph.ops if op.name.startswith(prefix) and op.target != _RETURNS]
+    ops = [op for op in graph.ops if op.name.startswith(prefix) and op.target != RETURNS]
     forward = [op.name for op in ops if op.phase == "forward"]
     own = [op.name for op in ops if op.phase == "backward"]
     first = own[0] if own else ""
@@ -262,7 +280,20 @@ def joined_residences(residences: Iterable[Mapping[str, Residence]]) -> dict[str
     return {prefix + name: joined(prefix, residence) for prefix, own in pairs for name, residence in own.items()}
 
 
-_RETURNS = "returns"
+def share_of(part: int, plan: Plan) -> Share:
+    """The share of one part in a plan of the joined step."""
+    order = op_names_of(part, plan.graph)
+    is_moved = bool(plan.captured_order) and order != op_names_of(part, plan.captured_graph)
+    return Share(residences_of(part, plan.graph, plan.residences), tuple(order) if is_moved else ())
+
+
+def in_order_of_shares(graph: StepGraph, shares: Iterable[Share]) -> StepGraph:
+    """The joined step with the ops of each part in the order of its share."""
+    place = {label(part) + name: n for part, share in enumerate(shares) for n, name in enumerate(share.order)}
+    if not place:
+        return graph
+    passes = groupby(graph.ops, key=lambda op: op.is_outside)  # and what runs outside between two of them
+    return reordered(graph, [op.name for _, ops in passes for op in sorted(ops, key=lambda op: place.get(op.name, 0))])
 
 
 def _is_stretch(op: Op) -> bool:
@@ -368,7 +399,7 @@ class _Joining:
                     again=again,
                 )
             )
-        self._add_op(f"{label(number)}{phase}.{_RETURNS}", _RETURNS, phase, self._held(number, phase), ())
+        self._add_op(f"{label(number)}{phase}.{RETURNS}", RETURNS, phase, self._held(number, phase), ())
 
     def _held(self, number: int, phase: Phase) -> list[int]:
         """What is alive until the pass returns: its arguments, and its results."""

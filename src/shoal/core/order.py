@@ -35,16 +35,20 @@ def reordered(graph: StepGraph, names: Sequence[str]) -> StepGraph:
     return replace(graph, ops=tuple(replace(op_called[name], id=place) for place, name in enumerate(names)))
 
 
-def in_order_of(graph: StepGraph, other: StepGraph) -> StepGraph:
+def in_order_of(graph: StepGraph, names: Sequence[str]) -> StepGraph:
     """The step with its ops in the order that they have in another step.
 
     What the other step lacks stands for memory that a training loop holds: it stays first in the forward pass and last
     in the backward pass.
+
+    Args:
+        graph: the step.
+        names: of the ops of the other step, in order.
     """
-    place = {op.name: op.id for op in other.ops}
+    place = {name: number for number, name in enumerate(names)}
 
     def key(op: Op) -> tuple[int, int]:
         passes = ("forward", "loss", "backward").index(op.phase)
-        return passes, place.get(op.name, -1 if op.phase == "forward" else len(other.ops))
+        return passes, place.get(op.name, -1 if op.phase == "forward" else len(names))
 
     return reordered(graph, [op.name for op in sorted(graph.ops, key=key)])

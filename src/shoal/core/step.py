@@ -34,6 +34,8 @@ StorageKind = Literal[
     "activation_gradient",  # written by a backward op and read by another (the papers call it an error term)
     "gradient",  # written by a backward op and handed to the optimizer: alive until the step ends
 ]
+STRETCH = "eager"  # the target of an op that stands for eager code between the graphs of a joined step
+RETURNS = "returns"  # of one that stands for the end of one of their passes
 RESIDENT: frozenset[str] = frozenset({"parameter", "buffer", "input", "constant"})
 _NEVER_FREED = RESIDENT | {"output", "tangent", "gradient"}
 
@@ -140,6 +142,12 @@ class Op:
     def longer_seconds(self) -> float:
         """The longer of its time on the device and on the host: what it costs, before a whole step is simulated."""
         return max(self.seconds, self.launch_seconds)
+
+    @property
+    def is_outside(self) -> bool:
+        """Whether it stands for what happens outside the captured graphs: the loss, eager code between graphs, memory
+        that a training loop holds. No other op runs earlier or later than captured across it."""
+        return self.target == self.name or self.target in (STRETCH, RETURNS)
 
     @cached_property
     def second(self) -> Op:

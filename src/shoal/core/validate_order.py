@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
 
 from shoal.core.step import Op, StepGraph
 from shoal.errors import PlanError
@@ -18,7 +19,8 @@ def check_order(captured: StepGraph, ordered: StepGraph) -> None:
     Raises:
         PlanError: the ops or storages are others; a pass begins before the one before it has ended; an op runs before
             one whose result it reads; two ops that draw random numbers, communicate or write nothing have changed
-            places; an op that stands for what happens outside the model has moved.
+            places; an op runs before another op that stands for what happens outside the graphs, such as eager code
+            between them, and ran after it, or the other way round; the last op of the forward pass has moved.
     """
     before = {op.name: op for op in captured.ops}
     for place, op in enumerate(ordered.ops):
@@ -45,16 +47,21 @@ def check_order(captured: StepGraph, ordered: StepGraph) -> None:
                 f"the order runs {other.name!r} before {one.name!r}; both draw random numbers, communicate or write "
                 "nothing, and must run as they were captured"
             )
-    for one, other in zip(captured.ops, ordered.ops, strict=True):
-        last = one.phase == "forward" and one.id + 1 == captured.n_forward
-        if (_is_outside(one) or _is_outside(other) or last) and one.name != other.name:
-            raise PlanError(f"the order has {other.name!r} in the place of {one.name!r}, which must stay where it is")
+    stretch_of, stretches = _stretches(captured), _stretches(ordered)
+    for op in ordered.ops:
+        last = op.phase == "forward" and op.id + 1 == captured.n_forward
+        if stretches[op.name] != stretch_of[op.name] or (last and op.name != captured.ops[op.id].name):
+            raise PlanError(
+                f"the order has {op.name!r} in the place of {captured.ops[op.id].name!r}; none may cross what is "
+                "outside the graphs, such as eager code, and the last of the forward pass must stay where it is"
+            )
+
+
+def _stretches(graph: StepGraph) -> dict[str, int]:
+    """Op name → which stretch it belongs to, of those that ops that stand for what happens outside begin."""
+    return dict(zip((op.name for op in graph.ops), accumulate(op.is_outside for op in graph.ops), strict=True))
 
 
 def _acts(op: Op) -> bool:
     """Whether an op does more than write its results."""
     return op.random or not op.writes or "c10d" in op.target
-
-
-def _is_outside(op: Op) -> bool:
-    return op.target == op.name

@@ -90,7 +90,7 @@ class Basis:
         exact_graph = self.exact_graph and now(self.exact_graph)
         if not plan.captured_order:
             return replace(plan, graph=now(self.graph), exact_graph=exact_graph)
-        ordered, captured_order = now(in_order_of(self.graph, plan.graph)), op_names(now(self.graph))
+        ordered, captured_order = now(in_order_of(self.graph, op_names(plan.graph))), op_names(now(self.graph))
         return replace(plan, graph=ordered, exact_graph=exact_graph, captured_order=captured_order)
 
     def resized(self, nbytes: Mapping[str, int]) -> Basis:

@@ -225,7 +225,7 @@ def allowed(means: frozenset[str], planner: str | planners.Planner, each_state_b
     def plan(graph: StepGraph, hardware: Hardware, budget_bytes: int) -> Plan:
         made = make(limited_step(means, graph), hardware, budget_bytes)
         graph = replace(graph, static_bytes=made.graph.static_bytes)
-        return replace(made, graph=in_order_of(graph, made.graph) if made.captured_order else graph)
+        return replace(made, graph=in_order_of(graph, op_names(made.graph)) if made.captured_order else graph)
 
     return plan
 
@@ -277,7 +277,7 @@ def _adopt(
                 "step": f"{graph.model or 'a model'}, inputs {ours}, {len(graph.ops)} ops",
             },
         )
-    ordered = in_order_of(graph, plan.graph) if plan.captured_order else graph
+    ordered = in_order_of(graph, op_names(plan.graph)) if plan.captured_order else graph
     check_order(graph, ordered)
     check_plan(ordered, plan.residences, budget_bytes or 0)
     adopted = replace(

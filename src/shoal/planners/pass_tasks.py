@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from shoal.core.schedule import Run
 from shoal.core.simulate import dropped_bytes
-from shoal.core.step import Op, StepGraph
+from shoal.core.step import StepGraph
 
 
 @dataclass
@@ -128,17 +128,13 @@ def _keep_places(tasks: PassTasks, graph: StepGraph, runs: Sequence[Run], in_for
     acting = [place for place, op in firsts if op.random or not op.writes or "c10d" in op.target]
     for one, other in pairwise(acting):
         tasks.after[other].add(one)
-    for place, op in firsts:
-        # What a loop holds through the forward pass is counted up to its last op.
-        if _is_outside(op) or (in_forward and place == firsts[-1][0]):
-            tasks.after[place].update(range(place))
-            for later in range(place + 1, len(tasks)):
-                tasks.after[later].add(place)
-
-
-def _is_outside(op: Op) -> bool:
-    """Whether it stands for what happens outside the captured graph, such as memory that the training loop holds."""
-    return op.target == op.name
+    # What a loop holds through the forward pass is counted up to its last op.
+    fixed = [place for place, op in firsts if op.is_outside or (in_forward and place == firsts[-1][0])]
+    for before, place in pairwise([0, *fixed]):
+        tasks.after[place].update(range(before, place))
+    for place, end in pairwise([*fixed, len(tasks)]):
+        for later in range(place + 1, end):
+            tasks.after[later].add(place)
 
 
 def bytes_during(tasks: PassTasks, order: Sequence[int]) -> list[int]:

@@ -112,7 +112,6 @@ def test_several_graphs_say_it_too_when_they_are_planned(caplog: pytest.LogCaptu
         shared(torch.randn(8, 16)).sum().backward()
     assert lines(caplog) == [
         "'fuse' is without effect: there is no batch norm",
-        "'order' is without effect: a model of several graphs is planned without it",
         "'encode' is without effect: there is no convolution, whose inputs it is for",
         "'offload' is without effect: device and host are one; offload_to= may name a folder",
     ]

@@ -23,11 +23,11 @@ from shoal.capture.graph_breaks import break_after
 from shoal.capture.pieces import choose_pieces, in_pieces
 from shoal.capture.shrunk import shrunk
 from shoal.capture.varying_sizes import SizesSeen, bytes_at, make_static, shape_of
-from shoal.core.joined_step import label
+from shoal.core.joined_step import Share, label
 from shoal.core.means import KERNEL_MEANS, LOSSY
+from shoal.core.order import op_names
 from shoal.core.plan import Plan
 from shoal.core.progress import preparing
-from shoal.core.residence import Residence
 from shoal.core.step import StepGraph
 from shoal.core.variant import WHOLE, Pieces, Variant
 from shoal.cost.measure_links import link_to
@@ -80,7 +80,7 @@ class Node:
     Attributes:
         part: None for where every sequence begins.
         before, after: the nodes around it. What follows a part may differ from step to step.
-        share: its residences in the plan of the step; None before there is one.
+        share: that it has in the plan of the step; None before there is one.
         chosen: the variant that the plan is for; None if it is the one in which the part was measured.
         pieces: its convolutions that are computed in pieces; None before it is compiled.
         step, run: the part as it is compiled for this place, or for another one that is alike; None before.
@@ -90,7 +90,7 @@ class Node:
     part: DynamoGraph | None = None
     before: Node | None = None
     after: dict[DynamoGraph, Node] = field(default_factory=dict)
-    share: Mapping[str, Residence] | None = None
+    share: Share | None = None
     chosen: GraphVariant | None = None
     pieces: tuple[Pieces, ...] | None = None
     step: GraphStep | None = None
@@ -120,7 +120,7 @@ class GraphStep(PlannedStep):
         trains: whether it has a backward pass; the rest exists only then.
         graph: its own step, with costs.
         ports: what its graphs are given and return.
-        share: the residences under which it runs.
+        share: under which it runs.
         checkpoints: as of `Plan`.
         run: what runs it.
         errors: as of `Plan`, once they have been measured.
@@ -135,7 +135,7 @@ class GraphStep(PlannedStep):
         self.steps = steps
         self.node = node
         self.trains = False
-        self.share: Mapping[str, Residence] = {}
+        self.share = Share()
         self.checkpoints = 0
         self.errors: Mapping[str, float] = {}
 
@@ -162,7 +162,7 @@ class GraphStep(PlannedStep):
                 self.node.pieces = self.steps.pieces_of(captured, in_use_bytes)
             captured = exact = in_pieces(captured, self.node.pieces)
             chosen, share = self.node.chosen, self.node.share
-            if (encoding := encoded_by(share or {})) is not None:
+            if share is not None and (encoding := encoded_by(share.residences)) is not None:
                 with suppress(PlanError):  # then it is another step than was planned
                     captured = encoded(captured, encoding[1], encoding[0])
             self.graph = self.steps.costed(captured)
@@ -177,8 +177,9 @@ class GraphStep(PlannedStep):
                     self.node.in_use_bytes = self.steps.in_use_bytes()
                 share = self.steps.first_share(self.node, self.graph, captured.device)
         self.ports, self.trains, self.share = Ports.of(captured), True, share
-        self.plan, self.checkpoints = Plan(self.graph, self.share, "parts"), captured.checkpoints
-        return captured
+        self.checkpoints, ordered = captured.checkpoints, share.in_order(self.graph)
+        self.plan = Plan(ordered, share.residences, "parts", captured_order=op_names(self.graph))
+        return replace(captured, graph=ordered)
 
     def learn_errors(self, errors: Sequence[float]) -> None:
         """As of `PlannedStep`."""
@@ -253,16 +254,16 @@ class GraphSequence(ABC):
         """Device bytes in use now, as far as they are known."""
 
     @abstractmethod
-    def first_share(self, node: Node, graph: StepGraph, device: torch.device) -> Mapping[str, Residence]:
-        """Under which residences a part runs before the step is planned.
+    def first_share(self, node: Node, graph: StepGraph, device: torch.device) -> Share:
+        """How a part runs before the step is planned.
 
         Raises:
             BudgetError: there is no room for the part in addition to what is in use.
         """
 
     @abstractmethod
-    def given(self, node: Node) -> tuple[GraphVariant, Mapping[str, Residence]] | None:
-        """In which variant, and under which residences, a part runs by a plan that was given; None if none was."""
+    def given(self, node: Node) -> tuple[GraphVariant, Share] | None:
+        """In which variant, and how, a part runs by a plan that was given; None if none was."""
 
     @abstractmethod
     def check_given(self, node: Node, graph: StepGraph) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from shoal.core.joined_step import joined_step, label
+from shoal.core.joined_step import Share, joined_step, label
 from shoal.core.over_budget import over_budget
 from shoal.core.plan import Plan
 from shoal.core.sizes import format_bytes
@@ -16,7 +16,6 @@ from shoal.engine.iteration.plan import (
     Choose,
     MeasuredIteration,
     PlannedIteration,
-    Share,
     Surroundings,
     moment_before,
     plan_iteration,
@@ -57,7 +56,8 @@ def first_run_bytes(nodes: Sequence[Node], peak_bytes: int, beside_bytes: int = 
                 share = first_share(step.graph, step.device, in_use_bytes, needed_bytes, keeps_little=True)
             except BudgetError:
                 continue  # it runs with the minimum, as it did
-            more_bytes += waits_bytes(step.graph, share) - waits_bytes(step.graph, step.share)
+            now_bytes = waits_bytes(step.share.in_order(step.graph), step.share.residences)
+            more_bytes += waits_bytes(step.graph, share) - now_bytes
         if peak_bytes + more_bytes <= needed_bytes:
             break
         needed_bytes = peak_bytes + more_bytes

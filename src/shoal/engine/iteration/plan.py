@@ -16,26 +16,28 @@ import torch
 
 from shoal.core.hardware import Hardware
 from shoal.core.joined_step import (
-    STRETCH,
     EagerUse,
     Interval,
     Part,
     Pass,
     Place,
+    Share,
     eager_use,
     grown,
+    in_order_of_shares,
     joined_residences,
     joined_step,
-    residences_of,
+    share_of,
     with_arguments,
     with_eager_use,
     with_held,
 )
+from shoal.core.order import op_names
 from shoal.core.over_budget import over_budget
 from shoal.core.plan import Plan
 from shoal.core.residence import Keep, Residence
 from shoal.core.simulate import simulate
-from shoal.core.step import StepGraph
+from shoal.core.step import STRETCH, StepGraph
 from shoal.core.timeline import WAITS, Moment
 from shoal.core.validate_plan import check_own_plan
 from shoal.core.variant import Variant
@@ -51,7 +53,6 @@ from shoal.planners import get as planner_called
 from shoal.planners.infeasible import infeasible
 
 _ROUNDS = 5  # of planning, where the shares of the graphs take more than the plan of the whole; the smallest is last
-Share = Mapping[str, Residence]
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class MeasuredStep:
 
     Attributes:
         parts, passes: as of `joined_step`.
-        shares: residences of each graph.
+        shares: under which each graph ran.
         intervals: as of `eager_use`.
         begin_bytes: in use when it began.
         device: where it runs.
@@ -139,18 +140,21 @@ class MeasuredStep:
 
     @property
     def residences(self) -> dict[str, Residence]:
-        """Under which the joined step ran. A graph without a backward pass recomputed nothing."""
+        """Under which the joined step ran."""
+        return self.residences_in(self.shares)
+
+    def residences_in(self, shares: Sequence[Share]) -> dict[str, Residence]:
+        """Those of the joined step in these shares. A graph without a backward pass recomputes nothing."""
         back = self.has_backward
-        return joined_residences(share if part in back else {} for part, share in enumerate(self.shares))
+        return joined_residences(share.residences if part in back else {} for part, share in enumerate(shares))
 
     @property
     def states_bytes(self) -> list[int]:
         """Of the random generator's states with which each graph repeated its random ops: they wait between its passes.
         Under another plan a step keeps others."""
         back, each_bytes = self.has_backward, state_bytes(self.device)
-        return [
-            each_bytes * repeated(self.parts[n].graph, share) if n in back else 0 for n, share in enumerate(self.shares)
-        ]
+        pairs = enumerate(zip(self.parts, self.shares, strict=True))
+        return [each_bytes * repeated(part.graph, own.residences) if n in back else 0 for n, (part, own) in pairs]
 
     def intervals_of_eager_code(self) -> list[Interval]:
         """The intervals less what those states took, and what was kept for another backward pass."""
@@ -170,7 +174,7 @@ class MeasuredStep:
         """What is kept for another backward pass in the eager interval before each pass, and after the last one."""
         if not self.again:
             return []
-        graph, residences = self.bare(), self.residences
+        graph, residences = self.as_it_ran(), self.residences
         freed = _with_freed_bytes(graph, residences)
         before = [moment_before(graph, residences, self.passes, place).op for place in range(len(self.passes))]
         named = {moment.op: freed_bytes for moment, freed_bytes in freed}
@@ -182,16 +186,20 @@ class MeasuredStep:
 
     def eager_use(self) -> tuple[EagerUse, ...]:
         """What eager code was measured to use."""
+        return eager_use(self.as_it_ran(), self.residences, self.intervals_of_eager_code())
+
+    def as_it_ran(self) -> StepGraph:
+        """`bare` in the order in which it was metered, in addition to what was in use when it began."""
         bare = self.bare()
-        as_measured = replace(bare, static_bytes=max(0, self.begin_bytes - bare.resident_bytes))
-        return eager_use(as_measured, self.residences, self.intervals_of_eager_code())
+        bare = replace(bare, static_bytes=max(0, self.begin_bytes - bare.resident_bytes))
+        return in_order_of_shares(bare, self.shares)
 
     def graph(self, model: str, used: Sequence[EagerUse]) -> StepGraph:
         """The step, with what eager code uses. Its static memory is not known here."""
         step = with_eager_use(replace(self.bare(), model=model), used)
         return grown(step, joined_step(model, self.parts, self.passes)) if any(self.sizes) else step
 
-    def in_use_before(self, graph: StepGraph, residences: Share, place: int) -> int:
+    def in_use_before(self, graph: StepGraph, residences: Mapping[str, Residence], place: int) -> int:
         """Bytes in use when the eager interval before a pass ends."""
         moment = moment_before(graph, residences, self.passes, place)
         return moment.total_bytes - moment.workspace_bytes
@@ -203,9 +211,7 @@ class MeasuredStep:
             fresh = set(step.parts[number].fresh)
             if phase != "forward" or not fresh:
                 continue
-            bare = step.bare()
-            bare = replace(bare, static_bytes=max(0, step.begin_bytes - bare.resident_bytes))
-            seen_bytes = step.in_use_before(bare, step.residences, place)
+            seen_bytes = step.in_use_before(step.as_it_ran(), step.residences, place)
             short_bytes = seen_bytes - step.intervals_of_eager_code()[2 * place].end_bytes
             sizes = {s.id: s.nbytes for s in step.parts[number].graph.storages}
             for storage in sorted(fresh, key=lambda s: (-sizes[s], s)):
@@ -233,7 +239,7 @@ class MeasuredIteration:
 
     Attributes:
         parts, passes: as of `joined_step`, in any order.
-        shares: residences of each graph.
+        shares: under which each graph ran.
         intervals: of the eager interval before each pass, and of the pass; one more of an interval after the last.
         begin_bytes: in use when it began; None where that cannot be measured.
         device: where it runs.
@@ -323,7 +329,7 @@ class MeasuredIteration:
         return place
 
 
-def moment_before(graph: StepGraph, residences: Share, passes: Sequence[Pass], place: int) -> Moment:
+def moment_before(graph: StepGraph, residences: Mapping[str, Residence], passes: Sequence[Pass], place: int) -> Moment:
     """The moment of a step of several graphs at which the eager interval before a pass runs."""
     first_backward = next((i for i, (_, phase) in enumerate(passes) if phase == "backward"), None)
     name = "loss" if place == first_backward else f"{STRETCH}{place}"
@@ -404,7 +410,7 @@ class PlannedIteration:
 
     Attributes:
         plans: of each step, the outermost first. runs: the graphs of each, by number.
-        shares: residences of each graph. variants: how each is computed; None or none as they were measured.
+        shares: that each graph has. variants: how each is computed; None or none as they were measured.
     """
 
     plans: tuple[Plan, ...]
@@ -498,7 +504,8 @@ def plan_iteration(
             made = planned(fixed=True)  # it fits as it was metered, for the outer plan has left as much
         plans.append(made)
         runs.append(own)
-        was = replace(bare, static_bytes=begin_bytes + sum(measured.states_bytes))
+        with_states = replace(bare, static_bytes=begin_bytes + sum(measured.states_bytes))
+        was = in_order_of_shares(with_states, measured.shares)
         for inner in step.inner:
             after = next(i for i, place in enumerate(step.places) if place > inner.places[-1])
             before_bytes = measured.in_use_before(was, measured.residences, after)
@@ -544,11 +551,11 @@ def _planned(
     hardware, budget_bytes = measure(measured.device), options.budget_bytes or 0
     each_state_bytes = state_bytes(measured.device)
     if fixed:
-        planner = counting_states(partial(_as_measured, measured.residences), each_state_bytes)
+        planner = counting_states(partial(_as_measured, measured), each_state_bytes)
     elif options.budget_bytes is None:
         planner = planner_called("keep_all")
     elif planner is None:
-        planner = allowed(options.means - {"order"}, options.planner, each_state_bytes)
+        planner = allowed(options.means, options.planner, each_state_bytes)
     lower_bound_seconds: float | None = None
     aim_bytes = budget_bytes
     for left in reversed(range(_ROUNDS)):
@@ -561,19 +568,19 @@ def _planned(
             plan, is_smallest = planner(graph, hardware, error.least_feasible_bytes), True
         if lower_bound_seconds is None:
             lower_bound_seconds = plan.lower_bound_seconds
-        shares = tuple(residences_of(part, graph, plan.residences) for part in range(len(measured.parts)))
-        residences = joined_residences(shares)
-        retained_bytes = _retained_bytes(plan.graph, residences) if retains else 0
-        over_bytes = simulate(plan.graph, residences).peak_bytes + retained_bytes - budget_bytes
+        shares, captured = _shares(measured, plan), plan.captured_graph
+        residences, ordered = measured.residences_in(shares), in_order_of_shares(captured, shares)
+        retained_bytes = _retained_bytes(ordered, residences) if retains else 0
+        over_bytes = simulate(ordered, residences).peak_bytes + retained_bytes - budget_bytes
         if not budget_bytes or over_bytes <= 0:
             break
         if is_smallest or not left:
             raise over_budget(graph.model, budget_bytes + over_bytes, budget_bytes)
         aim_bytes -= over_bytes
-    graph = replace(plan.graph, static_bytes=plan.graph.static_bytes + retained_bytes)
     plan = replace(
         plan,
-        graph=graph,
+        graph=replace(ordered, static_bytes=ordered.static_bytes + retained_bytes),
+        captured_order=op_names(captured) if ordered is not captured else (),
         residences=residences,
         budget_bytes=budget_bytes,
         lower_bound_seconds=lower_bound_seconds or 0.0,
@@ -585,20 +592,17 @@ def _planned(
 def _shares(measured: MeasuredStep, plan: Plan) -> tuple[Share, ...]:
     """The share that each graph has in a plan; one that has no backward pass keeps its own."""
     back = measured.has_backward
-    return tuple(
-        residences_of(part, plan.graph, plan.residences) if part in back else share
-        for part, share in enumerate(measured.shares)
-    )
+    return tuple(share_of(part, plan) if part in back else share for part, share in enumerate(measured.shares))
 
 
-def _retained_bytes(graph: StepGraph, residences: Share) -> int:
+def _retained_bytes(graph: StepGraph, residences: Mapping[str, Residence]) -> int:
     """How much higher the peak is if nothing is freed that was saved for the backward passes."""
     moments = _with_freed_bytes(graph, residences)
     peak_bytes = max(moment.total_bytes for moment, _ in moments)
     return max(moment.total_bytes + freed_bytes for moment, freed_bytes in moments) - peak_bytes
 
 
-def _with_freed_bytes(graph: StepGraph, residences: Share) -> list[tuple[Moment, int]]:
+def _with_freed_bytes(graph: StepGraph, residences: Mapping[str, Residence]) -> list[tuple[Moment, int]]:
     """The moments of a step, each with what has been freed until then of what was saved for the backward passes."""
     saved = [s for s in graph.saved if isinstance(residences.get(graph.storages[s].name, Keep()), Keep)]
     freed: dict[str, int] = {}
@@ -613,8 +617,9 @@ def _with_freed_bytes(graph: StepGraph, residences: Share) -> list[tuple[Moment,
     return found
 
 
-def _as_measured(residences: Share, graph: StepGraph, hardware: Hardware, budget_bytes: int) -> Plan:
-    plan = Plan(graph, residences, "parts", hardware.name, budget_bytes)
+def _as_measured(measured: MeasuredStep, graph: StepGraph, hardware: Hardware, budget_bytes: int) -> Plan:
+    ordered = in_order_of_shares(graph, measured.shares)
+    plan = Plan(ordered, measured.residences, "parts", hardware.name, budget_bytes, captured_order=op_names(graph))
     if budget_bytes and plan.predicted_peak_bytes > budget_bytes:
         raise infeasible(plan, budget_bytes)
     return plan

@@ -11,9 +11,8 @@ from torch import fx
 
 from shoal.capture.captured import Captured
 from shoal.capture.traced_strides import Departure
-from shoal.core.joined_step import Part, Pass, Place
+from shoal.core.joined_step import Part, Pass, Place, Share
 from shoal.core.plan import Plan
-from shoal.core.residence import Residence
 from shoal.core.step import StepGraph
 from shoal.engine.calls import Call
 from shoal.engine.loop_memory import Basis
@@ -86,12 +85,12 @@ class MeteredGraph(Metered, Protocol):
     Attributes:
         graph: its step, with costs.
         ports: what its graphs are given and return.
-        share: the residences under which it runs.
+        share: under which it runs.
     """
 
     graph: StepGraph
     ports: Ports
-    share: Mapping[str, Residence]
+    share: Share
 
     def bytes_in_call(self) -> Mapping[str, int]:
         """What its storages took in the last call, by name, where its sizes vary; `graph` has what they may take."""

@@ -25,7 +25,7 @@ from shoal.capture.dynamo import capturing, plain_call
 from shoal.capture.graph_breaks import capturing_parts
 from shoal.capture.layered import Refused
 from shoal.capture.varying_sizes import SizesSeen
-from shoal.core.joined_step import Interval, label, op_names_of, residences_of
+from shoal.core.joined_step import Interval, Share, label, op_names_of, share_of
 from shoal.core.over_budget import over_budget
 from shoal.core.progress import doing, preparing
 from shoal.core.residence import Residence
@@ -307,7 +307,7 @@ class Iterations(GraphSequence):
         waits_bytes = 0 if self._before is None else self._before.waits_bytes
         return self.metering.in_use_bytes() + waits_bytes
 
-    def given(self, node: Node) -> tuple[GraphVariant, Mapping[str, Residence]] | None:
+    def given(self, node: Node) -> tuple[GraphVariant, Share] | None:
         given, part = self._given, node.part
         if given is None or part is None:
             return None
@@ -319,13 +319,14 @@ class Iterations(GraphSequence):
         except Refused:
             own = WHOLE  # only other graphs of the iteration have it
         variant = GraphVariant(replace(own, pieces=pieces, shrunk=given.variant.shrunk), "")
-        return variant, residences_of(place, given.graph, given.residences)
+        return variant, share_of(place, given)
 
     def check_given(self, node: Node, graph: StepGraph) -> None:
         if self._given is None:
             return
         place = self._place(node)
-        theirs, ours = op_names_of(place, self._given.graph), [op.name for op in graph.ops if op.phase != "loss"]
+        theirs = op_names_of(place, self._given.captured_graph)
+        ours = [op.name for op in graph.ops if op.phase != "loss"]
         if theirs != ours:
             raise PlanError(
                 f"the plan is for other graphs than those of {self._said_name}; plan it again",
@@ -336,22 +337,22 @@ class Iterations(GraphSequence):
         """Of a graph that trains, among those of its iteration."""
         return len(node.path()) - 1
 
-    def first_share(self, node: Node, graph: StepGraph, device: torch.device) -> Mapping[str, Residence]:
+    def first_share(self, node: Node, graph: StepGraph, device: torch.device) -> Share:
         budget_bytes, in_use_bytes = self._budget_bytes, node.in_use_bytes
         if budget_bytes is None:
-            return {}
+            return Share()
         plans = [node.step.plan for node in self.node.path() if node.step is not None and node.step.plan is not None]
         before_bytes = 0 if self._before is None else self._before.host_bytes
         graph = with_less_host(graph, before_bytes + sum(plan.host_bytes for plan in plans))
         if self._shared:
-            return self._first_share_of_several(graph, device, in_use_bytes, budget_bytes)
+            return Share(self._first_share_of_several(graph, device, in_use_bytes, budget_bytes))
         try:
-            return first_share(graph, device, in_use_bytes, budget_bytes, keeps_little=self._keeps_little)
+            return Share(first_share(graph, device, in_use_bytes, budget_bytes, keeps_little=self._keeps_little))
         except BudgetError as error:
             if self.may_vary(node) or not self._may_run_over(graph, device, in_use_bytes):
                 raise
             self._over = _without_frames(error)
-            return minimum_share(graph, device)
+            return Share(minimum_share(graph, device))
 
     def _first_share_of_several(
         self, graph: StepGraph, device: torch.device, in_use_bytes: int, budget_bytes: int
@@ -719,14 +720,14 @@ class Iterations(GraphSequence):
             self._refused = error
         return error
 
-    def _decide(self, begun: Sequence[KnownIteration], *, fixed: bool) -> dict[Node, Mapping[str, Residence]]:
+    def _decide(self, begun: Sequence[KnownIteration], *, fixed: bool) -> dict[Node, Share]:
         """The shares of all graphs of iterations.
 
         Args:
             begun: the iterations.
             fixed: whether all graphs keep the shares under which they were measured.
         """
-        decided: dict[Node, Mapping[str, Residence]] = {}
+        decided: dict[Node, Share] = {}
         what = SEVERAL_MODELS if self._shared else A_MODEL
         session = self.session
         for known in begun:
@@ -742,7 +743,7 @@ class Iterations(GraphSequence):
             known.to_meter = STEPS_TO_METER
             if known.planned is not None:
                 known.peak_bytes = 0
-                shares: Sequence[Mapping[str, Residence]] = known.planned.shares
+                shares: Sequence[Share] = known.planned.shares
             else:
                 shares = self._keep_as_it_ran(known)
             for node, share in zip(known.nodes, shares, strict=True):
@@ -765,7 +766,7 @@ class Iterations(GraphSequence):
 
         return choose
 
-    def _keep_as_it_ran(self, known: KnownIteration) -> list[Mapping[str, Residence]]:
+    def _keep_as_it_ran(self, known: KnownIteration) -> list[Share]:
         """The shares of an iteration that cannot be planned as one: everything is kept if all of it fits in any
         case."""
         budget_bytes = self._budget_bytes
@@ -782,18 +783,18 @@ class Iterations(GraphSequence):
                 self._refused = error
             raise error
         known.as_it_ran = True
-        shares: list[Mapping[str, Residence]] = []
+        shares: list[Share] = []
         for node in known.nodes:
             step = node.step
             assert step is not None
             saved_bytes = sum(step.graph.storages[storage].nbytes for storage in step.graph.saved)
-            if step.share and known.predicted_bytes + saved_bytes <= (budget_bytes or 0):
+            if step.share.residences and known.predicted_bytes + saved_bytes <= (budget_bytes or 0):
                 known.peak_bytes += saved_bytes  # at most
-                shares.append({})
+                shares.append(Share())
             else:
                 shares.append(step.share)
-        if any(shares) or not self._shared:
-            little = sum(map(bool, shares))
+        little = sum(bool(share.residences) for share in shares)
+        if little or not self._shared:
             self._say(f"{known.name}: {reason}; {little} of its {len(shares)} graphs keep as little as they can")
         return shares
 

@@ -50,10 +50,10 @@ def in_several_graphs(
     for name in sorted(options.named - {"recompute"}):
         if name == "offload":
             reasons[name] = _why_not_offloaded(options, leaves=leaves)
-        elif name == "order" or not may_vary:
-            reasons[name] = f"{what} is planned without it"
-        elif name in KERNEL_MEANS and options.planner != "joint":
+        elif name in _OF_JOINT and options.planner != "joint":
             reasons[name] = "only planner='joint' looks for it"
+        elif name != "order" and not may_vary:
+            reasons[name] = f"{what} is planned without it"
         else:
             graphs = tuple(graphs)
             each = [variants.why_not(name) for variants in graphs]
