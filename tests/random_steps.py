@@ -14,6 +14,7 @@ from itertools import groupby
 from hypothesis import strategies as st
 
 from shoal.core.hardware import Device, Hardware, Link
+from shoal.core.joined_step import EagerUse, Part, Pass, joined_step, with_eager_use
 from shoal.core.residence import Offload, Residence
 from shoal.core.schedule import schedule
 from shoal.core.step import Op, Phase, StepGraph, Storage, StorageKind
@@ -308,6 +309,23 @@ def steps(draw: st.DrawFn, max_ops: int = 10) -> StepGraph:
                 x = b.cat([x, other], seconds) if other != x else b.conv(x, 7, seconds)
         tensors.append(x)
     return b.step(tensors[-1], static_bytes=draw(st.integers(0, 20)), with_loss=draw(st.booleans()))
+
+
+@st.composite
+def joined_steps(draw: st.DrawFn, max_ops: int = 5) -> StepGraph:
+    """Random steps of two or three parts, each of which is given the result of the one before, with eager code that
+    uses memory between their passes."""
+    graphs = draw(st.lists(steps(max_ops), min_size=2, max_size=3))
+    parts: list[Part] = []
+    for number, graph in enumerate(graphs):
+        result = next(s.id for s in graph.storages if s.kind == "output")
+        before = number and next(iter(parts[-1].results))
+        parts.append(Part(graph, {result}, {0: (number - 1, before)} if number else {}))
+    numbers = range(len(parts))
+    passes: list[Pass] = [*((n, "forward") for n in numbers), *((n, "backward") for n in reversed(numbers))]
+    uses = st.builds(EagerUse, st.integers(0, 30), st.integers(0, 60))
+    used = draw(st.lists(uses, min_size=len(passes), max_size=len(passes)))
+    return with_eager_use(joined_step("joined", parts, passes), used)
 
 
 def any_order(graph: StepGraph, seed: int) -> tuple[str, ...]:

@@ -13,24 +13,30 @@ from shoal.core.joined_step import (
     Interval,
     Part,
     Pass,
+    Share,
     are_in_order,
     crossing,
     eager_use,
     grown,
+    in_order_of_shares,
     joined_residences,
     joined_step,
     residences_of,
+    share_of,
     with_arguments,
     with_eager_use,
     with_held,
 )
+from shoal.core.order import op_names, reordered
+from shoal.core.plan import Plan
 from shoal.core.residence import Encode, Recompute
 from shoal.core.simulate import simulate
-from shoal.core.step import STRETCH, Op, StepGraph, Storage, StorageKind
+from shoal.core.step import RETURNS, STRETCH, Op, StepGraph, Storage, StorageKind
 from shoal.core.validate_plan import check_plan
 from shoal.core.validate_step import check_step
 from shoal.planners.just_in_time import just_in_time
 from shoal.planners.recompute_choice import recompute_choice
+from tests.random_steps import any_order, joined_steps
 
 X, WEIGHT, HIDDEN, Y, TANGENT, OF_HIDDEN, OF_X, OF_WEIGHT = range(8)
 FORWARD_AND_BACK: tuple[Pass, ...] = ((0, "forward"), (1, "forward"), (1, "backward"), (0, "backward"))
@@ -237,6 +243,29 @@ def test_residences_are_shared_out_and_joined_again() -> None:
     shares = [residences_of(part, step, residences) for part in (0, 1)]
     assert all(share["hidden"] == Recompute(("second_back",)) for share in shares)
     assert joined_residences(shares) == residences
+
+
+@given(joined_steps(), st.integers(0, 999), st.booleans())
+def test_shares_say_in_which_order_and_under_which_residences_the_joined_step_runs(
+    step: StepGraph, seed: int, keeps: bool
+) -> None:
+    ordered = reordered(step, any_order(step, seed))
+    kept = range(len(step.storages)) if keeps else ()
+    plan = Plan(ordered, just_in_time(ordered, kept), "mine", captured_order=op_names(step))
+    n_parts = sum(op.target == RETURNS and op.phase == "forward" for op in step.ops)
+    shares = [share_of(part, plan) for part in range(n_parts)]
+    assert in_order_of_shares(step, shares) == ordered
+    check_plan(ordered, joined_residences(share.residences for share in shares))
+    assert all(not share.order for share in shares) == (op_names(ordered) == op_names(step))
+    captured = Plan(step, {}, "mine", captured_order=op_names(step))
+    assert [share_of(part, captured) for part in range(n_parts)] == [Share()] * n_parts
+
+
+def test_a_part_s_own_step_has_its_ops_in_the_order_of_its_share() -> None:
+    own = layer_of_two_ops(100)
+    share = Share(order=("second", "first", "first_back", "second_back"))
+    assert op_names(share.in_order(own)) == ("second", "first", "loss", "first_back", "second_back")
+    assert Share().in_order(own) is own
 
 
 def test_a_recomputation_before_an_op_of_another_part_happens_in_the_part_s_own_backward_pass() -> None:

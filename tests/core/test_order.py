@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from shoal.core.step import Op, StepGraph
 from shoal.core.validate_order import check_order
 from shoal.core.validate_step import check_step
 from shoal.errors import PlanError
-from tests.random_steps import Builder, any_order, inception_like, steps
+from tests.random_steps import Builder, any_order, inception_like, joined_steps, steps
 
 STEP = inception_like()
 NAMES = op_names(STEP)
@@ -31,7 +32,7 @@ def swapped(names: tuple[str, ...], one: int, other: int) -> tuple[str, ...]:
     return tuple(changed)
 
 
-@given(steps(), st.integers(0, 999))
+@given(steps() | joined_steps(), st.integers(0, 999))
 def test_ops_move_and_storages_stay(graph: StepGraph, seed: int) -> None:
     ordered = reordered(graph, any_order(graph, seed))
     check_order(graph, ordered)
@@ -94,6 +95,20 @@ def test_what_stands_for_things_outside_and_the_last_forward_op_stay_where_they_
     no_join = replace(graph, ops=(*graph.ops[:2], *(replace(op, id=op.id - 1, reads=()) for op in graph.ops[3:])))
     with pytest.raises(PlanError):
         check_order(no_join, reordered(no_join, swapped(op_names(no_join), 0, 1)))
+
+
+@given(joined_steps(), st.integers(0, 999))
+def test_no_op_of_a_joined_step_crosses_eager_code_or_the_end_of_a_pass(graph: StepGraph, seed: int) -> None:
+    names = op_names(reordered(graph, any_order(graph, seed)))
+    outside = [op.id for op in graph.ops if op.is_outside]
+    assert [names[place] for place in outside] == [graph.ops[place].name for place in outside]
+    one = random.Random(seed).choice([op for op in graph.ops if not op.is_outside])
+    for way in (-1, 1):  # to the other side of the nearest op that is outside
+        end = next(place for place in range(one.id, -1 if way < 0 else len(names), way) if graph.ops[place].is_outside)
+        moved = [name for name in op_names(graph) if name != one.name]
+        moved.insert(end, one.name)
+        with pytest.raises(PlanError):
+            check_order(graph, reordered(graph, moved))
 
 
 def test_another_step_is_refused() -> None:

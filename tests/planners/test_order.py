@@ -11,6 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from bench.order import least_peak_bytes, random_tasks
+from shoal.core.order import reordered
 from shoal.core.residence import Offload, Recompute
 from shoal.core.schedule import schedule
 from shoal.core.simulate import peak_and_seconds
@@ -25,7 +26,7 @@ from shoal.planners.least_prefix import least_prefix
 from shoal.planners.limits import DEFAULT, Effort, Guard, Limits
 from shoal.planners.order import best_order, lower_peak
 from shoal.planners.pass_tasks import bytes_during, pass_tasks
-from tests.random_steps import HARDWARE, SLOW_LINK, Builder, inception_like, resnet_like, steps
+from tests.random_steps import HARDWARE, SLOW_LINK, Builder, inception_like, joined_steps, resnet_like, steps
 
 seeds = st.integers(0, 10_000)
 
@@ -72,7 +73,7 @@ def test_orders_of_small_graphs_are_within_a_percent_of_the_best_on_average() ->
     assert sum(ratios) / len(ratios) < 1.01
 
 
-@given(steps(), st.booleans())
+@given(steps() | joined_steps(), st.booleans())
 def test_tasks_in_the_given_order_have_the_bytes_of_the_schedule(graph: StepGraph, kept: bool) -> None:
     runs = schedule(graph, just_in_time(graph, range(len(graph.storages)) if kept else ()))
     loss = next((n for n, run in enumerate(runs) if graph.ops[run.op].phase == "loss"), graph.n_forward - 1)
@@ -90,7 +91,7 @@ def pool_between() -> StepGraph:
     return b.step(b.batchnorm(b.pool(b.conv(b.input(1), 2, 1.0, weight_bytes=0), 1, 1.0)), with_loss=False)
 
 
-@given(steps(), st.floats(0, 1), seeds)
+@given(steps() | joined_steps(), st.floats(0, 1), seeds)
 @example(pool_between(), 0.0, 0)
 def test_a_lower_order_keeps_the_same_and_recomputes_no_more(graph: StepGraph, share: float, seed: int) -> None:
     chance = random.Random(seed)
@@ -109,6 +110,27 @@ def test_a_lower_order_keeps_the_same_and_recomputes_no_more(graph: StepGraph, s
         assert type(now) is type(residence)
         if isinstance(residence, Recompute) and isinstance(now, Recompute):
             assert len(now.before) == len(residence.before)
+
+
+@given(joined_steps(3), seeds)
+def test_any_order_that_the_search_may_find_for_a_joined_step_leaves_its_passes_whole(
+    graph: StepGraph, seed: int
+) -> None:
+    chance, runs = random.Random(seed), schedule(graph, {})
+    loss = next(op.id for op in graph.ops if op.phase == "loss")
+    names = []
+    for begin, end in ((0, loss), (loss + 1, len(runs))):
+        tasks = pass_tasks(graph, runs, begin, end)
+        waiting, order = set(range(len(tasks))), list[int]()
+        while waiting:
+            order.append(chance.choice([task for task in sorted(waiting) if tasks.after[task].isdisjoint(waiting)]))
+            waiting.remove(order[-1])
+        names.append([graph.ops[begin + task].name for task in order])
+        best = max(bytes_during(tasks, best_order(tasks, effort())))
+        assert best <= max(bytes_during(tasks, range(len(tasks))))
+        if len(tasks) <= 12:
+            assert least_peak_bytes(tasks) <= best
+    check_order(graph, reordered(graph, [*names[0], graph.ops[loss].name, *names[1]]))
 
 
 def test_branches_run_one_after_another_instead_of_all_at_once() -> None:
