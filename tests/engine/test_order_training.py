@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,17 +16,21 @@ from shoal.core.hardware import Hardware, Link
 from shoal.core.order import op_names, reordered
 from shoal.core.plan import Plan
 from shoal.core.step import StepGraph
+from shoal.core.validate_order import check_order
 from shoal.errors import PlanError
 from shoal.planners.just_in_time import just_in_time
 from shoal.planners.later_readers import with_later_readers
 from shoal.planners.limits import Effort, Guard
 from shoal.planners.simulated import simulated
 from shoal.planners.transfer_places import with_offloads
+from tests.engine.several_graphs import computes_eagerly
+from tests.engine.test_iteration_variants import Pair, Refined, gradients, of_two_calls, of_two_models
 from tests.engine.training_laws import (
     assert_same_training,
     conv_bn_relu,
     differences,
     images,
+    needs_compiler,
     ordered_by_chance,
     train,
 )
@@ -150,3 +156,68 @@ def test_a_planner_whose_order_cannot_run_is_refused() -> None:
 
     with pytest.raises(PlanError):
         shoal.plan(UNet(), images(1, 2, 3, 16, 16)[0], "1GiB", options=shoal.Options(planner=planner))
+
+
+class Broken(nn.Module):
+    """Two graphs with eager code between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.inner = conv_bn_relu(3, 8), Inception(8, 16, 8)
+        self.head = nn.Sequential(
+            nn.MaxPool2d(4), nn.Conv2d(24, 128, 3, padding=1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 5)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.inner(computes_eagerly(self.stem(x))))
+
+
+def of_images(model: nn.Module) -> None:
+    model(torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(3))).square().mean().backward()
+
+
+ITERATIONS = {"graphs": (Broken, of_images), "calls": (Refined, of_two_calls), "models": (Pair, of_two_models)}
+
+
+@needs_compiler
+@pytest.mark.parametrize("of", ITERATIONS)
+def test_an_iteration_in_a_random_order_trains_as_plain_pytorch_does_in_the_bytes_predicted(of: str) -> None:
+    make, step = ITERATIONS[of]
+    torch.manual_seed(0)
+    plain: nn.Module = make()
+    model, options = copy.deepcopy(plain), shoal.Options(planner=ordered_by_chance(1))
+    budget: Any = shoal.Budget("1GiB") if of == "models" else "1GiB"
+    for one in model.children() if of == "models" else (model,):
+        status = shoal.compile(one, budget, options=options).shoal
+    torch.manual_seed(7)
+    gradients(model, step, 2)
+    status.measured_peak_bytes = None  # of iterations before the plan
+    found = gradients(model, step, 2)
+    plan = status.plan
+    assert plan.captured_order and op_names(plan.graph) != plan.captured_order
+    check_order(plan.captured_graph, plan.graph)
+    assert status.measured_peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=0.01)
+    torch.manual_seed(7)
+    assert not differences(found, gradients(plain, step, 4))
+
+
+@needs_compiler
+def test_joint_orders_an_iteration_that_would_not_fit_as_captured_and_its_file_runs_it_again(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, batches = Broken(), images(3, 4, 3, 32, 32)
+    expected = train(copy.deepcopy(model), batches)
+    roomy = shoal.compile(copy.deepcopy(model), "1GiB")
+    train(roomy, batches[:2])
+    planned = shoal.compile(copy.deepcopy(model), int(0.85 * roomy.shoal.predicted_peak_bytes))
+    assert not differences(train(planned, batches), expected)
+    status, plan = planned.shoal, planned.shoal.plan
+    assert plan.captured_order and " instead of " in plan.order
+    assert status.measured_peak_bytes == pytest.approx(plan.predicted_peak_bytes, rel=0.01)
+
+    again = shoal.compile(
+        copy.deepcopy(model), options=shoal.Options(plan=Plan.load(plan.save(tmp_path / "plan.json")))
+    )
+    assert not differences(train(again, batches), expected)
+    assert op_names(again.shoal.plan.graph) == op_names(plan.graph)
+    assert again.shoal.plan.captured_order == plan.captured_order
+    assert again.shoal.measured_peak_bytes <= status.budget_bytes
