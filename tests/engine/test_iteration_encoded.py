@@ -14,6 +14,7 @@ from torch import nn
 
 import shoal
 from shoal.capture.encode_activations import offers
+from shoal.core.joined_step import Share
 from shoal.core.lossy import LossyOptions
 from shoal.core.plan import Plan
 from shoal.core.variant import WHOLE
@@ -161,8 +162,9 @@ def test_a_graph_that_does_not_encode_what_was_planned_is_said_and_planned_again
 
     def mistaken(*args: Any) -> Any:
         found = planned(*args)
-        shares = ({name.replace("relu", "elsewhere"): one for name, one in share.items()} for share in found.shares)
-        return replace(found, shares=tuple(shares))
+        residences = [share.residences for share in found.shares]
+        elsewhere = ({name.replace("relu", "elsewhere"): one for name, one in own.items()} for own in residences)
+        return replace(found, shares=tuple(map(Share, elsewhere)))
 
     encode_everything(monkeypatch)
     monkeypatch.setattr("shoal.engine.iteration.run.plan_best_variant", mistaken)

@@ -12,7 +12,8 @@ minimum cut (`least_prefix`), and it is exact for that op.
 A peak that no cut can lower is the least of any order. Otherwise nothing is proven; on random graphs of ten ops the
 peak is 0.2 % above the optimum on average (`bench.order`).
 
-The forward pass and the backward pass are ordered each by itself. The last forward op stays last.
+The forward pass and the backward pass are ordered each by itself, and in a step of several graphs so is each pass of a
+graph: no op moves across the eager code between them. The last forward op stays last.
 """
 
 from __future__ import annotations
