@@ -17,7 +17,7 @@ from shoal.core.order import op_names, reordered
 from shoal.core.plan import Plan
 from shoal.core.step import StepGraph
 from shoal.core.validate_order import check_order
-from shoal.errors import PlanError
+from shoal.errors import BudgetError, PlanError
 from shoal.planners.just_in_time import just_in_time
 from shoal.planners.later_readers import with_later_readers
 from shoal.planners.limits import Effort, Guard
@@ -221,3 +221,28 @@ def test_joint_orders_an_iteration_that_would_not_fit_as_captured_and_its_file_r
     assert op_names(again.shoal.plan.graph) == op_names(plan.graph)
     assert again.shoal.plan.captured_order == plan.captured_order
     assert again.shoal.measured_peak_bytes <= status.budget_bytes
+
+
+@needs_compiler
+def test_an_iteration_trains_in_less_than_it_needs_as_captured() -> None:
+    torch.manual_seed(0)
+    fresh, batches = Broken(), images(2, 4, 3, 32, 32)
+
+    def trained(model: nn.Module) -> dict[str, torch.Tensor]:
+        optimizer = torch.optim.AdamW(model.parameters())
+        torch.manual_seed(7)
+        for x in batches:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    def planned(budget: int, allow: str) -> nn.Module:
+        return shoal.compile(copy.deepcopy(fresh), budget, allow=allow, optimizer="adamw")
+
+    with pytest.raises(BudgetError) as refused:
+        trained(planned(2_300_000, "recompute"))
+    budget = int(0.97 * (refused.value.least_feasible_bytes or 0))
+    model = planned(budget, "recompute, order")
+    assert not differences(trained(model), trained(copy.deepcopy(fresh)))
+    assert model.shoal.measured_peak_bytes <= budget
