@@ -52,8 +52,8 @@ def check_order(captured: StepGraph, ordered: StepGraph) -> None:
         last = op.phase == "forward" and op.id + 1 == captured.n_forward
         if stretches[op.name] != stretch_of[op.name] or (last and op.name != captured.ops[op.id].name):
             raise PlanError(
-                f"the order has {op.name!r} in the place of {captured.ops[op.id].name!r}; none may cross what is "
-                "outside the graphs, such as eager code, and the last of the forward pass must stay where it is"
+                f"the order has {op.name!r} in the place of {captured.ops[op.id].name!r}; no op may cross eager code "
+                "or what a loop holds, and the last forward op stays"
             )
 
 
