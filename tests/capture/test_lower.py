@@ -18,10 +18,11 @@ from torch import fx, nn
 from shoal.capture.accumulation import ACCUMULATE
 from shoal.capture.captured import Captured
 from shoal.capture.fx_nodes import is_view
-from shoal.capture.lower import lower
+from shoal.capture.lower import lower, offloaded_storages
 from shoal.core.order import reordered
 from shoal.core.residence import Keep, Recompute, Residence
 from shoal.core.schedule import schedule
+from shoal.core.shares import NO_OTHERS, OtherTransfers
 from shoal.core.simulate import simulate
 from shoal.cost.profile import profile
 from shoal.errors import PlanError
@@ -240,6 +241,50 @@ def test_a_plan_that_offloads_needs_something_to_carry_it() -> None:
     residences = offload_by_chance(0)(captured.graph, HARDWARE, 0).residences
     with pytest.raises(PlanError):
         lower(captured, residences)
+
+
+@settings(max_examples=10)
+@given(planned(), st.data())
+def test_transfers_for_other_graphs_are_where_the_plan_says(
+    plan: tuple[str, dict[str, Residence]], data: st.DataObject
+) -> None:
+    network, residences = plan
+    captured, _, _ = step_of(network)
+    graph = captured.graph
+    forward = [op.name for op in graph.ops if op.phase == "forward"]
+    backward = [op.name for op in graph.ops if op.phase == "backward"]
+    after = data.draw(st.sampled_from([*forward, "forward.returns"]))
+    before = data.draw(st.sampled_from([*backward, "backward.returns"]))
+    others = OtherTransfers({after: ((-1, "x"),)}, {before: ((-1, "y"), (-2, "z"))})
+    with carried(captured, residences) as carrier:
+        one, two = lower(captured, residences, transfers=carrier, others=others)
+    ops = [node.name if node.name in captured.node_of else node.target for node in one.graph.nodes]
+    assert ops.count(carrier.finish_offload_of) == 1
+    place = ops.index(carrier.finish_offload_of)
+    done = [name for name in forward if name in ops[:place]]
+    assert done == (forward if after == "forward.returns" else forward[: forward.index(after) + 1])
+    ops = [node.name if node.name in captured.node_of else node.target for node in two.graph.nodes]
+    assert ops.count(carrier.start_fetch_of) == 2
+    place = ops.index(carrier.start_fetch_of)
+    assert [name for name in backward if name in ops[:place]] == (
+        backward if before == "backward.returns" else backward[: backward.index(before)]
+    )
+    calls = [node.args[1:] for node in two.graph.nodes if node.target == carrier.start_fetch_of]
+    assert calls == [(-1, "y"), (-2, "z")]
+
+
+def test_a_storage_that_another_graph_releases_is_not_released_here() -> None:
+    captured = step_of("plain")[0]
+    graph = captured.graph
+    residences = offload_by_chance(0)(graph, HARDWARE, 0).residences
+    name = offloaded_storages(graph, residences)[0].name
+    found = []
+    for others in (NO_OTHERS, OtherTransfers(released_by_others=frozenset({name}))):
+        with carried(captured, residences) as transfers:
+            forward, _ = lower(captured, residences, transfers=transfers, others=others)
+            slots = [n.args[1] for n in forward.graph.nodes if n.target == transfers.finish_offload]
+        found.append(sorted(slots))
+    assert found[0] == [0, *found[1]]
 
 
 def test_residences_of_another_step_are_refused() -> None:

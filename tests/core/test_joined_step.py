@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal.core.hardware import Link
 from shoal.core.joined_step import (
     HELD,
     Interval,
     Part,
     Pass,
-    Share,
     are_in_order,
     crossing,
     eager_use,
@@ -29,7 +30,8 @@ from shoal.core.joined_step import (
 )
 from shoal.core.order import op_names, reordered
 from shoal.core.plan import Plan
-from shoal.core.residence import Encode, Recompute
+from shoal.core.residence import Encode, Offload, Recompute, Residence
+from shoal.core.shares import Share
 from shoal.core.simulate import simulate
 from shoal.core.step import RETURNS, STRETCH, Op, StepGraph, Storage, StorageKind
 from shoal.core.validate_plan import check_plan
@@ -273,6 +275,38 @@ def test_a_recomputation_before_an_op_of_another_part_happens_in_the_part_s_own_
     share = residences_of(0, two_layers(), early)
     assert share == {"hidden": Recompute(("second_back",))}
     check_plan(two_layers(), joined_residences([share, {}]))
+
+
+def away(free_after: str, fetch_before: str) -> dict[str, Residence]:
+    return {"part0.hidden": Offload(free_after, fetch_before)}
+
+
+def test_a_part_starts_and_ends_the_transfers_of_another_one_that_its_ops_are_named_for() -> None:
+    residences = away("part1.first", "part1.first_back")
+    shares = [residences_of(part, two_layers(), residences) for part in (0, 1)]
+    assert shares[0] == {"hidden": Offload("part+1.first", "part+1.first_back")}
+    assert shares[1] == {"part-1.hidden": Offload("first", "first_back")}
+    assert joined_residences(shares) == residences
+    apart = [residences_of(part, two_layers(), residences, apart=True) for part in (0, 1)]
+    assert apart == [{"hidden": Offload("second", "second_back")}, {}]
+
+
+@pytest.mark.parametrize(
+    ("asked", "done"),
+    [
+        (("eager1", "eager3"), ("part0.second", "part0.second_back")),
+        (("part1.forward.returns", "part1.backward.returns"), ("part1.forward.returns", "part1.backward.returns")),
+        (("part0.forward.returns", "part0.second_back"), ("part0.second", "part0.second_back")),
+    ],
+)
+def test_no_transfer_begins_or_ends_in_eager_code(asked: tuple[str, str], done: tuple[str, str]) -> None:
+    """It leaves the device by then, and returns to it no earlier, so that no more memory is in use."""
+    step = replace(two_layers(), link=Link("", 100.0, 100.0, 0.0))
+    joined = joined_residences(residences_of(part, step, away(*asked)) for part in (0, 1))
+    assert joined == away(*done)
+    check_plan(step, joined)
+    before, after = (simulate(step, one).peak_bytes for one in (away(*asked), joined))
+    assert after <= before
 
 
 def test_what_waits_encoded_waits_in_its_own_part() -> None:

@@ -14,9 +14,9 @@ from torch import nn
 
 import shoal
 from shoal.capture.encode_activations import offers
-from shoal.core.joined_step import Share
 from shoal.core.lossy import LossyOptions
 from shoal.core.plan import Plan
+from shoal.core.shares import Share
 from shoal.core.variant import WHOLE
 from shoal.engine.iteration import variants
 from shoal.engine.lossy_report import plan_of_encoded

@@ -7,6 +7,7 @@ import torch
 
 from shoal.core.plan import Plan
 from shoal.core.residence import Offload
+from shoal.core.shares import OtherTransfers
 from shoal.engine import open_transfers
 from shoal.engine.open_transfers import OpenTransfers
 from shoal.offload.policy import Offloading
@@ -30,6 +31,15 @@ def test_nothing_is_opened_for_a_plan_that_offloads_nothing(monkeypatch: pytest.
     graph = conv_bn_relu_chain(3)
     assert OpenTransfers(Offloading("host", 1 << 20)).of(Plan(graph, {}, "none", "cpu", 0), CPU) is None
     assert OpenTransfers(None).of(offloading_plan(), CPU) is None
+
+
+def test_a_graph_that_offloads_nothing_has_transfers_if_it_serves_others() -> None:
+    graph = conv_bn_relu_chain(3)
+    transfers = OpenTransfers(Offloading("host", 1 << 20))
+    others = OtherTransfers(fetches={graph.ops[-1].name: ((-1, "x"),)})
+    found = transfers.of(Plan(graph, {}, "none", "cpu", 0), CPU, others=others)
+    assert found is not None and found.host_bytes == 0
+    transfers.close()
 
 
 def test_plans_share_one_link_until_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:

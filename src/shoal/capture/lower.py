@@ -21,7 +21,8 @@ from shoal.capture.rerun import second_call
 from shoal.capture.symbolic_sizes import is_size
 from shoal.core.residence import Offload, Residence, exact_residence
 from shoal.core.schedule import Run, schedule
-from shoal.core.step import StepGraph, Storage
+from shoal.core.shares import NO_OTHERS, Other, OtherTransfers
+from shoal.core.step import RETURNS, StepGraph, Storage
 from shoal.errors import PlanError
 from shoal.kernels.generator import generator_state, replaying
 
@@ -35,6 +36,7 @@ def lower(
     *,
     in_place: bool = True,
     transfers: Transfers | None = None,
+    others: OtherTransfers = NO_OTHERS,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Build the two graphs.
 
@@ -43,6 +45,7 @@ def lower(
         residences: by storage name; an absent storage is kept.
         in_place: let ops write over operands that die there; False allocates every result.
         transfers: carries what is offloaded; it has one slot for each storage of `offloaded_storages`, in that order.
+        others: what the graphs do for storages of other graphs, and others for theirs.
 
     Returns:
         The forward module, whose outputs are the step's forward outputs, the saved tensors and the saved sizes, and the
@@ -51,12 +54,13 @@ def lower(
     Raises:
         PlanError: the residences do not fit the step.
     """
-    offloads = _Offloads(captured, residences, transfers)
+    offloads = _Offloads(captured, residences, transfers, others)
     runs = schedule(captured.graph, residences)
     n_forward = captured.graph.n_forward
     forward_runs, backward_runs = (
         [run for run in part if _is_node(captured, run)] for part in (runs[:n_forward], runs[n_forward:])
     )
+    released, fetched = _places_of_others(captured, runs, others)
     replayed = {run.op for run in backward_runs if run.again and captured.graph.ops[run.op].random}
 
     backward = _LowerWriter(captured, in_place, replayed, offloads)
@@ -66,19 +70,21 @@ def lower(
     backward.saves_before = next(iter(backward.out.nodes))
     leaving = _Leaving(captured, backward_runs)
     for number, run in enumerate(backward_runs):
-        backward.write(run)
+        backward.write(run, fetched.get(number, ()))
         for places in leaving.after(number):
             backward.hand_over(places)
+    backward.fetch_of_others(fetched.get(len(backward_runs), ()))
     backward.finish(leaving.others())
 
     forward = _LowerWriter(captured, in_place, replayed, offloads)
     for node in captured.joint.graph.find_nodes(op="placeholder"):
         if node not in tangents:
             forward.copy_input(node)
-    if backward.receipt is not None:
+    if backward.receipt is not None or released:
         forward.begin_transfers()
-    for run in forward_runs:
-        forward.write(run)
+    forward.release_of_others(released.get(-1, ()))
+    for number, run in enumerate(forward_runs):
+        forward.write(run, released.get(number, ()))
     forward.finish([*captured.forward_outputs, *backward.saved, *backward.saved_sizes])
     return forward.module(), backward.module()
 
@@ -88,18 +94,56 @@ def offloaded_storages(graph: StepGraph, residences: Mapping[str, Residence]) ->
     return tuple(s for s in graph.storages if isinstance(exact_residence(residences.get(s.name)), Offload))
 
 
-class _Offloads:
-    """Which slot on the host each offloaded storage has, and what carries it there."""
+def _places_of_others(
+    captured: Captured, runs: Sequence[Run], others: OtherTransfers
+) -> tuple[dict[int, tuple[Other, ...]], dict[int, tuple[Other, ...]]]:
+    """Of the runs that are nodes, by number: after which ones of the forward pass storages of others are released (-1:
+    before all), and before which ones of the backward pass they are fetched."""
+    ops, n_forward = captured.graph.ops, captured.graph.n_forward
+    released: dict[int, tuple[Other, ...]] = {}
+    fetched: dict[int, tuple[Other, ...]] = {}
 
-    def __init__(self, captured: Captured, residences: Mapping[str, Residence], transfers: Transfers | None) -> None:
+    def add(found: dict[int, tuple[Other, ...]], number: int, more: tuple[Other, ...]) -> None:
+        if more:
+            found[number] = (*found.get(number, ()), *more)
+
+    number = -1
+    for run in runs[:n_forward]:
+        number += _is_node(captured, run)
+        add(released, number, others.releases.get(ops[run.op].name, ()))
+    add(released, number, others.releases.get(f"forward.{RETURNS}", ()))
+    number = begins = 0  # of the recomputations for an op, or the op
+    for run in runs[n_forward:]:
+        add(fetched, begins, () if run.again else others.fetches.get(ops[run.op].name, ()))
+        number += _is_node(captured, run)
+        begins = begins if run.again else number
+    add(fetched, number, others.fetches.get(f"backward.{RETURNS}", ()))
+    return released, fetched
+
+
+class _Offloads:
+    """Which slot on the host each offloaded storage has, and what carries it there.
+
+    Attributes:
+        slot_of: the slots. stay: storages whose copies to the host end in the pass of another graph.
+    """
+
+    def __init__(
+        self,
+        captured: Captured,
+        residences: Mapping[str, Residence],
+        transfers: Transfers | None,
+        others: OtherTransfers,
+    ) -> None:
         leaving = offloaded_storages(captured.graph, residences)
-        if leaving and transfers is None:
+        if (leaving or others) and transfers is None:
             raise PlanError(
                 f"the plan offloads {len(leaving)} storages, but nothing was given to carry them; give offload_to= to "
                 "shoal.compile"
             )
         self._transfers = transfers
         self.slot_of = {storage.id: slot for slot, storage in enumerate(leaving)}
+        self.stay = {storage.id for storage in leaving if storage.name in others.released_by_others}
 
     @property
     def transfers(self) -> Transfers:
@@ -164,17 +208,31 @@ class _LowerWriter:
         self.receipt = self.out.call_function(self.offloads.transfers.begin)
         self.receipt.meta["val"] = _fake_receipt(self.captured)
 
-    def write(self, run: Run) -> None:
+    def write(self, run: Run, others: Sequence[Other] = ()) -> None:
+        """Write a run, and the transfers of storages of other graphs that begin before it or end after it."""
         for storage in run.fetches:
             self._fetch(storage)
+        if self.saves_before is not None:
+            self.fetch_of_others(others)
         for storage in run.awaits:
             self.out.call_function(self.offloads.transfers.finish_fetch, self._slot(storage))
         self._write_op(run)
         for storage in run.offloads:
             value = self._written[self._first_tensor(storage)]
             self.out.call_function(self.offloads.transfers.start_offload, (*self._slot(storage), value))
+        if self.saves_before is None:
+            self.release_of_others(others)
         for storage in run.releases:
-            self.out.call_function(self.offloads.transfers.finish_offload, self._slot(storage))
+            if storage not in self.offloads.stay:
+                self.out.call_function(self.offloads.transfers.finish_offload, self._slot(storage))
+
+    def fetch_of_others(self, others: Sequence[Other]) -> None:
+        for other in others:
+            self.out.call_function(self.offloads.transfers.start_fetch_of, (self._receipt(), *other))
+
+    def release_of_others(self, others: Sequence[Other]) -> None:
+        for other in others:
+            self.out.call_function(self.offloads.transfers.finish_offload_of, (self._receipt(), *other))
 
     def _fetch(self, storage: int) -> None:
         node = self._first_tensor(storage)
@@ -183,12 +241,15 @@ class _LowerWriter:
         self._written[node] = fetched
 
     def _slot(self, storage: int) -> tuple[fx.Node, int]:
+        return self._receipt(), self.offloads.slot_of[storage]
+
+    def _receipt(self) -> fx.Node:
         if self.receipt is None:
             self.saved.append(_LoweredReceipt())
             with self.out.inserting_before(self.saves_before):
                 self.receipt = _same_name(self.out.placeholder("offload_receipt"))
             self.receipt.meta["val"] = _fake_receipt(self.captured)
-        return self.receipt, self.offloads.slot_of[storage]
+        return self.receipt
 
     def _first_tensor(self, storage: int) -> fx.Node:
         """The tensor that first fills a storage: every other one is a view of it."""

@@ -8,16 +8,19 @@ is kept: the stretch cannot be run again, and the part after it may save what it
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import partial
 from itertools import groupby
 from math import ceil
 from typing import Literal
 
-from shoal.core.order import in_order_of, reordered
+from shoal.core.order import reordered
 from shoal.core.plan import Plan
 from shoal.core.residence import Encode, Offload, Recompute, Residence, exact_residence
+from shoal.core.shares import Share, in_share, split_name
 from shoal.core.simulate import simulate
 from shoal.core.sizes import format_bytes
 from shoal.core.step import RESIDENT, RETURNS, STRETCH, Op, Phase, StepGraph, Storage, StorageKind
@@ -56,23 +59,6 @@ class Part:
     held_tangents: Collection[int] = ()
     held_results: Collection[int] = ()
     gathered: Collection[int] = ()
-
-
-@dataclass(frozen=True)
-class Share:
-    """How a part runs by a plan of the joined step, by its own names.
-
-    Attributes:
-        residences: of its storages; one that is absent is kept.
-        order: of its ops; empty where they run as they were captured.
-    """
-
-    residences: Mapping[str, Residence] = field(default_factory=dict)
-    order: tuple[str, ...] = ()
-
-    def in_order(self, graph: StepGraph) -> StepGraph:
-        """The part's own step with its ops in that order."""
-        return in_order_of(graph, self.order) if self.order else graph
 
 
 @dataclass(frozen=True)
@@ -228,17 +214,21 @@ def crossing(graph: StepGraph) -> tuple[Storage, ...]:
     return tuple(s for s in graph.storages if s.kind == "crossing")
 
 
-def residences_of(part: int, graph: StepGraph, residences: Mapping[str, Residence]) -> dict[str, Residence]:
-    """The residences of one part, by its own names.
+def residences_of(
+    part: int, graph: StepGraph, residences: Mapping[str, Residence], *, apart: bool = False
+) -> dict[str, Residence]:
+    """The share of one part: residences by its own names, and those for which it starts or ends transfers of others.
 
-    A plan of the joined step may recompute or fetch a storage before an op of another part that runs earlier, and wait
-    for its copy to the host after one that runs later. The part itself does so from its own first backward op on, and
-    by its own last forward op.
+    What is recomputed before an op of another part that runs earlier, the part itself recomputes before its own first
+    backward op. Transfers begin and end in the pass of the part that their residence names, or at the end or beginning
+    of one instead of in a stretch of eager code.
 
     Args:
         part: its number.
         graph: the joined step.
         residences: of the joined step.
+        apart: whether the part starts and ends all transfers of its storages itself: from its own first backward op on,
+            and by its own last forward op.
     """
     prefix = label(part)
     ops = [op for op in graph.ops if op.name.startswith(prefix) and op.target != RETURNS]
@@ -246,45 +236,86 @@ def residences_of(part: int, graph: StepGraph, residences: Mapping[str, Residenc
     own = [op.name for op in ops if op.phase == "backward"]
     first = own[0] if own else ""
 
+    def moved(free_after: str, fetch_before: str) -> Offload:
+        if (apart or free_after.startswith(prefix)) and free_after not in forward:
+            free_after = forward[-1]
+        if (apart or fetch_before.startswith(prefix)) and fetch_before not in own:
+            fetch_before = first
+        return Offload(_named(part, free_after), _named(part, fetch_before))
+
     def of_the_part(residence: Residence) -> Residence:
         if isinstance(residence, Recompute):
             before = tuple(dict.fromkeys(op if op in own else first for op in residence.before))
             return Recompute(tuple(op.removeprefix(prefix) for op in before if op))
         if isinstance(residence, Offload):
-            free_after = residence.free_after if residence.free_after in forward else forward[-1]
-            fetch_before = residence.fetch_before if residence.fetch_before in own else first
-            return Offload(free_after.removeprefix(prefix), fetch_before.removeprefix(prefix))
+            return moved(*_in_passes(graph, residence))
         if isinstance(residence, Encode):
             exact = exact_residence(of_the_part(residence.exact))
             return replace(residence, payload=residence.payload.removeprefix(prefix), exact=exact)
         return residence
 
-    names = (name for name in residences if name.startswith(prefix))
-    return {name.removeprefix(prefix): of_the_part(residences[name]) for name in names}
+    share = {n.removeprefix(prefix): of_the_part(one) for n, one in residences.items() if n.startswith(prefix)}
+    exact = {name: exact_residence(one) for name, one in residences.items() if not (apart or name.startswith(prefix))}
+    others = {name: _in_passes(graph, one) for name, one in exact.items() if isinstance(one, Offload)}
+    for name in sorted(others, key=partial(_first_backward_reader, graph)):
+        if any(place.startswith(prefix) for place in others[name]):
+            share[_named(part, name)] = Offload(*(_named(part, place) for place in others[name]))
+    return share
 
 
-def joined_residences(residences: Iterable[Mapping[str, Residence]]) -> dict[str, Residence]:
-    """The inverse: the residences of every part, in order, as those of the joined step."""
+_PART = re.compile(r"part(\d+)\.")
 
-    def joined(prefix: str, residence: Residence) -> Residence:
+
+def _named(part: int, name: str) -> str:
+    """What an op or storage of any part is called in the share of one."""
+    found = _PART.match(name)
+    assert found is not None
+    return in_share(int(found[1]) - part, name[found.end() :])
+
+
+def _in_passes(graph: StepGraph, offload: Offload) -> tuple[str, str]:
+    """The ops at which a storage leaves and returns, none of them eager: it leaves no later than asked, and returns no
+    earlier, so that no more memory is in use."""
+    leaves, returns = graph.op_called[offload.free_after], graph.op_called[offload.fetch_before]
+    while _is_stretch(leaves):
+        leaves = graph.ops[leaves.id - 1]
+    while _is_stretch(returns):
+        returns = graph.ops[returns.id + 1]
+    return leaves.name, returns.name
+
+
+def _first_backward_reader(graph: StepGraph, name: str) -> int:
+    readers = graph.readers[graph.storage_called[name].id]
+    return next((reader for reader in readers if graph.ops[reader].phase == "backward"), len(graph.ops))
+
+
+def joined_residences(shares: Iterable[Mapping[str, Residence]]) -> dict[str, Residence]:
+    """The inverse: the shares of every part, in order, as residences of the joined step."""
+
+    def joined(part: int, residence: Residence) -> Residence:
+        def named(op: str) -> str:
+            distance, own = split_name(op)
+            return label(part + distance) + own
+
         if isinstance(residence, Recompute):
-            return Recompute(tuple(prefix + op for op in residence.before))
+            return Recompute(tuple(map(named, residence.before)))
         if isinstance(residence, Offload):
-            return Offload(prefix + residence.free_after, prefix + residence.fetch_before)
+            return Offload(named(residence.free_after), named(residence.fetch_before))
         if isinstance(residence, Encode):
-            exact = exact_residence(joined(prefix, residence.exact))
-            return replace(residence, payload=prefix + residence.payload, exact=exact)
+            exact = exact_residence(joined(part, residence.exact))
+            return replace(residence, payload=named(residence.payload), exact=exact)
         return residence
 
-    pairs = ((label(part), own) for part, own in enumerate(residences))
-    return {prefix + name: joined(prefix, residence) for prefix, own in pairs for name, residence in own.items()}
+    own = ((part, name, one) for part, share in enumerate(shares) for name, one in share.items())
+    return {label(part) + name: joined(part, one) for part, name, one in own if not split_name(name)[0]}
 
 
-def share_of(part: int, plan: Plan) -> Share:
-    """The share of one part in a plan of the joined step."""
+def share_of(part: int, plan: Plan, *, apart: bool = False) -> Share:
+    """The share of one part in a plan of the joined step; `apart` as of `residences_of`."""
     order = op_names_of(part, plan.graph)
     is_moved = bool(plan.captured_order) and order != op_names_of(part, plan.captured_graph)
-    return Share(residences_of(part, plan.graph, plan.residences), tuple(order) if is_moved else ())
+    residences = residences_of(part, plan.graph, plan.residences, apart=apart)
+    return Share(residences, tuple(order) if is_moved else ())
 
 
 def in_order_of_shares(graph: StepGraph, shares: Iterable[Share]) -> StepGraph:

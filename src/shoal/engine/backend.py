@@ -27,6 +27,7 @@ from shoal.capture.traced_strides import Departure
 from shoal.capture.varying_sizes import bytes_at, make_static
 from shoal.core.plan import Plan
 from shoal.core.progress import doing, preparing
+from shoal.core.shares import NO_OTHERS
 from shoal.engine.choose_variant import Choose, compile_chosen, in_form, own_form
 from shoal.engine.compile_options import CompileOptions
 from shoal.engine.cuda_graphs import GraphedStep, ReplayedSteps, refuse
@@ -54,6 +55,7 @@ from shoal.memory.cpu_allocator import release_unused
 from shoal.memory.limit import no_memory_limit
 from shoal.memory.optimizer_state import reject_copy
 from shoal.memory.static_memory import StaticMemory
+from shoal.offload.transfers import RunningTransfers
 
 STEPS_TO_METER = 2  # of each plan: the first, and one with everything warm
 
@@ -150,6 +152,8 @@ class PlannedStep:
         self.places = places
         self.form = form if isinstance(form, CompiledVariant) else WHOLE_FORM
         self._choose = None if isinstance(form, CompiledVariant) else form
+        self.running: RunningTransfers | None = None  # of all graphs of an iteration, if it is one of several
+        self.others = NO_OTHERS  # what it does for the storages of other graphs
         self.plan: Plan | None = None
         self.basis: Basis | None = None
         self.device = torch.device("cpu")
@@ -193,9 +197,9 @@ class PlannedStep:
 
     @property
     def is_of_several(self) -> bool:
-        """Whether it is one of several graphs of an iteration. Then other graphs offload meanwhile, what is recorded
-        between the passes has the undefined gradients, and combined steps do not carry the step as it was written."""
-        return False
+        """Whether it is one of several graphs of an iteration. Then what is recorded between the passes has the
+        undefined gradients, and combined steps do not carry the step as it was written."""
+        return self.running is not None
 
     @property
     def keeps_as_written(self) -> bool:
@@ -240,9 +244,9 @@ class PlannedStep:
         self.device = captured.device
         self.n_outputs, self.results = num_fwd_outputs, captured.results
         self.errors_unknown = bool(self.plan.encoded)
-        transfers = self.session.carry(self.plan, captured.device, is_of_several=self.is_of_several)
+        transfers = self.session.carry(self.plan, captured.device, self.running, self.others)
         doing("plan", "writing its graphs")
-        forward, backward = lower(captured, self.plan.residences, transfers=transfers)
+        forward, backward = lower(captured, self.plan.residences, transfers=transfers, others=self.others)
         if not self.is_of_several and self._captured is None and self.session.replayed is None:
             self.undefined = undefined
             allocate_late(backward.graph, undefined)

@@ -7,9 +7,10 @@ import weakref
 import torch
 
 from shoal.core.plan import Plan
+from shoal.core.shares import NO_OTHERS, OtherTransfers
 from shoal.offload.links.open_link import OpenLink, open_link
 from shoal.offload.policy import Offloading
-from shoal.offload.transfers import Transfers
+from shoal.offload.transfers import RunningTransfers, Transfers
 
 
 class OpenTransfers:
@@ -24,19 +25,27 @@ class OpenTransfers:
         self._link: OpenLink | None = None
         self._transfers: weakref.WeakSet[Transfers] = weakref.WeakSet()  # a graph that is compiled again drops its own
 
-    def of(self, plan: Plan, device: torch.device, *, exact: bool = False) -> Transfers | None:
-        """What moves the storages that the plan offloads; None where it offloads nothing.
+    def of(
+        self,
+        plan: Plan,
+        device: torch.device,
+        *,
+        running: RunningTransfers | None = None,
+        others: OtherTransfers = NO_OTHERS,
+    ) -> Transfers | None:
+        """What moves the storages that the plan offloads; None where it offloads nothing, and does nothing for others.
 
         Args:
             plan: of the step.
             device: where it runs.
-            exact: as of `Transfers`.
+            running: as of `Transfers`.
+            others: what it does for the storages of other graphs.
 
         Raises:
             TransferError: the host has no room for them.
         """
         offloading = self._offloading
-        if not plan.offloaded or offloading is None:
+        if not (plan.offloaded or others) or offloading is None:
             return None
         pace = offloading.pace
         if self._link is None:
@@ -50,7 +59,11 @@ class OpenTransfers:
             )
         overlaps = pace is None or pace.overlaps
         transfers = Transfers(
-            self._link, [storage.nbytes for storage in plan.offloaded], overlaps=overlaps, exact=exact
+            self._link,
+            [storage.nbytes for storage in plan.offloaded],
+            overlaps=overlaps,
+            running=running,
+            names=[storage.name for storage in plan.offloaded],
         )
         self._transfers.add(transfers)
         return transfers

@@ -19,6 +19,7 @@ from shoal.capture.traced_strides import Departure
 from shoal.capture.varying_sizes import SizesSeen
 from shoal.core.plan import Plan
 from shoal.core.progress import doing
+from shoal.core.shares import OtherTransfers
 from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
 from shoal.core.validate_plan import check_own_plan
@@ -50,7 +51,7 @@ from shoal.memory.limit import limit_reserved, this_thread_trains
 from shoal.memory.static_memory import StaticMemory
 from shoal.memory.storage_bytes import distinct_bytes
 from shoal.offload.policy import Offloading
-from shoal.offload.transfers import Transfers
+from shoal.offload.transfers import RunningTransfers, Transfers
 
 log = logging.getLogger("shoal")
 
@@ -472,13 +473,16 @@ class Session:
             )
         return self._placement
 
-    def carry(self, plan: Plan, device: torch.device, *, is_of_several: bool) -> Transfers | None:
-        """What moves the storages that the plan offloads; None where it offloads nothing.
+    def carry(
+        self, plan: Plan, device: torch.device, running: RunningTransfers | None, others: OtherTransfers
+    ) -> Transfers | None:
+        """What moves the storages that the plan offloads; None where it offloads nothing, and does nothing for others.
 
         Args:
             plan: of the step.
             device: where it runs.
-            is_of_several: whether other graphs of the same iteration offload meanwhile.
+            running: transfers of the graphs of an iteration, if it is one of several.
+            others: what it does for the storages of other graphs.
 
         Raises:
             TransferError: the host has no room for them.
@@ -486,7 +490,7 @@ class Session:
         """
         if plan.offloaded and self.replayed is not None:
             raise refuse("the plan offloads to the host")
-        return self._transfers.of(plan, device, exact=is_of_several)
+        return self._transfers.of(plan, device, running=running, others=others)
 
     def learn_errors(self, plan: Plan, errors: Sequence[float]) -> None:
         """Put what a step's encodings really lost into the plan."""

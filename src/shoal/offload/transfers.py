@@ -3,6 +3,10 @@
 A step's host bytes lie in one slab at offsets planned here. `begin` leases it for one forward pass and its backward
 passes and returns a *receipt*: a small tensor that autograd saves with the others. When the receipt is freed (after the
 backward pass, with a discarded graph, or by an exception), the slab is free for the next step.
+
+The graphs of one iteration are steps of their own. A graph may start the copy back of another one's storage, and wait
+for its copy to the host: `RunningTransfers` knows which step that is. What it does not do, as in an iteration that goes
+on in another way than was planned, the storage's own graph does when it needs the storage.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from __future__ import annotations
 import itertools
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -19,7 +23,7 @@ import torch
 from shoal.core.sizes import HOST_PAGE_BYTES, format_bytes, in_pages
 from shoal.errors import InputError, TransferError
 from shoal.offload.links.open_link import OpenLink
-from shoal.offload.links.slab import Copy, Lease
+from shoal.offload.links.slab import Copy, Lease, Slab
 
 _tickets = itertools.count(1)
 
@@ -33,10 +37,12 @@ class Transfers:
         link: an open link, which may be shared with other steps and is not closed here.
         slot_bytes: the bytes of each slot.
         overlaps: False waits for every copy right after it is started, as a link without its own streams does.
-        exact: whether a step's slab is no larger than it needs: see `SlabPool.lease`.
+        running: those of the graphs of an iteration; None for a step of one graph. The slab of one of several is no
+            larger than it needs: see `SlabPool.lease`.
+        names: of the storages that have the slots, by which other graphs ask for them.
 
     Attributes:
-        host_bytes: the size of a step's slab.
+        host_bytes: the size of a step's slab; 0 without slots, for a graph that only does what it does for others.
 
     Raises:
         TransferError: the host has no memory for the slab, or its budget is too small.
@@ -57,16 +63,24 @@ class Transfers:
     """
 
     def __init__(
-        self, link: OpenLink, slot_bytes: Sequence[int], *, overlaps: bool = True, exact: bool = False
+        self,
+        link: OpenLink,
+        slot_bytes: Sequence[int],
+        *,
+        overlaps: bool = True,
+        running: RunningTransfers | None = None,
+        names: Sequence[str] = (),
     ) -> None:
         self._link = link
-        self._exact = exact
+        self._running = running
         self._overlaps = overlaps
         self._slot_bytes = tuple(slot_bytes)
+        self._slot_called = {name: slot for slot, name in enumerate(names)}
         *self._offsets, total = accumulate(map(in_pages, self._slot_bytes), initial=0)
-        self.host_bytes = max(total, HOST_PAGE_BYTES)
+        self.host_bytes = max(total, HOST_PAGE_BYTES) if slot_bytes else 0
         self._steps: weakref.WeakValueDictionary[int, _TransferStep] = weakref.WeakValueDictionary()
-        link.pool.reserve(self.host_bytes)
+        if slot_bytes:
+            link.pool.reserve(self.host_bytes)
         self._closer = weakref.finalize(self, link.pool.unreserve, self.host_bytes)
         self._closer.atexit = False  # the link frees everything itself
 
@@ -83,9 +97,12 @@ class Transfers:
         """
         if not self._closer.alive:
             raise TransferError("these transfers were closed")
-        step = _TransferStep(self._link.pool.lease(self.host_bytes, exact=self._exact))
+        exact = self._running is not None
+        step = _TransferStep(self, self._link.pool.lease(self.host_bytes, exact=exact) if self.host_bytes else None)
         self._link.begin_step()
         self._steps[step.ticket] = step
+        if self._running is not None:
+            self._running.add(step, self._link.device)
         receipt = _TransferReceipt(step.ticket.to_bytes(8, sys.byteorder))
         receipt.step = step
         return torch.frombuffer(receipt, dtype=torch.int64)
@@ -100,7 +117,7 @@ class Transfers:
         step, storage = self._step(receipt), tensor.untyped_storage()
         self._check(slot, storage.nbytes(), storage.device)
         step.views[slot] = _View(tensor.size(), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
-        step.offloads[slot] = self._link.offload(storage, step.lease.slab, self._offsets[slot])
+        step.offloads[slot] = self._link.offload(storage, step.slab, self._offsets[slot])
         if not self._overlaps:
             step.offloads[slot].settle()
 
@@ -110,8 +127,7 @@ class Transfers:
         Raises:
             TransferError: the copy failed, or was never started.
         """
-        step = self._step(receipt)
-        _started(step.offloads, slot, "offload").wait()
+        self._step(receipt).release(slot)
 
     def start_fetch(self, receipt: torch.Tensor, slot: int) -> torch.Tensor:
         """Allocate a device storage for the slot and start to copy into it.
@@ -127,13 +143,19 @@ class Transfers:
             torch.OutOfMemoryError: there is no room on the device.
         """
         step = self._step(receipt)
+        early = step.early.pop(slot, None)
+        return self._start_fetch(step, slot) if early is None else early
+
+    def _start_fetch(self, step: _TransferStep, slot: int) -> torch.Tensor:
         offload = _started(step.offloads, slot, "offload")
+        if slot not in step.released:  # another graph was to do it, and has not run
+            step.release(slot)
         if slot in step.fetches:
             step.fetches[slot].abandon()
         like = step.views[slot]
         # By torch.empty, so that the device's allocator serves it: a bare UntypedStorage would not use it.
         storage = torch.empty(offload.nbytes, dtype=torch.uint8, device=self._link.device).untyped_storage()
-        step.fetches[slot] = self._link.fetch(storage, step.lease.slab, self._offsets[slot], offload)
+        step.fetches[slot] = self._link.fetch(storage, step.slab, self._offsets[slot], offload)
         if not self._overlaps:
             step.fetches[slot].settle()
         with torch.no_grad():
@@ -149,10 +171,44 @@ class Transfers:
         step = self._step(receipt)
         _started(step.fetches, slot, "fetch").wait()
 
+    def finish_offload_of(self, receipt: torch.Tensor, distance: int, name: str) -> None:
+        """`finish_offload` for a storage of another graph of the iteration, if it has begun.
+
+        Args:
+            receipt: of this graph.
+            distance: by how many forward passes later the other graph runs.
+            name: of the storage.
+        """
+        found = self._found(receipt, distance, name)
+        if found is not None:
+            step, slot = found
+            step.release(slot)
+
+    def start_fetch_of(self, receipt: torch.Tensor, distance: int, name: str) -> None:
+        """Start what `start_fetch` would for a storage of another graph of the iteration, which gets it by that call.
+
+        Args:
+            receipt, distance, name: as of `finish_offload_of`.
+        """
+        found = self._found(receipt, distance, name)
+        if found is not None:
+            step, slot = found
+            if slot not in step.fetches:  # else its graph runs backward a second time, or has done so before this one
+                step.early[slot] = step.of._start_fetch(step, slot)
+
+    def _found(self, receipt: torch.Tensor, distance: int, name: str) -> tuple[_TransferStep, int] | None:
+        """Another graph's step of the same iteration, and the slot of what it has offloaded; None if it did not."""
+        own = self._steps.get(int(receipt))
+        step = None if own is None else own.other(distance)
+        slot = None if step is None else step.of._slot_called.get(name)
+        if step is None or slot is None or slot not in step.offloads or step.ticket not in step.of._steps:
+            return None
+        return step, slot
+
     def close(self) -> None:
         """Stop all copies and free the slabs; a backward pass that has not run yet fails."""
         for step in tuple(self._steps.values()):
-            step.lease.abandon()
+            step.abandon()
         self._steps.clear()
         self._closer()
 
@@ -178,15 +234,83 @@ class Transfers:
             raise InputError(f"slot {slot}: a storage on {device} cannot use the link of {self._link.device}")
 
 
-class _TransferStep:
-    """The state of a step; it lives as long as the receipt."""
+class RunningTransfers:
+    """Those of the graphs of an iteration, by place: how many graphs that train ran before.
 
-    def __init__(self, lease: Lease) -> None:
+    Args:
+        place: of the graph that runs.
+    """
+
+    def __init__(self, place: Callable[[], int]) -> None:
+        self._place = place
+        self._steps: dict[int, weakref.ref[_TransferStep]] = {}
+
+    def begin(self) -> None:
+        """An iteration begins. What was fetched early in the one before, and was not needed yet, is freed."""
+        for reference in self._steps.values():
+            step = reference()
+            if step is not None:
+                step.drop_early()
+        self._steps = {}
+
+    def add(self, step: _TransferStep, device: torch.device) -> None:
+        """The step of the graph that runs."""
+        step.place, step.iteration = self._place(), self._steps
+        step.stream = None if device.type == "cpu" else torch.accelerator.current_stream(device)
+        self._steps[step.place] = weakref.ref(step)
+
+
+class _TransferStep:
+    """The state of a step; it lives as long as the receipt.
+
+    Attributes:
+        of: what it is a step of.
+        released: slots whose storages the device has freed.
+        early: storages by slot whose copies back another graph has started.
+        place, iteration: as of `RunningTransfers`.
+        stream: on which its graph runs; memory that it has allocated is freed there.
+    """
+
+    def __init__(self, of: Transfers, lease: Lease | None) -> None:
         self.ticket = next(_tickets)
+        self.of = of
         self.lease = lease
         self.offloads: dict[int, Copy] = {}
         self.fetches: dict[int, Copy] = {}
         self.views: dict[int, _View] = {}
+        self.released: set[int] = set()
+        self.early: dict[int, torch.Tensor] = {}
+        self.place = 0
+        self.iteration: Mapping[int, weakref.ref[_TransferStep]] = {}
+        self.stream: torch.Stream | None = None
+
+    @property
+    def slab(self) -> Slab:
+        assert self.lease is not None  # there are slots
+        return self.lease.slab
+
+    def other(self, distance: int) -> _TransferStep | None:
+        """That of another graph of the iteration, on the same stream."""
+        reference = self.iteration.get(self.place + distance)
+        step = None if reference is None else reference()
+        return step if step is not None and step.stream == self.stream else None
+
+    def release(self, slot: int) -> None:
+        """Wait for the copy to the host."""
+        _started(self.offloads, slot, "offload").wait()
+        self.released.add(slot)
+
+    def drop_early(self) -> None:
+        """Free what other graphs have fetched early."""
+        for slot in tuple(self.early):
+            self.fetches[slot].abandon()
+            del self.early[slot]
+
+    def abandon(self) -> None:
+        """Stop all copies."""
+        self.early.clear()
+        if self.lease is not None:
+            self.lease.abandon()
 
 
 class _View(NamedTuple):

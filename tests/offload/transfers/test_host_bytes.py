@@ -11,7 +11,7 @@ import torch
 from shoal.errors import TransferError
 from shoal.memory.limit import memory_limit
 from shoal.offload.links.open_link import open_link
-from shoal.offload.transfers import Transfers
+from shoal.offload.transfers import RunningTransfers, Transfers
 from tests.offload.links.slabs import RehearsedHost, open_files, our_threads
 from tests.offload.transfers.steps import PAGE, needs_compiler, step_on
 from tests.raising import raising
@@ -55,7 +55,7 @@ def test_no_step_after_the_first_makes_a_slab() -> None:
 def test_graphs_of_one_iteration_have_slabs_no_larger_than_they_need() -> None:
     host = RehearsedHost()
     link = host.link(4 * PAGE)
-    small, large = (Transfers(link, [pages * PAGE], exact=True) for pages in (1, 3))
+    small, large = (Transfers(link, [pages * PAGE], running=RunningTransfers(lambda: 0)) for pages in (1, 3))
     for _ in range(2):
         receipts = small.begin(), large.begin()
         assert link.pool.held_bytes == 4 * PAGE

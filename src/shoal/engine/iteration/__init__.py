@@ -4,5 +4,5 @@
 what they hand to each other, `first` bounds the first run, `plan` makes one plan for all, `known` remembers an
 iteration that has run, `run` follows the calls of the models.
 
-Imports `engine` below it, `capture`, `core`, `cost`, `kernels`, `lowlevel`, `memory` and `planners`.
+Imports `engine` below it, `capture`, `core`, `cost`, `kernels`, `lowlevel`, `memory`, `offload` and `planners`.
 """

@@ -23,11 +23,12 @@ from shoal.capture.graph_breaks import break_after
 from shoal.capture.pieces import choose_pieces, in_pieces
 from shoal.capture.shrunk import shrunk
 from shoal.capture.varying_sizes import SizesSeen, bytes_at, make_static, shape_of
-from shoal.core.joined_step import Share, label
+from shoal.core.joined_step import label
 from shoal.core.means import KERNEL_MEANS, LOSSY
 from shoal.core.order import op_names
 from shoal.core.plan import Plan
 from shoal.core.progress import preparing
+from shoal.core.shares import Share, other_transfers
 from shoal.core.step import StepGraph
 from shoal.core.variant import WHOLE, Pieces, Variant
 from shoal.cost.measure_links import link_to
@@ -49,6 +50,7 @@ from shoal.lowlevel.constant_numbers import as_constants, constant_numbers, is_n
 from shoal.lowlevel.torch_state import autocast_state, autocasting, outside_backward
 from shoal.memory import reads
 from shoal.memory.limit import no_memory_limit
+from shoal.offload.transfers import RunningTransfers
 
 
 @dataclass(eq=False)
@@ -132,7 +134,7 @@ class GraphStep(PlannedStep):
 
     def __init__(self, steps: GraphSequence, node: Node, places: InputPlaces) -> None:
         super().__init__(steps.session, places, self._in_its_form)
-        self.steps = steps
+        self.steps, self.running = steps, steps.running
         self.node = node
         self.trains = False
         self.share = Share()
@@ -148,11 +150,6 @@ class GraphStep(PlannedStep):
         smaller = shrunk(captured) if shrinks else None
         form = CompiledVariant(Variant(shrunk=smaller is not None))
         return form, in_form(self.session, smaller or captured, WHOLE)
-
-    @property
-    def is_of_several(self) -> bool:
-        """As of `PlannedStep`."""
-        return True
 
     def make_plan(self, captured: Captured) -> Captured:
         """Take the part's share of the plan, or for a first run what leaves most room."""
@@ -177,8 +174,9 @@ class GraphStep(PlannedStep):
                     self.node.in_use_bytes = self.steps.in_use_bytes()
                 share = self.steps.first_share(self.node, self.graph, captured.device)
         self.ports, self.trains, self.share = Ports.of(captured), True, share
-        self.checkpoints, ordered = captured.checkpoints, share.in_order(self.graph)
-        self.plan = Plan(ordered, share.residences, "parts", captured_order=op_names(self.graph))
+        self.checkpoints, ordered, own = captured.checkpoints, share.in_order(self.graph), share.alone(self.graph)
+        self.plan = Plan(ordered, own.residences, "parts", captured_order=op_names(self.graph))
+        self.others = other_transfers(share)
         return replace(captured, graph=ordered)
 
     def learn_errors(self, errors: Sequence[float]) -> None:
@@ -231,6 +229,7 @@ class GraphSequence(ABC):
         n_run: how many graphs have run in this step.
         compiled: how often a part was.
         sizes_vary: whether the inputs of a part have been of several shapes, at the same place in the step.
+        running: the transfers of the graphs, of the step that goes on.
     """
 
     def __init__(self, session: Session) -> None:
@@ -239,6 +238,7 @@ class GraphSequence(ABC):
         self.n_run = 0
         self.compiled = 0
         self.sizes_vary = False
+        self.running = RunningTransfers(lambda: len(self.node.path()) - 1)
         self._sizes: dict[Any, SizesSeen] = {}
 
     def costed(self, captured: Captured) -> StepGraph:

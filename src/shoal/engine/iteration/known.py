@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from shoal.core.joined_step import Share, joined_step, label
+from shoal.core.joined_step import joined_step, label
 from shoal.core.over_budget import over_budget
 from shoal.core.plan import Plan
+from shoal.core.shares import Share
 from shoal.core.sizes import format_bytes
 from shoal.engine.compile_options import CompileOptions
 from shoal.engine.iteration.first import first_share, least_bytes, waits_bytes
@@ -56,8 +57,8 @@ def first_run_bytes(nodes: Sequence[Node], peak_bytes: int, beside_bytes: int = 
                 share = first_share(step.graph, step.device, in_use_bytes, needed_bytes, keeps_little=True)
             except BudgetError:
                 continue  # it runs with the minimum, as it did
-            now_bytes = waits_bytes(step.share.in_order(step.graph), step.share.residences)
-            more_bytes += waits_bytes(step.graph, share) - now_bytes
+            own = step.share.alone(step.graph)
+            more_bytes += waits_bytes(step.graph, share) - waits_bytes(own.in_order(step.graph), own.residences)
         if peak_bytes + more_bytes <= needed_bytes:
             break
         needed_bytes = peak_bytes + more_bytes
@@ -165,6 +166,7 @@ class KnownIteration:
         decided: Mapping[Node, Share],
         *,
         fixed: bool,
+        apart: bool,
         choose: Choose | None = None,
     ) -> PlannedIteration | None:
         """Plan it for what is in use now.
@@ -175,7 +177,7 @@ class KnownIteration:
             what: as of `in_several_graphs`.
             decided: shares that some of its graphs have in the plan of another iteration.
             fixed: whether the graphs keep the shares under which they were measured.
-            choose: as of `plan_iteration`.
+            apart, choose: as of `plan_iteration`.
 
         Returns:
             The plans; None where it cannot be planned as one.
@@ -199,7 +201,12 @@ class KnownIteration:
         shares = tuple(taken.get(run, share) for run, share in enumerate(measured.shares))
         try:
             planned = plan_iteration(
-                replace(measured, shares=shares), around, self.models, fixed=fixed or bool(taken), choose=choose
+                replace(measured, shares=shares),
+                around,
+                self.models,
+                fixed=fixed or bool(taken),
+                apart=apart,
+                choose=choose,
             )
         except BudgetError as error:
             if taken:

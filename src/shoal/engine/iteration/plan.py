@@ -21,7 +21,6 @@ from shoal.core.joined_step import (
     Part,
     Pass,
     Place,
-    Share,
     eager_use,
     grown,
     in_order_of_shares,
@@ -36,6 +35,7 @@ from shoal.core.order import op_names
 from shoal.core.over_budget import over_budget
 from shoal.core.plan import Plan
 from shoal.core.residence import Keep, Residence
+from shoal.core.shares import Share
 from shoal.core.simulate import simulate
 from shoal.core.step import STRETCH, StepGraph
 from shoal.core.timeline import WAITS, Moment
@@ -441,6 +441,7 @@ def plan_iteration(
     models: Sequence[str],
     *,
     fixed: bool,
+    apart: bool = False,
     choose: Choose | None = None,
 ) -> PlannedIteration | None:
     """Plan all steps of an iteration.
@@ -450,6 +451,8 @@ def plan_iteration(
         around: what it is planned for.
         models: whose each graph is.
         fixed: whether the graphs keep the shares under which they were measured.
+        apart: whether each graph starts and ends the transfers of its storages itself, as where not all graphs of the
+            iteration may run.
         choose: plans a step of it in the best variant, if its sizes do not vary; None: as it was measured.
 
     Returns:
@@ -461,6 +464,7 @@ def plan_iteration(
     whole = in_order(iteration.passes)
     if whole is None:
         return None
+    apart |= iteration.again or bool(whole.inner)
     plans: list[Plan] = []
     runs: list[tuple[int, ...]] = []
     shares, variants = list(iteration.shares), dict[int, GraphVariant | None]()
@@ -481,7 +485,7 @@ def plan_iteration(
             return with_less_host(replace(with_held(bare, held_bytes), static_bytes=static_bytes), host_bytes)
 
         def plan_of(graph: StepGraph, planner: Planner | None = None, *, fixed: bool = False) -> Plan:
-            return _planned(measured, graph, around.options, planner, fixed=fixed, retains=iteration.again)
+            return _planned(measured, graph, around.options, planner, fixed=fixed, retains=iteration.again, apart=apart)
 
         def planned(*, fixed: bool) -> Plan:
             if choose is not None and not (fixed or any(measured.sizes)):
@@ -534,6 +538,7 @@ def _planned(
     *,
     fixed: bool,
     retains: bool,
+    apart: bool,
 ) -> Plan:
     """The plan of a step of several graphs.
 
@@ -543,6 +548,7 @@ def _planned(
         planner: what makes it; None: what the options say.
         fixed: as of `plan_iteration`.
         retains: whether what backward passes read is kept for another backward pass.
+        apart: as of `plan_iteration`.
 
     Raises:
         BudgetError: no plan fits.
@@ -568,7 +574,7 @@ def _planned(
             plan, is_smallest = planner(graph, hardware, error.least_feasible_bytes), True
         if lower_bound_seconds is None:
             lower_bound_seconds = plan.lower_bound_seconds
-        shares, captured = _shares(measured, plan), plan.captured_graph
+        shares, captured = _shares(measured, plan, apart=apart), plan.captured_graph
         residences, ordered = measured.residences_in(shares), in_order_of_shares(captured, shares)
         retained_bytes = _retained_bytes(ordered, residences) if retains else 0
         over_bytes = simulate(ordered, residences).peak_bytes + retained_bytes - budget_bytes
@@ -589,10 +595,10 @@ def _planned(
     return replace(plan, planning_seconds=time.perf_counter() - started, options=options.to_json())
 
 
-def _shares(measured: MeasuredStep, plan: Plan) -> tuple[Share, ...]:
+def _shares(measured: MeasuredStep, plan: Plan, *, apart: bool = False) -> tuple[Share, ...]:
     """The share that each graph has in a plan; one that has no backward pass keeps its own."""
-    back = measured.has_backward
-    return tuple(share_of(part, plan) if part in back else share for part, share in enumerate(measured.shares))
+    back, pairs = measured.has_backward, enumerate(measured.shares)
+    return tuple(share_of(part, plan, apart=apart) if part in back else share for part, share in pairs)
 
 
 def _retained_bytes(graph: StepGraph, residences: Mapping[str, Residence]) -> int:

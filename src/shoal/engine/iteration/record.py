@@ -11,8 +11,9 @@ from torch import fx
 
 from shoal.capture.captured import Captured
 from shoal.capture.traced_strides import Departure
-from shoal.core.joined_step import Part, Pass, Place, Share
+from shoal.core.joined_step import Part, Pass, Place
 from shoal.core.plan import Plan
+from shoal.core.shares import Share
 from shoal.core.step import StepGraph
 from shoal.engine.calls import Call
 from shoal.engine.loop_memory import Basis

@@ -25,10 +25,11 @@ from shoal.capture.dynamo import capturing, plain_call
 from shoal.capture.graph_breaks import capturing_parts
 from shoal.capture.layered import Refused
 from shoal.capture.varying_sizes import SizesSeen
-from shoal.core.joined_step import Interval, Share, label, op_names_of, share_of
+from shoal.core.joined_step import Interval, label, op_names_of, share_of
 from shoal.core.over_budget import over_budget
 from shoal.core.progress import doing, preparing
 from shoal.core.residence import Residence
+from shoal.core.shares import Share
 from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
 from shoal.core.validate_plan import check_plan
@@ -464,6 +465,7 @@ class Iterations(GraphSequence):
             self._is_not_as_planned, self._stay_as_measured, self._keeps_little = False, True, True
             self.forget()
         self.node, self.n_run = self._begin, 0
+        self.running.begin()
         if not self._shared:
             self._note_surroundings()
         between = metering.begin(self.models, tensors, closely=self._closely() and not is_beside)
@@ -634,7 +636,7 @@ class Iterations(GraphSequence):
         known.measured = MeasuredIteration(
             tuple(run.part() for run in record.runs),
             tuple(record.passes),
-            tuple(step.share for step in steps),
+            tuple(step.share if self._given else step.share.alone(step.graph) for step in steps),
             tuple(intervals),
             begin_bytes + iteration.late_bytes if measures else None,
             steps[0].device,
@@ -730,10 +732,13 @@ class Iterations(GraphSequence):
         decided: dict[Node, Share] = {}
         what = SEVERAL_MODELS if self._shared else A_MODEL
         session = self.session
+        apart = len(begun) > 1  # a graph of one iteration may not run in another one
         for known in begun:
             choose, given = self._choose_for(known), self._given
             fixed |= given is not None
-            known.planned = known.plan(session.options, session.static, what, decided, fixed=fixed, choose=choose)
+            known.planned = known.plan(
+                session.options, session.static, what, decided, fixed=fixed, apart=apart, choose=choose
+            )
             if known.planned is not None and given is not None:
                 known.planned = known.planned.as_given(given)
             if known.planned is not None:
@@ -792,7 +797,7 @@ class Iterations(GraphSequence):
                 known.peak_bytes += saved_bytes  # at most
                 shares.append(Share())
             else:
-                shares.append(step.share)
+                shares.append(step.share.alone(step.graph))
         little = sum(bool(share.residences) for share in shares)
         if little or not self._shared:
             self._say(f"{known.name}: {reason}; {little} of its {len(shares)} graphs keep as little as they can")
