@@ -197,6 +197,35 @@ def test_a_backward_pass_that_runs_twice_is_of_an_iteration(share: float) -> Non
     assert peak_bytes <= 1.01 * ours.shoal.predicted_peak_bytes and ours.shoal.repairs == 0
 
 
+class Broken(nn.Sequential):
+    """Two graphs."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self):
+            x = layer(x)
+            if number == 1:
+                torch._dynamo.graph_break()
+        return x
+
+
+@pytest.mark.parametrize("kind", [nn.Sequential, Broken])
+def test_a_graph_may_be_kept_in_some_steps_only(kind: type[nn.Sequential]) -> None:
+    """AOTAutograd compiles a backward pass for one of the two."""
+    torch.manual_seed(0)
+    plain = kind(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 4))
+    ours = shoal.compile(copy.deepcopy(plain), "1GiB")
+    x = torch.randn(8, 16)
+    for keeps in (False, False, True, True, False, True):
+        for net in (ours, plain):
+            net.zero_grad()
+            loss = net(x).square().mean()
+            if keeps:
+                loss.backward(retain_graph=True)
+            loss.backward()
+        pairs = zip(ours.parameters(), plain.parameters(), strict=True)
+        assert all(torch.equal(a.grad, b.grad) for a, b in pairs)  # type: ignore[arg-type]
+
+
 def test_a_result_that_is_kept_from_before_training_is_no_call_of_an_iteration() -> None:
     torch.manual_seed(0)
     ours = shoal.compile(rolled_out(), "1GiB")

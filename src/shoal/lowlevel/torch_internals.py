@@ -36,7 +36,8 @@ _KEYS = (DispatchKey.Autograd, DispatchKey.CompositeImplicitAutograd)
 @contextmanager
 def eager_kernels() -> Iterator[None]:
     """While the block runs, traces keep the ops of `_FAMILIES` whole, have the strides of eager PyTorch, and take dense
-    gradients of results that are not dense."""
+    gradients of results that are not dense. What is compiled may run backward with retain_graph=True: AOTAutograd
+    refuses that of graphs whose saved tensors a compiler may write into, which ours does not."""
     taken = []
     for overload in _decomposed():
         # An op made of others has no kernel of its own. One for fake tensors on "meta" would be called instead of them,
@@ -47,12 +48,26 @@ def eager_kernels() -> Iterator[None]:
                 taken.append((overload, key, overload.py_kernels.pop(key)))
         overload._dispatch_cache.clear()
     try:
-        with eager_strides(), _dense_gradients():
+        with eager_strides(), _dense_gradients(), _nothing_donated():
             yield
     finally:
         for overload, key, kernel in taken:
             overload.py_kernels[key] = kernel
             overload._dispatch_cache.clear()
+
+
+@contextmanager
+def _nothing_donated() -> Iterator[None]:
+    """AOTAutograd refuses another backward pass of a graph that has saved what a compiler may write into; what it finds
+    is noted when the graph is compiled. Its own switch is read again when the backward pass runs."""
+    from torch._functorch._aot_autograd import graph_compile  # not with `import shoal`, as below
+
+    collect: Any = graph_compile.collect_bw_donated_buffer_idxs
+    graph_compile.collect_bw_donated_buffer_idxs = lambda *_: []
+    try:
+        yield
+    finally:
+        graph_compile.collect_bw_donated_buffer_idxs = collect
 
 
 @contextmanager
