@@ -201,11 +201,9 @@ class Broken(nn.Sequential):
     """Two graphs."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for number, layer in enumerate(self):
-            x = layer(x)
-            if number == 1:
-                torch._dynamo.graph_break()
-        return x
+        x = self[1](self[0](x))
+        torch._dynamo.graph_break()
+        return self[4](self[3](self[2](x)))
 
 
 @pytest.mark.parametrize("kind", [nn.Sequential, Broken])
