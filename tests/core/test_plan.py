@@ -128,6 +128,8 @@ def test_a_damaged_file_is_refused(tmp_path: Path, damage: object) -> None:
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(PlanError):
         Plan.load(tmp_path / "no-such-plan.json")
+    with pytest.raises(PlanError):
+        Plan.load(None)
 
 
 def test_a_storage_that_no_one_needs_again_says_so() -> None:

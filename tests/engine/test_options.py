@@ -87,6 +87,25 @@ def test_a_place_to_offload_to_names_offload_as_allow_does() -> None:
     assert CompileOptions.of(budget=1, offload_to="host", options=Options(host_budget=2)).named == {"offload"}
 
 
+@pytest.mark.parametrize("where", [8, ["host"], b"host"])
+def test_a_place_to_offload_to_is_a_text_or_a_path(where: Any) -> None:
+    with raising(InputError, "offload_to", type(where).__name__, "'host'"):
+        CompileOptions.of(budget=1, offload_to=where)
+
+
+@pytest.mark.parametrize("name", [3, ["mine"], torch.ones(2)])
+def test_a_name_is_a_text(name: Any) -> None:
+    net = nn.Conv2d(3, 4, 3)
+    for made in (
+        lambda: shoal.compile(net, budget="1GiB", name=name),
+        lambda: shoal.compile(net, budget=shoal.Budget("1GiB"), name=name),
+        lambda: shoal.plan(net, torch.ones(1, 3, 8, 8), hardware="p100-nvlink", name=name),
+    ):
+        with raising(InputError, "name", type(name).__name__, "'Conv2d'"):
+            made()
+    assert shoal.compile(net, budget="1GiB", name="mine") is net  # what was refused has not changed it
+
+
 def test_with_a_plan_no_budget_is_needed() -> None:
     plan = shoal.plan(nn.Conv2d(3, 4, 3), torch.randn(2, 3, 8, 8))
     assert CompileOptions.of(offload_to="host", options=Options(plan=plan)).offload.to == "host"

@@ -257,6 +257,8 @@ def test_a_budget_that_no_plan_fits_is_refused_with_the_least_that_one_does() ->
         ({"budget": "some"}, "budget='some'"),
         ({"budget": 0}, "budget=0"),
         ({"hardware": "p100-nvlnk"}, "hardware='p100-nvlnk'"),
+        ({"hardware": 16}, "'p100-nvlink'"),
+        ({"hardware": torch.device("cpu")}, "'p100-nvlink'"),
         ({"planner": "chian"}, "'chian'"),
     ],
 )

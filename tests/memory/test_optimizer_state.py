@@ -201,6 +201,13 @@ def test_what_is_no_optimizer_is_refused(given: Any, said: str) -> None:
         declared_optimizer(given)
 
 
+@pytest.mark.parametrize(("given", "close"), [("adamv", "'adam"), ("nonsense", "'adamw'"), ("x" * 300, "'adamw'")])
+def test_the_first_line_says_which_name_to_type(given: str, close: str) -> None:
+    with pytest.raises(InputError) as refused:
+        declared_optimizer(given)
+    assert close in refused.value.message and "sgd-momentum" in refused.value.details["names"]
+
+
 def test_a_copy_is_refused_and_everything_else_is_not() -> None:
     model = network()
     optimizer = torch.optim.AdamW(model.parameters())

@@ -52,8 +52,9 @@ def test_without_a_budget_there_is_still_a_limit(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_not_there_and_a_budget_that_is_no_size_are_named(tmp_path: Path) -> None:
-    with raising(InputError, "'host'"):
-        offloading(tmp_path / "gone", None, device_type="cpu")
+    for where in (tmp_path / "gone", "", "x" * 300):
+        with raising(InputError, "'host'"):
+            offloading(where, None, device_type="cpu")
     with raising(InputError, "host_budget='much'"):
         offloading("host", "much", device_type="cpu")
 

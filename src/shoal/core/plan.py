@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -342,6 +343,8 @@ class Plan:
         Raises:
             PlanError: the file is missing, is not a plan, is damaged, or comes from another version.
         """
+        if not isinstance(path, str | PathLike):
+            raise PlanError(f"path is a {type(path).__name__}; type shoal.Plan.load('plan.json')")
         try:
             return _plan_of(read_json(path))
         except OSError as error:

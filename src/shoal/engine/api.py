@@ -43,7 +43,7 @@ from shoal.engine.iteration.first import CallsBefore
 from shoal.engine.iteration.run import Iterations
 from shoal.engine.model_call import ModelCall, raise_as_plain, reject_function_transforms
 from shoal.engine.model_refusals import reject_compiled, reject_hopeless
-from shoal.engine.options import Options, options_of
+from shoal.engine.options import Options, name_of, options_of
 from shoal.engine.repair import run_again_where_repaired
 from shoal.engine.reserved_budget import grow_segments
 from shoal.engine.session import Session
@@ -130,9 +130,9 @@ def compile(
         raise InputError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
     network: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
     reject_compiled(network)
-    asked = options_of(options)
+    asked, named = options_of(options), name_of(name, network)
     if isinstance(budget, Budget):
-        budget.add(model, declared_optimizer(optimizer), allow, offload_to, asked, name)
+        budget.add(model, declared_optimizer(optimizer), allow, offload_to, asked, named)
         return model
     device = next((p.device for p in network.parameters()), torch.device("cpu"))
     resolved = CompileOptions.of(
@@ -148,7 +148,6 @@ def compile(
     status = Status(resolved.budget_bytes, budget_of=resolved.budget_of)
     status.describes(network, _under_plan, resolved.lossy)
     status.expandable_segments = grow_segments(device, resolved)
-    named = name or type(network).__name__
     session = Session(status, resolved, StaticMemory(network, declared), named, asked.plan, leaves)
     weakref.finalize(network, session.let_go)  # Dynamo keeps the compiled code for good, and the session with it
     if status.budget_bytes is not None:

@@ -18,7 +18,7 @@ from shoal.cost.measure import measure
 from shoal.engine.options import DEFAULT_PLANNER, Options, options_of, reject_unknown
 from shoal.errors import InputError, brief
 from shoal.memory.optimizer_state import Declared, declared_optimizer
-from shoal.offload.policy import AUTO, Offloading, offloading, rehearsed
+from shoal.offload.policy import AUTO, OFFERED, Offloading, offloading, rehearsed
 
 WITHOUT_LINK = ("chain", "keep_all")  # planners that offload nothing
 # Keys of the options of torch.compile. Its step runs no given plan, and its model has to come as one graph.
@@ -120,6 +120,8 @@ class CompileOptions:
         >>> CompileOptions.of(budget="2GiB", allow="exact, encode").lossy.block_elems
         4096
         """
+        if not isinstance(offload_to, str | os.PathLike | None):
+            raise InputError(f"offload_to is a {type(offload_to).__name__}; {OFFERED}")
         asked = options_of(options)
         planner, has_plan = asked.planner, asked.plan is not None
         offload = OffloadOptions(

@@ -164,6 +164,19 @@ def options_of(options: object) -> Options:
     raise InputError(f"options is a {type(options).__name__}; type options=shoal.Options({typed})")
 
 
+def name_of(name: object, model: object) -> str:
+    """`name=` as the name of a model: its class where none is given.
+
+    Raises:
+        InputError: it is no text.
+    """
+    if name is not None and not isinstance(name, str):
+        raise InputError(
+            f"name is a {type(name).__name__}; type a text such as name={type(model).__name__!r}, or leave it out"
+        )
+    return name or type(model).__name__
+
+
 def reject_unknown(given: Mapping[str, Any], known: Collection[str], where: str) -> None:
     """Names that there are not.
 

@@ -29,7 +29,7 @@ from shoal.cost.roofline import roofline
 from shoal.engine.compile_options import CompileOptions
 from shoal.engine.compiled_regions import in_unmeasured_regions
 from shoal.engine.launched_step import as_launched
-from shoal.engine.options import Options, options_of
+from shoal.engine.options import Options, name_of, options_of
 from shoal.engine.search.choose_encoded import bounding_step, choose_encoded
 from shoal.engine.search.encoded_steps import EncodedSteps
 from shoal.engine.search.encoding import EncodeBelow, EncodeIfFaster
@@ -103,7 +103,10 @@ class Pricing:
         """
         if not isinstance(model, nn.Module):
             raise InputError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+        named = name_of(name, model)
         target = presets.get(hardware) if isinstance(hardware, str) else hardware
+        if not isinstance(target, Hardware | None):
+            raise InputError(f"hardware is a {type(target).__name__}; type a preset's name such as 'p100-nvlink'")
         here = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
         whole = here if target is None else target.device.memory_bytes
         budget_bytes = allowed_bytes(budget, whole)
@@ -116,7 +119,7 @@ class Pricing:
             budget=MAX_BYTES if many_budgets else budget_bytes, allow=allow, offload_to=offload_to, options=asked
         )
         declared = declared_optimizer(optimizer)
-        return cls(model, name or type(model).__name__, resolved, budget_bytes, target, declared)
+        return cls(model, named, resolved, budget_bytes, target, declared)
 
     def prices(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[fx.GraphModule], Priced[None]]:
         """What prices a form of a step.

@@ -133,7 +133,7 @@ class Budget:
         allow: str | Collection[str] | None,
         offload_to: str | Path | None,
         asked: Options,
-        name: str | None,
+        name: str,
     ) -> None:
         """Take a model in; `shoal.compile` calls this.
 
@@ -174,7 +174,7 @@ class Budget:
             weakref.finalize(self, steps.close)
             self._steps, self._options, self._device = steps, options, device
         session = steps.session
-        named = _unlike(name or type(model).__name__, self._models)
+        named = _unlike(name, self._models)
         self._reject_hopeless(named, model, optimizer)
         session.static.add(model, optimizer)
         self._models[named] = model

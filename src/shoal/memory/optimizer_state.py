@@ -84,10 +84,10 @@ def declared_optimizer(optimizer: Any) -> Declared | None:
         )
     name = optimizer.strip().lower().replace("_", "-")
     if name not in _KINDS:
-        close = difflib.get_close_matches(name, NAMES, n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
+        close = difflib.get_close_matches(name, NAMES, n=1) or ["adamw"]
         raise InputError(
-            f"optimizer={brief(optimizer)}: no optimizer is called that; {hint}there are {', '.join(NAMES)}"
+            f"optimizer={brief(optimizer)}: no optimizer is called that; type {close[0]!r} or another name",
+            details={"names": ", ".join(NAMES)},
         )
     return NamedOptimizer(name)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +11,11 @@ import psutil
 
 from shoal.core.hardware import Hardware, Link
 from shoal.core.sizes import parse_bytes
-from shoal.errors import InputError
+from shoal.errors import InputError, brief
 
 AUTO = "auto"
 HOST = "host"
+OFFERED = "give 'host', an existing folder on a local disk, or None"
 _SHARE_OF_HOST = 0.5  # of the available bytes, without a host budget
 
 
@@ -63,10 +65,8 @@ def offloading(
             raise InputError("host_budget is given, but nothing is offloaded; give offload_to='host' or a folder too")
         return None
     where = str(offload_to)
-    if where != HOST and not Path(where).is_dir():
-        raise InputError(
-            f"offload_to={where!r} is not a folder; give 'host', an existing folder on a local disk, or None"
-        )
+    if where != HOST and not os.path.isdir(where):  # "" and too long a name are no folder either
+        raise InputError(f"offload_to={brief(where)} is not a folder; {OFFERED}")
     if host_budget is not None:
         return Offloading(where, parse_bytes(host_budget, "host_budget"), pace)
     there_bytes = _available_bytes() if where == HOST else shutil.disk_usage(where).free

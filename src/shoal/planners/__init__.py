@@ -43,7 +43,7 @@ def get(name: str | Planner) -> Planner:
     if name not in NAMES:
         close = difflib.get_close_matches(name, NAMES, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
-        raise InputError(f"no planner is called {name!r}; {hint}there are {', '.join(NAMES)}, and MODULE:FUNCTION")
+        raise InputError(f"no planner is called {brief(name)}; {hint}there are {', '.join(NAMES)}, and MODULE:FUNCTION")
     planner: Planner = getattr(importlib.import_module(f"shoal.planners.{name}"), name)
     return planner
 

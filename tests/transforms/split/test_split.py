@@ -362,11 +362,15 @@ def test_the_table_names_every_layer_and_its_padding() -> None:
         ({"halo": "some"}, "halo='some': expected 'exact' or None"),
         ({"halo": "exact", "stochastic": 0.2}, "give one of the two"),
         ({"join": "layer9"}, "join='layer9': no module of that name runs"),
+        ({"join": ["layer2"]}, "join=['layer2']"),
+        ({"grid": 2.0}, "grid=2.0"),
+        ({"stochastic": "0.2"}, "stochastic='0.2'"),
+        ({"model": "resnet18"}, "model is a str"),
     ],
 )
 def test_a_mistake_is_told(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError) as refused:
-        split(models.build("resnet18_cifar", seed=0), **changes)
+        split(**{"model": models.build("resnet18_cifar", seed=0), **changes})
     assert said in str(refused.value)
 
 

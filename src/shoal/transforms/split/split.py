@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 
 from shoal.core.columns import aligned
-from shoal.errors import InputError
+from shoal.errors import InputError, brief
 from shoal.kernels.batch_norm_vectors import measures
 from shoal.transforms.invert.inverted_graph import inverted_layers
 from shoal.transforms.split import drawn_cuts
@@ -84,14 +84,22 @@ def split(
     Limits: normalisations over space other than batch norm, adaptive pooling, transposed convolutions, circular padding
     and reshapes cannot run patch by patch. Where layers halve the image often, few cuts fit them all: draws are coarse.
     """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
     if not isinstance(depth, (int, float)) or isinstance(depth, bool) or not 0 <= depth <= 1:
         raise InputError(f"depth={depth!r}: expected a share of the convolutional layers, 0 to 1")
-    if isinstance(grid, int) or not grid or any(not isinstance(n, int) or n < 1 for n in grid) or len(grid) > 3:
-        raise InputError(f"grid={grid!r}: expected one to three numbers of patches, each at least 1, such as (2, 2)")
-    if stochastic is not None and not 0 <= stochastic < 0.5:
-        raise InputError(f"stochastic={stochastic!r}: expected omega, at least 0 and less than 0.5, or None")
+    is_grid = isinstance(grid, Sequence) and all(isinstance(n, int) and n > 0 for n in grid)
+    if not is_grid or not 1 <= len(grid) <= 3:
+        raise InputError(
+            f"grid={brief(grid)}: expected one to three numbers of patches, each at least 1, such as (2, 2)"
+        )
+    is_omega = isinstance(stochastic, (int, float)) and not isinstance(stochastic, bool)
+    if stochastic is not None and not (is_omega and 0 <= stochastic < 0.5):
+        raise InputError(f"stochastic={brief(stochastic)}: expected omega, at least 0 and less than 0.5, or None")
     if batch_norm not in ("patch", "joint"):
         raise InputError(f"batch_norm={batch_norm!r}: expected 'patch' or 'joint'")
+    if not isinstance(join, str | None):
+        raise InputError(f"join={brief(join)}: expected the name of a module, such as 'layer2', or None")
     if halo not in (None, "exact"):
         raise InputError(f"halo={halo!r}: expected 'exact' or None")
     if halo == "exact" and stochastic is not None:
