@@ -109,6 +109,7 @@ def test_where_not_even_one_fits_the_least_is_told() -> None:
         ({"budget": "few"}, "budget='few'"),
         ({"first": 0}, "first=0"),
         ({"max_batch": 1.5}, "max_batch=1.5"),
+        ({"trying": None}, "trying=None"),
         ({"allow": "magic"}, "'magic'"),
         ({"model": 3}, ""),
     ],

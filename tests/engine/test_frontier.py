@@ -88,6 +88,7 @@ def test_with_a_function_it_is_images_per_second_by_batch_as_every_plan_by_itsel
     [
         ({"points": 1}, "points=1"),
         ({"points": True}, "points=True"),
+        ({"trying": "print"}, "trying='print'"),
         ({"points": "ten"}, "points='ten'"),
         ({"allow": "magic"}, "'magic'"),
         ({"allow": "recompute", "codec": "linear"}, "allow='exact"),

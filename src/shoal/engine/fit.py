@@ -19,7 +19,7 @@ from shoal.core.plan import Plan
 from shoal.core.sizes import format_bytes
 from shoal.engine.options import Options
 from shoal.engine.plan import required_budget
-from shoal.engine.plans_by_batch import PlansByBatch, least_bytes, positive
+from shoal.engine.plans_by_batch import PlansByBatch, callback, least_bytes, positive
 from shoal.engine.plans_by_patch import PlansByPatch, patch_of
 from shoal.engine.pricing import Pricing
 from shoal.engine.search.max_batch import MAX_IMAGES
@@ -172,6 +172,7 @@ def fit(
     if patch is not None and (first, max_batch) != (_FIRST, MAX_IMAGES):
         raise InputError("first= and max_batch= are for the search of a batch; leave them out with patch=")
     first, max_batch = positive("first", first), positive("max_batch", max_batch)
+    callback("trying", trying)
     pricing = Pricing.of(
         model,
         budget,

@@ -313,6 +313,16 @@ def positive(what: str, number: object) -> int:
     return int(number)
 
 
+def callback(what: str, function: object) -> None:
+    """Refuse what a caller gave to be called, if it cannot be.
+
+    Raises:
+        InputError: it is no function.
+    """
+    if not callable(function):
+        raise InputError(f"{what}={brief(function)}: expected a function of what is tried, such as print")
+
+
 def _captured(variants: Variants, step: Callable[[fx.GraphModule], Counted], variant: Variant) -> Counted | str:
     try:
         return captured_form(variants, step, variant)[1]
