@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,8 @@ def test_a_step_that_fits_only_planned() -> None:
     assert "recomputed" in lines["by means of"] and "one graph" in lines["capture"]
     assert "bit for bit" in lines["gradients"]
     assert lines["type"].strip() == 'model = shoal.compile(model, budget="900KiB", optimizer="sgd-momentum")'
+    for budget in ("80%", "2gb"):  # as it was given
+        assert f'budget="{budget}", ' in as_json(replace(found, budget=budget))["type"]
     figures = as_json(found)
     assert figures["measured_peak_bytes"] <= 900 * 2**10 < figures["plain_peak_bytes"]
     assert figures["parameter_bytes"] == figures["optimizer_state_bytes"]  # momentum

@@ -28,6 +28,7 @@ class Examination:
     """Everything that `shoal doctor` found.
 
     Attributes:
+        budget: as it was given, such as "80%"; None where it is what the device has left.
         plain: plain PyTorch's step; None where it was not taken, and `plain_reason` says why.
         plan: what the planned step runs by; where none was taken, the step with everything kept; None where there is
             none.
@@ -41,6 +42,7 @@ class Examination:
     """
 
     subject: Subject
+    budget: int | str | None
     budget_bytes: int
     optimizer: str | None
     state_bytes: int
@@ -104,6 +106,7 @@ def examine(
     state_bytes = 0 if declared is None else declared.state_bytes(model.parameters())  # type: ignore[union-attr]
     found: dict[str, Any] = {
         "subject": subject,
+        "budget": budget,
         "budget_bytes": within_bytes,
         "optimizer": optimizer,
         "state_bytes": state_bytes,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -161,7 +162,7 @@ def _type(found: Examination) -> str:
     if found.uncaptured:
         return "with shoal.offload_activations(): loss = criterion(model(x), y)"
     named = f', optimizer="{found.optimizer}"' if found.optimizer else ", optimizer=optimizer"
-    given = f'"{_size(found.budget_bytes)}"'
+    given = json.dumps(_size(found.budget_bytes) if found.budget is None else found.budget)
     if found.refused and not found.remedies:
         if found.least_bytes is None:
             return "nothing yet: no budget was found that works"
