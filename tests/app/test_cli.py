@@ -70,6 +70,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
         ([], "no budget was given"),
         (["--planner", "none", "--enforce"], "no budget was given"),
         (["--budget", "1GiB", "--model", "resnet19"], "unknown model 'resnet19': did you mean 'resnet18'?"),
+        (["--budget", "1GiB", "--model", "json:x"], "json:x: json has no function x"),  # :x: is an emoji for rich
         (["--budget", "1GiB", "--data", "digit"], "unknown data 'digit': did you mean 'digits'?"),
         (["--budget", "1GiB", "--planner", "optimal"], "no planner is called 'optimal'"),
         (["--budget", "1GiB", "--image", "100000"], "a batch of 128 x 3 x 100000 x 100000 takes"),
@@ -331,6 +332,7 @@ def test_a_split_network_saves_smaller_storages(here: Path) -> None:
     [
         (["--split", "2"], "depth=2.0: expected a share"),
         (["--split", "0.5", "--grid", "2by2"], "--grid 2by2: expected numbers of patches"),
+        (["--split", "0.5", "--grid", "²x2"], "--grid ²x2: expected numbers of patches"),
         (["--split", "0.5", "--grid", "99x1"], "grid=(99, 1) is finer than the feature map at the join"),
         (["--halo", "exact"], "nothing is split; give --split too"),
         (["--stochastic", "0.2"], "nothing is split; give --split too"),

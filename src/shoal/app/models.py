@@ -74,7 +74,7 @@ def find(name: str) -> Callable[..., Any]:
     close = difflib.get_close_matches(str(name).lower(), RESNETS, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
     raise InputError(
-        f"unknown model {name!r}: {hint}type a name below, or a function of yours, such as train.py:make_model",
+        f"unknown model {brief(name)}: {hint}type a name below, or a function of yours, such as train.py:make_model",
         details={"names": ", ".join(RESNETS), "if installed": "the names of torchvision.models and timm"},
     )
 

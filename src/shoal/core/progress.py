@@ -63,7 +63,7 @@ class Preparation:
 
     def show(self, stage: Stage, what: str, done: float, total: float | None) -> bool:
         """What is done now; whether there is a line to show it."""
-        if self._stage is None and (console := Console(stderr=True)).is_terminal:
+        if self._stage is None and (console := Console(stderr=True, emoji=False)).is_terminal:
             self._line = _ProgressLine(console, self.model)
         self.at(stage)
         if self._line is not None:
@@ -105,7 +105,7 @@ def preparing(
         preparation.at("first run")
         record(preparation)
         if was_shown:
-            Console(stderr=True).print(escape(str(preparation)), highlight=False, soft_wrap=True)
+            Console(stderr=True, emoji=False).print(escape(str(preparation)), highlight=False, soft_wrap=True)
         else:
             log.info("%s", preparation)
 

@@ -27,12 +27,12 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-errors = Console(stderr=True)
+errors = Console(stderr=True, emoji=False)  # what a user typed, such as train.py:x, may look like the name of one
 
 
 def output() -> Console:
     """Where results go: stdout, as wide as a row needs where it is not a terminal."""
-    console = Console()
+    console = Console(emoji=False)
     if not console.is_terminal:
         console.width = 240
     return console
@@ -100,6 +100,6 @@ def patch_grid(text: str) -> tuple[int, ...]:
         InputError: it is not numbers with an x in between.
     """
     parts = text.lower().split("x")
-    if not all(part.strip().isdigit() for part in parts):
+    if not all(part.strip().isdecimal() for part in parts):
         raise InputError(f"--grid {text}: expected numbers of patches with an x in between, such as 2x2")
     return tuple(int(part) for part in parts)

@@ -193,7 +193,7 @@ def _train_and_show(options: TrainOptions, json: Path | None, ranks: Ranks) -> i
     if json is not None and ranks.first:
         check_writable(json.absolute().parent)
     with run_folder(options.out) if ranks.first else nullcontext():
-        console = Console() if ranks.first else Console(quiet=True, force_terminal=False)
+        console = Console(emoji=False) if ranks.first else Console(quiet=True, force_terminal=False)
         with Display(console, options) as display:
             outcome = loop.train(options, display, ranks)
         if ranks.first:
