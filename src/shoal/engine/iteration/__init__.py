@@ -1,8 +1,8 @@
 """An iteration: forward and backward passes of captured graphs between two moments without a pending backward pass.
 
-`graphs` compiles each graph for its place, `meter` runs the passes and measures what lies between them, `record` notes
-what they hand to each other, `first` bounds the first run, `plan` makes one plan for all, `known` remembers an
-iteration that has run, `run` follows the calls of the models.
+`graphs` compiles each graph for its place, `record` notes what passes hand to each other, `metered` what was in use
+meanwhile, `first` bounds the first run, `plan` makes one plan for all, `variants` finds the best variants, `known`
+remembers an iteration that has run, `planned` plans it, `run` follows the calls of the models.
 
 Imports `engine` below it, `capture`, `core`, `cost`, `kernels`, `lowlevel`, `memory`, `offload` and `planners`.
 """
