@@ -18,7 +18,7 @@ from shoal.core.progress import Preparation, doing, preparing
 def terminal(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=True, force_interactive=True, color_system=None, width=120)
-    monkeypatch.setattr(progress, "Console", lambda stderr: console)
+    monkeypatch.setattr(progress, "Console", lambda stderr, emoji: console)
     return stream
 
 
