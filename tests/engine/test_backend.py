@@ -36,8 +36,8 @@ def wrong_after_training(planned: nn.Module, plain: nn.Module, batches: list[tor
     return differences(found, train(plain, batches))
 
 
-@pytest.mark.parametrize("planner", [keep_nothing, keep_by_chance(3, 0.5, 0.5), "joint", "chain", "keep_all"])
-def test_it_trains_like_plain_pytorch_with_every_planner(planner: Any) -> None:
+@pytest.mark.parametrize("planner", [keep_by_chance(3, 0.5, 0.5), "joint"])
+def test_it_trains_like_plain_pytorch_with_a_planner_of_ones_own_and_one_by_name(planner: Any) -> None:
     net, batches = nn.Sequential(*classifier(3, 8, 8), nn.Dropout(0.3)), images(3, 4, 3, 8, 8)
     assert not wrong_after_training(through_torch(net, budget="1TiB", planner=planner), net, batches)
 

@@ -71,15 +71,14 @@ def test_any_choice_of_what_to_keep_and_how_often_to_recompute_trains_like_plain
     assert_same_training(net, batches, keep_by_chance(seed, kept_share, again_share))
 
 
-@pytest.mark.parametrize("dims", [1, 2, 3])
-def test_recomputed_batch_norms_move_their_statistics_once_a_step(dims: int) -> None:
-    net = nn.Sequential(*blocks(3, 8, 8, 8, dims=dims))
-    trained = assert_same_training(net, images(3, 4, 3, *(8,) * dims))
+def test_recomputed_batch_norms_move_their_statistics_once_a_step() -> None:
+    net = nn.Sequential(*blocks(3, 8, 8, 8))
+    trained = assert_same_training(net, images(3, 4, 3, 8, 8))
     assert {s.layer for s in trained.shoal.plan.recomputed} >= {"0.1", "1.1"}
     assert trained[0][1].num_batches_tracked == 3
 
 
-@pytest.mark.parametrize(("dtype", "scaled"), [(torch.bfloat16, False), (torch.float16, False), (torch.float16, True)])
+@pytest.mark.parametrize(("dtype", "scaled"), [(torch.bfloat16, False), (torch.float16, True)])
 def test_mixed_precision_trains_like_plain_pytorch(dtype: torch.dtype, scaled: bool) -> None:
     net = nn.Sequential(*blocks(3, 8, 8), nn.Flatten(), nn.Dropout(0.2), nn.Linear(8 * 64, 4))
     assert_same_training(
