@@ -73,11 +73,10 @@ def train(model: nn.Module) -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
-@pytest.mark.parametrize("budget", ["64MiB", "2MiB"])
-def test_it_trains_as_in_plain_pytorch(budget: str) -> None:
+def test_it_trains_as_in_plain_pytorch() -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(*(layer for update in ALL for layer in (Assigns(update), nn.BatchNorm2d(4), nn.Tanh())))
-    model = shoal.compile(copy.deepcopy(plain), budget=budget, options=shoal.Options(strict=True))
+    model = shoal.compile(copy.deepcopy(plain), budget="2MiB", allow="bitwise", options=shoal.Options(strict=True))
     ours, expected = train(model), train(plain)
     for name, value in expected.items():
         assert torch.equal(ours[name], value), name

@@ -121,11 +121,11 @@ class WithLoss(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(128, 32)
-        self.blocks = nn.Sequential(*(nn.TransformerEncoderLayer(32, 2, 64, 0.0) for _ in range(2)))
+        self.block = nn.TransformerEncoderLayer(32, 2, 64, 0.0)
         self.head = nn.Linear(32, 128)
 
     def forward(self, words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = self.head(self.blocks(self.embedding(words)))
+        logits = self.head(self.block(self.embedding(words)))
         return F.cross_entropy(logits.flatten(0, 1), words.flatten()), logits
 
 
