@@ -86,24 +86,30 @@ def test_no_more_is_held_than_was_in_use_at_once_and_a_fiftieth(sizes: list[int]
         assert now.held >= now.in_use
 
 
-@pytest.mark.parametrize(
-    ("freed", "asked_mebibytes", "expected"),
-    [
-        ([2], 5, 2),  # it exists again
-        ([0, 2, 4], 4, 2),  # the smallest hole that it fits in, not the first
-        ([1, 3, 2], 7, 1),  # neighbouring holes are one, in whichever order they came about
-    ],
-)
-def test_which_hole_a_tensor_gets(freed: list[int], asked_mebibytes: int, expected: int) -> None:
+# What is freed of nine, one, five, one, seven and one MiB, how many are asked for then, and whose place they get.
+HOLES = [
+    ([2], 5, 2),  # it exists again
+    ([0, 2, 4], 4, 2),  # the smallest hole that it fits in, not the first
+    ([1, 3, 2], 7, 1),  # neighbouring holes are one, in whichever order they came about
+]
+
+
+def test_which_hole_a_tensor_gets() -> None:
+    """Each in a process of its own, forked before the allocator is switched on."""
     python(f"""
+import os
 import torch
 import shoal
-shoal.use_caching_allocator()
 def block(mebibytes): return torch.empty(mebibytes * 2**20, dtype=torch.uint8)
-blocks = [block(mebibytes) for mebibytes in (9, 1, 5, 1, 7, 1)]
-address = blocks[{expected}].data_ptr()
-for place in {freed}: blocks[place] = None
-assert block({asked_mebibytes}).data_ptr() == address
+for freed, asked_mebibytes, expected in {HOLES}:
+    child = os.fork()
+    if not child:
+        shoal.use_caching_allocator()
+        blocks = [block(mebibytes) for mebibytes in (9, 1, 5, 1, 7, 1)]
+        address = blocks[expected].data_ptr()
+        for place in freed: blocks[place] = None
+        os._exit(block(asked_mebibytes).data_ptr() != address)
+    assert os.waitpid(child, 0)[1] == 0, freed
 """)
 
 
