@@ -173,7 +173,7 @@ def train_within_a_limit(folder: Path) -> tuple[int, str, str]:
     os.chdir(folder)
     told = ["--offload-to", ".", "--out", "run", "--json", "result.json"]
     with pytest.MonkeyPatch.context() as patch:
-        put_in_place(patch, folder)
+        put_in_place(patch, folder, depth=4)
         done = invoke("train", *SMALL, "--planner", "hmms", "--budget", "1200KiB", "--enforce", *told)
     return done.exit_code, done.stdout, done.stderr
 
