@@ -66,10 +66,15 @@ MODULES = {name_of(path): path for path in ROOT.rglob("*.py")}
 
 
 @cache
+def parsed(module: str) -> ast.Module:
+    return ast.parse(MODULES[module].read_text())
+
+
+@cache
 def imports_of(module: str) -> frozenset[str]:
     """Modules of Shoal that this one imports, at its head or later; a package's names count as the package."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+    for node in ast.walk(parsed(module)):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -138,7 +143,7 @@ def test_every_folder_says_what_lives_there_and_what_it_imports(folder: Path) ->
 @cache
 def names_of_torch(module: str) -> frozenset[str]:
     """The full names that the module imports from torch, or reaches by attributes."""
-    tree = ast.parse(MODULES[module].read_text())
+    tree = parsed(module)
     found: set[str] = set()
     known: dict[str, str] = {}
     for node in ast.walk(tree):
@@ -199,8 +204,8 @@ def test_only_four_files_call_what_cuda_alone_has() -> None:
 
 def test_every_class_has_a_name_of_its_own() -> None:
     places: dict[str, list[str]] = {}
-    for module, path in MODULES.items():
-        for node in ast.walk(ast.parse(path.read_text())):
+    for module in MODULES:
+        for node in ast.walk(parsed(module)):
             if isinstance(node, ast.ClassDef):
                 places.setdefault(node.name, []).append(module)
     assert not {name: modules for name, modules in places.items() if len(modules) > 1}
