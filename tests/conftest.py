@@ -47,21 +47,18 @@ for _logger in logging.root.manager.loggerDict.values():
             _logger.setLevel(logging.WARNING)
 beside_compiling.leave_out()
 # Each capture makes and drops a hundred thousand objects: collecting them at every 700 was a tenth of its time.
-gc.set_threshold(10_000, 20, 20)
-
-
-def _manual_seed(seed: int) -> None:
-    """As `torch.manual_seed`, which notes a traceback for each kind of device that is not here: a millisecond."""
-    torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_available():
-        torch.cuda.manual_seed_all(seed)
+gc.set_threshold(50_000, 20, 20)
+# `torch.manual_seed` notes a traceback for each kind of device that is not here: a millisecond.
+for _devices in (torch.cuda, torch.xpu, torch.mtia):
+    if not _devices.is_available():
+        _devices.manual_seed_all = lambda seed: None
 
 
 class _TorchGenerator:
     """PyTorch's own generator, for Hypothesis: an example is what was drawn, not also what earlier ones used up."""
 
     def seed(self, seed: int) -> None:
-        _manual_seed(seed)
+        torch.manual_seed(seed)
 
     def getstate(self) -> Any:
         return torch.get_rng_state()
@@ -103,7 +100,7 @@ def _torchs_allocator() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _same_seed() -> Iterator[None]:
-    _manual_seed(0)
+    torch.manual_seed(0)
     yield
     metering.abandon()  # a forward pass that a test never sent back
     torch._dynamo.reset()
