@@ -128,7 +128,7 @@ def test_an_input_that_the_network_writes_over_is_written_over() -> None:
     assert float(x.min()) == 0
 
 
-@pytest.mark.parametrize("order", ["plain, fused", "fused, plain", "plain, fused, plain, fused"])
+@pytest.mark.parametrize("order", ["fused, plain", "plain, fused, plain, fused"])
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_a_batch_norm_that_is_called_fused_and_by_itself(order: str, momentum: float | None) -> None:
     class Twice(nn.Module):

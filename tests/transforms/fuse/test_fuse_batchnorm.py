@@ -394,7 +394,7 @@ def test_under_torch_compile(name: str) -> None:
 
 
 def _deep() -> nn.Module:
-    layers = [(_convolution(8, 8), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(8)]
+    layers = [(_convolution(8, 8), nn.BatchNorm2d(8), nn.ReLU()) for _ in range(4)]
     head = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3))
     return nn.Sequential(_convolution(3, 8), *(layer for three in layers for layer in three), *head)
 
