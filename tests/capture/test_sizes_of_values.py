@@ -79,11 +79,14 @@ class Watching(nn.Module):
                 y = y * number
             case "part of a factor":
                 y = (1 + 2 * number) * y - number
+            case "its size":
+                y = -number * y / (1 + abs(-number))
         return self.second(y)
 
 
 @pytest.mark.parametrize(
-    ("use", "n_graphs"), [("kept", 2), ("rounded", 2), ("counted", 2), ("a factor", 1), ("part of a factor", 1)]
+    ("use", "n_graphs"),
+    [("kept", 2), ("rounded", 2), ("counted", 2), ("a factor", 1), ("part of a factor", 1), ("its size", 1)],
 )
 def test_a_number_of_a_tensor_is_that_of_every_step(use: str, n_graphs: int) -> None:
     batches = images(3, 2, 3, 8, 8)

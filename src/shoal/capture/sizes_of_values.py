@@ -21,7 +21,7 @@ from shoal.capture.dynamo import GraphBreak
 from shoal.capture.failed_traces import place_in
 from shoal.errors import CaptureError
 
-_ARITHMETIC = (operator.mul, operator.add, operator.sub, operator.truediv)
+_ARITHMETIC = (operator.mul, operator.add, operator.sub, operator.truediv, operator.neg, operator.abs)
 
 
 def break_at_unknown_sizes(gm: fx.GraphModule) -> None:
