@@ -99,7 +99,10 @@ class UnderAutocast(Network):
         return y.float()
 
 
-def test_a_network_that_enters_autocast_needs_what_it_needs_when_called_under_it() -> None:
+def test_a_network_that_enters_autocast_needs_what_it_needs_when_called_under_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(split_forms, "_SLABS", ((4, True),))
     model, x = made()
     with pytest.raises(BudgetError) as entering:
         shoal.plan(UnderAutocast(), x, 1, allow=ALLOW)
