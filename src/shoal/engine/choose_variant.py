@@ -26,6 +26,7 @@ from shoal.engine.plan_kernels import check_kernels
 from shoal.engine.search.best_variant import best_variant
 from shoal.engine.search.encoding import EncodeNothing, Encoding
 from shoal.engine.search.priced import Encodable, InVariant, Priced, Prices
+from shoal.engine.search.search_state import Best
 from shoal.engine.search.variants import Forms, OwnForm, Variants
 from shoal.engine.search.without_effect import without_effect
 from shoal.engine.session import Session
@@ -213,12 +214,25 @@ def _best_form(
     def other(captured: Captured) -> StepGraph:
         return timed(planning_of(session.in_traced_layouts(captured)))
 
-    prices = Prices(means, session.in_regions, other, costs)
+    traced: dict[fx.GraphModule, Captured] = {}
 
-    def price(graph: fx.GraphModule) -> Priced[_Made]:
-        return prices.price(InVariant(capture(graph)))
+    def search() -> Best[fx.GraphModule, _Made]:
+        prices = Prices(means, session.in_regions, other, costs)
 
-    best = best_variant(variants, price, session.options.budget_bytes or 0, session.name)
+        def price(graph: fx.GraphModule) -> Priced[_Made]:
+            if graph not in traced:
+                traced[graph] = capture(graph)
+            return prices.price(InVariant(traced[graph]))
+
+        return best_variant(variants, price, session.options.budget_bytes or 0, session.name)
+
+    try:
+        with session.for_the_worst_loop():
+            best = search()
+    except BudgetError:
+        if not session.may_hope:
+            raise
+        best = search()
     if key:
         session.status.variants[key] = best.variant
     in_it, laid_out, planned, loop = best.made

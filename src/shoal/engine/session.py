@@ -114,6 +114,7 @@ class Session:
     _waiting_bytes: int = 0  # of calls that are left over
     _waits: int = 0
     _improved: bool = False
+    _is_for_worst_loop: bool = False
     _in_force: PlansInForce = field(init=False)
     _uncounted: memory_warnings.UncountedState = field(init=False)
     _layouts: TracedLayouts = field(default_factory=TracedLayouts)
@@ -286,13 +287,24 @@ class Session:
         self.on_repair()
 
     @property
-    def _may_hope(self) -> bool:
+    def may_hope(self) -> bool:
         """Whether a plan may be made for a loop that holds less: the first metered step shows whether it does."""
-        return not self.loop.learnt and self.ready_plan is None and self.on_repair is not None
+        may = not self.loop.learnt and self.ready_plan is None and self.on_repair is not None
+        return may and not self._is_for_worst_loop
+
+    @contextmanager
+    def for_the_worst_loop(self) -> Iterator[None]:
+        """Within the block, plans are made for the loop that holds the most: a variant in which the step fits whatever
+        the loop holds is taken before a faster one that only may."""
+        self._is_for_worst_loop = True
+        try:
+            yield
+        finally:
+            self._is_for_worst_loop = False
 
     def least_loop(self, planning: StepPlanning) -> LoopMemory:
         """The loop that holds least, of those that a plan may be made for."""
-        return best_case(self.loop, planning.outputs) if self._may_hope else self.loop
+        return best_case(self.loop, planning.outputs) if self.may_hope else self.loop
 
     def planning(self, captured: Captured, device: torch.device, aside_bytes: int = 0) -> StepPlanning:
         """The step, profiled here and ready to be planned, with that many more bytes set aside."""
@@ -326,7 +338,7 @@ class Session:
             return planning.plan(self.loop, encoding), self.loop
         except BudgetError as refused:
             error = self._hinted(refused, planning)
-        if not self._may_hope:
+        if not self.may_hope:
             raise error
         least = error
         for hoped in (usual_case(self.loop), best_case(self.loop, planning.outputs)):
@@ -511,7 +523,7 @@ class Session:
             BudgetError: no plan fits into such a loop; no weight has changed yet.
         """
         budget_bytes = self.status.budget_bytes
-        if budget_bytes is None or not self._may_hope or not self._in_force.have(iteration.steps):
+        if budget_bytes is None or not self.may_hope or not self._in_force.have(iteration.steps):
             return
         if any(step.departures for step in iteration.steps):
             return
