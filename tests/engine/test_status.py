@@ -53,6 +53,15 @@ def test_before_the_first_step_there_is_the_budget_alone() -> None:
         status.report("page.html")
 
 
+def test_the_plan_is_the_one_that_steps_of_the_largest_sizes_run_by(trained: Any) -> None:
+    """Not that of all sizes up to them, which other steps run by."""
+    status = trained.shoal
+    exact, up_to = sorted(status.plans, key=lambda plan: plan.is_at_most)
+    assert up_to.is_at_most and not exact.is_at_most
+    assert shape_of(exact) == shape_of(up_to) and status.plan is exact
+    assert f"up to {shape_of(up_to)}" in str(status)
+
+
 def test_printed_it_says_what_was_planned_and_measured(trained: Any) -> None:
     status = trained.shoal
     lines = str(status).splitlines()
@@ -62,9 +71,11 @@ def test_printed_it_says_what_was_planned_and_measured(trained: Any) -> None:
     assert said["measured peak"] == format_bytes(status.measured_peak_bytes)
     assert said["computed"] == "unmodified" and said["repairs"] == "none"
     rows = lines[-2:]
-    assert [row.split("  ")[0] for row in rows] == [shape_of(plan) for plan in status.plans]
+    assert [row.split("  ")[0] for row in rows] == [
+        "up to " * plan.is_at_most + shape_of(plan) for plan in status.plans
+    ]
     assert rows[0].startswith("3 x 3 x 16 x 16  ")
-    assert len(rows[0].split()) == len(rows[1].split()) and "recomputed" in lines[-3]
+    assert len(rows[0].split()) == len(rows[1].removeprefix("up to ").split()) and "recomputed" in lines[-3]
     assert len(repr(status)) < 60, "a debugger shows it in a line"
 
 

@@ -75,6 +75,7 @@ class Plan:
         kernels: those of ours that what it fuses, computes directly or encodes was planned with: "native", "triton";
             empty where it does none of that, where PyTorch's ops do it, and where it was planned for another machine.
         without_effect: a line for each means that was allowed by name and does not apply to the step.
+        is_at_most: whether the sizes of the step are the most that those of many calls may be.
     """
 
     graph: StepGraph
@@ -97,6 +98,7 @@ class Plan:
     compiled: tuple[str, ...] = field(default=(), compare=False)
     kernels: tuple[str, ...] = field(default=(), compare=False)
     without_effect: tuple[str, ...] = field(default=(), compare=False)
+    is_at_most: bool = field(default=False, compare=False)
 
     @cached_property
     def captured_graph(self) -> StepGraph:

@@ -387,6 +387,7 @@ class Session:
             checkpoints=captured.checkpoints,
             compiled=captured.read_with.compiled,
             without_effect=self.without_effect,
+            is_at_most=bool(captured.largest_nodes),
         )
         if self.ready_plan is None:
             plan = replace(plan, kernels=kernels_of(plan, device.type))

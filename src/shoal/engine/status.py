@@ -263,7 +263,12 @@ class Status:
     def plan(self) -> Plan | None:
         """The plan of the largest step so far; None before the first training step, and between two where plans are
         made again: `measured_peak_bytes` is None then, too."""
-        return max(self.plans, key=lambda plan: plan.plain_peak_bytes, default=None)
+        largest = _largest(self.plans)
+        if largest is None or not largest.is_at_most:
+            return largest
+        # One that was made for these sizes, not for all up to them, is what steps of these sizes run by.
+        exact = (plan for plan in self.plans if not plan.is_at_most and _input(plan) == _input(largest))
+        return _largest(exact) or largest
 
     @property
     def runs_again(self) -> bool:
@@ -332,10 +337,14 @@ class Status:
         return lossy_report(model, example, lossy, compiled=self._compiled, loss=loss, plan=plan)
 
 
+def _largest(plans: Iterable[Plan]) -> Plan | None:
+    return max(plans, key=lambda plan: plan.plain_peak_bytes, default=None)
+
+
 def _row(plan: Plan) -> tuple[str, ...]:
     residences = (getattr(plan, name) for name in _RESIDENCES)
     return (
-        _input(plan),
+        f"up to {_input(plan)}" if plan.is_at_most else _input(plan),
         format_bytes(plan.graph.resident_bytes),
         format_bytes(plan.predicted_peak_bytes),
         f"{1e3 * plan.predicted_seconds:.1f}",
