@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.core.joined_step import Pass, are_in_order
-from shoal.engine.iteration.plan import InOrder, in_order
+from shoal.core.joined_step import Interval, Part, Pass, are_in_order, joined_step
+from shoal.core.residence import Recompute
+from shoal.core.shares import Share
+from shoal.core.simulate import simulate
+from shoal.engine.compile_options import CompileOptions
+from shoal.engine.iteration.plan import InOrder, MeasuredIteration, Surroundings, in_order, plan_iteration
+from tests.core.test_joined_step import Y, layer_of_two_ops
 
 
 @st.composite
@@ -70,3 +76,26 @@ def test_passes_that_overlap_otherwise_are_no_step_and_neither_is_a_second_backw
     overlapping: list[Pass] = [(0, "forward"), (1, "forward"), (0, "backward"), (2, "forward")]
     assert in_order([*overlapping, (1, "backward"), (2, "backward")]) is None
     assert in_order([(0, "forward"), (0, "backward"), (0, "backward")]) is None
+
+
+def test_what_eager_code_uses_is_told_by_the_shares_under_which_it_was_measured() -> None:
+    """Not by those that its graphs have in the plan of another iteration, which was made since."""
+    part = Part(layer_of_two_ops(100), {Y})
+    passes: tuple[Pass, ...] = ((0, "forward"), (0, "backward"))
+    recomputing = Share({"hidden": Recompute(("second_back",))})
+    bare = joined_step("", [part], passes)
+    in_use = {
+        m.op: m.total_bytes
+        for m in simulate(bare, {"part0.hidden": Recompute(("part0.second_back",))}).moments
+        if m.phase != "recompute"
+    }
+    ops = ("eager0", "part0.second", "loss", "part0.first_back")
+    intervals = tuple(Interval(in_use[op] + (30 if op == "loss" else 0), in_use[op]) for op in ops)
+    measured = MeasuredIteration((part,), passes, (recomputing,), intervals, bare.resident_bytes, torch.device("cpu"))
+    for shares in (None, (Share(),)):
+        planned = plan_iteration(measured, Surroundings(CompileOptions()), ["net"], fixed=True, shares=shares)
+        assert planned is not None
+        (plan,) = planned.plans
+        loss = plan.graph.op_called["loss"]
+        assert loss.workspace_bytes == 30 and plan.graph.static_bytes == 0
+        assert planned.shares == (shares or (recomputing,))

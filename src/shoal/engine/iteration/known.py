@@ -201,10 +201,11 @@ class KnownIteration:
         shares = tuple(taken.get(run, share) for run, share in enumerate(measured.shares))
         try:
             planned = plan_iteration(
-                replace(measured, shares=shares),
+                measured,
                 around,
                 self.models,
                 fixed=fixed or bool(taken),
+                shares=shares,
                 apart=apart,
                 choose=choose,
             )

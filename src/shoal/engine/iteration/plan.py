@@ -441,6 +441,7 @@ def plan_iteration(
     models: Sequence[str],
     *,
     fixed: bool,
+    shares: Sequence[Share] | None = None,
     apart: bool = False,
     choose: Choose | None = None,
 ) -> PlannedIteration | None:
@@ -450,7 +451,8 @@ def plan_iteration(
         iteration: as it was metered.
         around: what it is planned for.
         models: whose each graph is.
-        fixed: whether the graphs keep the shares under which they were measured.
+        fixed: whether the graphs keep their shares.
+        shares: those; None: under which they were measured.
         apart: whether each graph starts and ends the transfers of its storages itself, as where not all graphs of the
             iteration may run.
         choose: plans a step of it in the best variant, if its sizes do not vary; None: as it was measured.
@@ -467,11 +469,12 @@ def plan_iteration(
     apart |= iteration.again or bool(whole.inner)
     plans: list[Plan] = []
     runs: list[tuple[int, ...]] = []
-    shares, variants = list(iteration.shares), dict[int, GraphVariant | None]()
+    found_shares, variants = list(iteration.shares if shares is None else shares), dict[int, GraphVariant | None]()
 
     def plan(step: InOrder, more_bytes: int, held_bytes: int, host_bytes: int = 0, *, is_whole: bool) -> None:
         measured = iteration.measured(step, whole=is_whole)
         own = iteration.runs_of(step)
+        kept = replace(measured, shares=tuple(found_shares[run] for run in own))
         name = " and ".join(dict.fromkeys(models[run] for run in own))
         used = measured.eager_use()
         bare = measured.graph(name, used)
@@ -485,18 +488,18 @@ def plan_iteration(
             return with_less_host(replace(with_held(bare, held_bytes), static_bytes=static_bytes), host_bytes)
 
         def plan_of(graph: StepGraph, planner: Planner | None = None, *, fixed: bool = False) -> Plan:
-            return _planned(measured, graph, around.options, planner, fixed=fixed, retains=iteration.again, apart=apart)
+            return _planned(kept, graph, around.options, planner, fixed=fixed, retains=iteration.again, apart=apart)
 
         def planned(*, fixed: bool) -> Plan:
             if choose is not None and not (fixed or any(measured.sizes)):
                 ports = tuple(iteration.ports[run] for run in own)
-                trained, shares_in = frozenset(measured.has_backward), partial(_shares, measured)
+                trained, shares_in = frozenset(measured.has_backward), partial(_shares, kept)
                 made = choose(own, VariantPlanning(measured.parts, ports, trained, graph, plan_of, shares_in))
             else:
                 found = plan_of(graph(measured.parts), fixed=fixed)
-                made = PlannedParts(found, _shares(measured, found))
+                made = PlannedParts(found, _shares(kept, found))
             for run, share in zip(own, made.shares, strict=True):
-                shares[run] = share
+                found_shares[run] = share
             variants.update(zip(own, made.variants, strict=False))
             return made.plan
 
@@ -517,8 +520,8 @@ def plan_iteration(
             plan(inner, now_bytes - before_bytes, 0, host_bytes + made.host_bytes, is_whole=False)
 
     plan(whole, around.more_bytes, around.held_bytes, is_whole=True)
-    computed = tuple(map(variants.get, range(len(shares)))) if variants else ()
-    return PlannedIteration(tuple(plans), tuple(runs), tuple(shares), computed)
+    computed = tuple(map(variants.get, range(len(found_shares)))) if variants else ()
+    return PlannedIteration(tuple(plans), tuple(runs), tuple(found_shares), computed)
 
 
 def with_less_host(graph: StepGraph, used_bytes: int) -> StepGraph:
