@@ -303,3 +303,9 @@ def test_a_dict_that_is_one_argument_is_given_in_a_tuple() -> None:
     with raising(InputError, "'batch'", "(example,)"):
         shoal.plan(OfADict(), batch, "1GiB")
     assert shoal.plan(OfADict(), (batch,), "1GiB", allow="keep").predicted_peak_bytes > 0
+
+
+@pytest.mark.parametrize("example", [(), [torch.ones(1, 4)] * 2, b"abc"])
+def test_an_example_of_another_number_of_arguments_is_refused_by_name(example: Any) -> None:
+    with raising(InputError, "Linear.forward", "argument"):
+        shoal.plan(nn.Linear(4, 4), example, hardware="p100-nvlink")

@@ -84,8 +84,7 @@ def in_dynamo(
         InputRefused: the model raises an exception of its own.
     """
     args, kwargs = arguments_of(example)
-    if kwargs:
-        _reject_other_names(model, kwargs, name)
+    _reject_other_arguments(model, args, kwargs, name)
     modes = [(module, module.training) for module in model.modules()]
     if not model.training:
         model.train()
@@ -122,11 +121,14 @@ def in_dynamo(
     raise CaptureError(_NO_STEP)
 
 
-def _reject_other_names(model: nn.Module, kwargs: Mapping[str, Any], name: str) -> None:
+def _reject_other_arguments(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> None:
     try:
-        signature(model.forward).bind(**kwargs)
+        signature(model.forward).bind(*args, **kwargs)
     except TypeError as error:
-        raise InputError(f"{name}.forward: {error}; type (example,) to pass a dict as its only argument") from None
+        otherwise = (
+            "(example,) to pass a dict as its only argument" if kwargs else "a tuple with a value for each of them"
+        )
+        raise InputError(f"{name}.forward: {error}; type {otherwise}") from None
 
 
 class InputRefused(CaptureError):
