@@ -167,7 +167,7 @@ def test_a_graph_that_does_not_encode_what_was_planned_is_said_and_planned_again
         return replace(found, shares=tuple(map(Share, elsewhere)))
 
     encode_everything(monkeypatch)
-    monkeypatch.setattr("shoal.engine.iteration.run.plan_best_variant", mistaken)
+    monkeypatch.setattr("shoal.engine.iteration.planned.plan_best_variant", mistaken)
     torch.manual_seed(0)
     plain = two_stages()
     status = compiled(model := copy.deepcopy(plain))

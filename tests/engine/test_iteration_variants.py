@@ -147,7 +147,7 @@ def test_a_graph_that_is_not_what_it_was_planned_as_is_said_and_planned_again(
         found = planned(*args)
         return replace(found, variants=tuple(replace(one, fingerprint="another") for one in found.variants))
 
-    monkeypatch.setattr("shoal.engine.iteration.run.plan_best_variant", mistaken)
+    monkeypatch.setattr("shoal.engine.iteration.planned.plan_best_variant", mistaken)
     torch.manual_seed(0)
     plain = two_graphs()
     model = shoal.compile(copy.deepcopy(plain), budget="3MiB", allow="bitwise")
