@@ -207,6 +207,7 @@ class Metering:
         outputs = self._ran(iteration, run, arguments)
         iteration.runs += 1
         self.calls.started(given, outputs, step.n_outputs, step.results, step)
+        self._in_pass = False
         self._mark_after(iteration)
         if record is not None:
             lasting = None
@@ -252,6 +253,7 @@ class Metering:
                 self._running.close()  # else it would count for other models
                 raise
             self.iteration = Iteration(begin_bytes, old, record=None, refused=refusals(step.device))
+            self._in_pass = True  # for other threads, which look before this one runs
             self._takes_the_counter()
 
     def returned(self, results: Any, node: Any) -> None:
@@ -283,17 +285,18 @@ class Metering:
         except BaseException as error:
             self._failed(begun.iteration, error)
             raise
-        finally:
-            self._in_pass = False
         self._end_backward(begun, gradients)
         return gradients
 
     def _begin_backward(self, step: Metered, arguments: Sequence[Any]) -> _BackwardRun | None:
         """The backward pass that begins; None if it is of no iteration."""
         self.gradients_are_used = False
-        call = self.calls.goes_back(arguments, step)
         iteration = self.iteration
-        if iteration is None or iteration.has_ended or (call is None and not self.by_call):
+        is_metered = iteration is not None and not iteration.has_ended
+        self._in_pass = is_metered  # before the call is under way no longer: other threads look at both
+        call = self.calls.goes_back(arguments, step)
+        if iteration is None or not is_metered or (call is None and not self.by_call):
+            self._in_pass = False
             return None  # no call is known of one that is sent back a second time
         old = [one for gradients in iteration.old_gradients.values() for one in gradients]
         if not iteration.went_back:
@@ -324,10 +327,12 @@ class Metering:
     def _end_backward(self, begun: _BackwardRun, gradients: Any) -> None:
         iteration, record = begun.iteration, begun.iteration.record
         if iteration is not self.iteration and not self.by_call:
+            self._in_pass = False
             return  # given up by another model's call
         if begun.number is not None and record is not None:
             record.went_back(begun.number, gradients)
         self._mark_after(iteration)
+        self._in_pass = False
         if begun.call is not None and iteration.closely:
             iteration.fates.ends_backward(begun.call, begun.tangents)
         if self._backward_ended is not None:
@@ -381,18 +386,17 @@ class Metering:
             self._ran_out(iteration, used_bytes, between)
 
     def _ran(self, iteration: Iteration, run: Run, arguments: list[Any]) -> Any:
+        """Run a pass; it is over for other threads once its call is under way, or not any more."""
         self._in_pass = True
         try:
             return run(arguments)
         except BaseException as error:
             self._failed(iteration, error)
             raise
-        finally:
-            self._in_pass = False
 
     def _failed(self, iteration: Iteration, error: BaseException) -> None:
         iteration.failed = True
-        self._will_end = False
+        self._will_end = self._in_pass = False
         if isinstance(error, torch.OutOfMemoryError):
             self.learn_refusals(between=False)
         if not self.by_call:
