@@ -284,7 +284,7 @@ def iteration(*peaks_bytes: int) -> Iteration:
     """A metered one, with these peaks of its forward pass, its loss and its backward pass."""
     made = Iteration(0, {}, record=None)
     intervals = (Interval(peak_bytes, 0) for peak_bytes in (0, *peaks_bytes))
-    return replace(made, intervals=list(intervals), _phases=["forward", "backward"])
+    return replace(made, intervals=list(intervals), phases=["forward", "backward"])
 
 
 PLAN = keep_all(conv_bn_relu_chain(3), HARDWARE, 0)

@@ -314,7 +314,7 @@ class _Caller(ModelCall):
         is held meanwhile is known to an iteration only. Else those calls are left over, as of a batch that the loop has
         skipped."""
         session, calls = self.session, self.session.metering.calls
-        if session.ready_plan is not None or session.replayed is not None:
+        if not session.may_be_iteration:
             return False
         if calls.again or not calls.under_way():
             return calls.again

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -407,8 +407,10 @@ class Metering:
         if iteration.closely and (given_bytes := self._running.count_reads()):
             iteration.was_given(given_bytes)
         self._mark(iteration, passed=True)
-        if not self.by_call:
-            self._running.go_on(self._in_use(arguments))
+        more_bytes = 0 if self.by_call else self._running.go_on(self._in_use(arguments))
+        if more_bytes and iteration.intervals:
+            before = iteration.intervals[-1]  # a gradient that the caller has kept is in use when the pass begins
+            iteration.intervals[-1] = replace(before, end_bytes=before.end_bytes + more_bytes)
 
     def _mark_after(self, iteration: Iteration) -> None:
         self._mark(iteration, passed=False)

@@ -242,6 +242,11 @@ class Session:
             log.info("%s: the loop holds more than was planned with; planning again", self._said_name)
             self._plan_anew()
 
+    @property
+    def may_be_iteration(self) -> bool:
+        """Whether calls that overlap, or run backward twice, may be planned together from the next call on."""
+        return self.ready_plan is None and self.replayed is None and self.on_repair is not None
+
     def has_new_plans(self) -> bool:
         """Whether the next step may be one that is metered."""
         return not self.status.plans or self._in_force.any_is_to_be_metered()
@@ -575,7 +580,7 @@ class Session:
             if budget_bytes is not None and measured.peak_bytes > budget_bytes:
                 memory_warnings.given_plan_is_over(self._said_name, measured.peak_bytes, budget_bytes)
             return
-        if self.metering.calls.again and self.on_repair is not None:  # the next call begins an iteration
+        if self.metering.calls.again and self.may_be_iteration:  # the next call begins one
             if budget_bytes is not None and measured.peak_bytes > budget_bytes:
                 memory_warnings.graph_is_kept(self._said_name, measured.peak_bytes, budget_bytes)
             return

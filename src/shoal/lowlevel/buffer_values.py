@@ -5,7 +5,7 @@ the graph at each, in a loop leaves the rest of the function out of all graphs, 
 `knowing_buffers` it computes what is asked for with the buffers' values and goes on with a number; the captured graph
 is guarded by the values that it depends on. A buffer that no Python code depends on is an input as before.
 
-PyTorch does not guarantee these names; 2.12 to 2.15 have them, and `tests/lowlevel/test_buffer_values.py` tests that.
+PyTorch does not guarantee these names; 2.12, 2.13 and 2.15 have them. `tests/lowlevel/test_buffer_values.py` runs them.
 """
 
 from __future__ import annotations

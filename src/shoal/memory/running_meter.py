@@ -101,14 +101,17 @@ class RunningMeter:
         if self.device.type == "cuda":
             self._others_bytes = max(0, self._others_bytes - self._passing_bytes)
 
-    def go_on(self, tensors: Iterable[torch.Tensor]) -> None:
+    def go_on(self, tensors: Iterable[torch.Tensor]) -> int:
         """Another pass begins, in which these tensors are in use. Those that were not counted yet, as of the next
         micro-batch, are in use only from here on; those on "meta", which stand for memory to come, have been counted.
+
+        Returns:
+            How many bytes were not counted yet; 0 where passes are recorded.
         """
         if self._recorder is not None:
             self._recorder.start(tensors)
-        else:
-            self.count(tensor for tensor in tensors if tensor.device.type == self.device.type)
+            return 0
+        return self.count(tensor for tensor in tensors if tensor.device.type == self.device.type)
 
     def _passing_now_bytes(self) -> int:
         return sum(allocated_bytes(held.nbytes, self.device) for held in self._passing if held.is_alive)

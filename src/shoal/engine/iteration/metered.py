@@ -111,6 +111,9 @@ class Iteration:
         is_mixed: whether one of them has come.
         fates: what became of its results, and of gradients.
         has_ended: whether its last backward pass is over.
+        reserved_bytes: as of `Measured`.
+        phases: of its passes, in order.
+        given: what `was_given`, and how many intervals were over then.
     """
 
     begin_bytes: int
@@ -136,11 +139,11 @@ class Iteration:
     after: int = 0
     is_beside: bool = False
     is_mixed: bool = False
-    fates: Fates = field(default_factory=lambda: Fates())
+    fates: Fates = field(default_factory=Fates)
     has_ended: bool = False
     reserved_bytes: int = 0
-    _phases: list[Phase] = field(default_factory=list)
-    _given: list[tuple[int, int]] = field(default_factory=list)
+    phases: list[Phase] = field(default_factory=list)
+    given: list[tuple[int, int]] = field(default_factory=list)
 
     def state_is_now(self, state_bytes: int) -> None:
         """An optimizer has stepped; its state will be there from the beginning of the next iteration on."""
@@ -161,27 +164,27 @@ class Iteration:
 
     def went(self, phase: Phase, step: Metered) -> None:
         """A pass of a step begins."""
-        self._phases.append(phase)
+        self.phases.append(phase)
         if step not in self.steps:
             self.steps.append(step)
 
     def was_given(self, nbytes: int) -> None:
         """Code between the passes has read so much that was there before the iteration: it has been all along."""
         self.late_bytes += nbytes
-        self._given.append((len(self.intervals), nbytes))
+        self.given.append((len(self.intervals), nbytes))
 
     def measured(self) -> Measured:
         """What it has used so far."""
         peaks: dict[str, list[int]] = {"forward": [0], "loss": [0], "backward": [0]}
         before_backward_bytes = 0
         for place, one in enumerate(self.intervals):
-            phase, is_pass = self._phases[place // 2], bool(place % 2)
-            later_bytes = sum(nbytes for until, nbytes in self._given if place < until)
+            phase, is_pass = self.phases[place // 2], bool(place % 2)
+            later_bytes = sum(nbytes for until, nbytes in self.given if place < until)
             if place:  # before the first pass nothing has run yet
                 peaks[phase if is_pass else "loss"].append(one.peak_bytes + later_bytes)
             if phase == "backward" and not is_pass and one.end_bytes:
                 before_backward_bytes = max(before_backward_bytes, one.end_bytes + later_bytes)
-        given_bytes = sum(nbytes for _, nbytes in self._given)
+        given_bytes = sum(nbytes for _, nbytes in self.given)
         forward_bytes, loss_bytes, backward_bytes = map(max, peaks.values())
         return Measured(
             forward_bytes, loss_bytes, backward_bytes, before_backward_bytes, self.reserved_bytes, given_bytes

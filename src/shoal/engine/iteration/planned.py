@@ -61,8 +61,9 @@ class PlannedGraphs(GraphSequence):
     Args:
         session: of all models.
         device: where they run.
-        models: by name, as somebody else holds them.
-        shared: whether they share a `shoal.Budget`.
+        models: by name, as somebody else holds them: Dynamo keeps this object for good.
+        shared: whether they share a `shoal.Budget`: then everything that is allocated counts, and a call cannot begin
+            again, for others have run before it.
         broken: where Dynamo could not go on when the model was to be one graph, and why.
         before: calls that are under way, of a model that was one graph up to here.
 

@@ -47,21 +47,7 @@ log = logging.getLogger("shoal")
 
 
 class Iterations(PlannedGraphs):
-    """The iterations of one or several models.
-
-    Args:
-        session: of all of them.
-        device: where they run.
-        models: by name, as somebody else holds them: Dynamo keeps this object for good.
-        shared: whether they share a `shoal.Budget`: then everything that is allocated counts, and a call cannot begin
-            again, for others have run before it.
-        broken: where Dynamo could not go on when the model was to be one graph, and why.
-        before: calls that are under way, of a model that was one graph up to here.
-
-    Attributes:
-        models: those that are alive, by name.
-        known: the iterations that have run, by their graphs.
-    """
+    """The iterations of one or several models, as these are called. Its arguments are those of `PlannedGraphs`."""
 
     def __init__(
         self,
