@@ -62,6 +62,24 @@ class Recurrent(nn.Module):
         return self.after(y.transpose(1, 2))
 
 
+class Heads(Chain):
+    """Two layers of one class, with numbers of their own that divide a size: Dynamo makes them a symbol."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        grouped = [ByGroups(groups)(self.then(stage(x))) for stage, groups in zip(self.stages, (2, 4), strict=False)]
+        return self.head(torch.cat(grouped, 1).mean((2, 3)))
+
+
+class ByGroups(nn.Module):
+    def __init__(self, groups: int) -> None:
+        super().__init__()
+        self.groups = groups
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        n, _, height, width = x.shape
+        return x.view(n, -1, self.groups, height, width).transpose(1, 2).reshape(n, -1, height, width) ** 2
+
+
 class Normalized(Chain):
     """A function with a number that PyTorch takes as a constant only, called with the same one twice."""
 
@@ -287,6 +305,13 @@ def test_a_function_whose_number_is_a_constant_to_pytorch_is_a_graph_for_each_an
     planned = assert_same_training(Normalized(breaks), images(3, 2, 3, 8, 8))
     ops = [op.target for op in planned.shoal.plan.graph.ops if op.phase == "forward"]
     assert sum("group_norm" in op for op in ops) == 3
+
+
+def test_a_number_of_a_layer_that_shapes_its_tensors_is_a_number_in_each_graph() -> None:
+    """As the classes of a detector's two heads."""
+    stages = [nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3)]
+    planned = assert_same_training(Heads(breaks, stages, channels=8), images(3, 2, 3, 8, 8))
+    assert _parts(planned.shoal.plan.graph) >= 3
 
 
 def _parts(graph: StepGraph) -> int:

@@ -242,12 +242,20 @@ def make_static(gm: fx.GraphModule, but: Collection[Any] = ()) -> None:
         gm: a graph of Dynamo's.
         but: symbols that stay.
     """
-    tensors = (value for node in gm.graph.nodes for value in tree_leaves(node.meta.get("example_value")))
-    for value in tensors:
-        if isinstance(value, torch.Tensor):
-            for size in (*value.shape, *value.stride(), value.storage_offset()):
-                if isinstance(size, torch.SymInt) and not _is_drawn(size) and not _is_of(size, but):
-                    int(size)
+    sizes = [
+        size
+        for node in gm.graph.nodes
+        for value in tree_leaves(node.meta.get("example_value"))
+        if isinstance(value, torch.Tensor)
+        for size in (*value.shape, *value.stride(), value.storage_offset())
+        if isinstance(size, torch.SymInt) and not _is_drawn(size) and not _is_of(size, but)
+    ]
+    shaping = {symbol for size in sizes for symbol in expression_of(size).free_symbols} - set(but)
+    # A number that a module has, such as its classes: that 15 // k is 3 does not say what k is.
+    numbers = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
+    given = [one for one in numbers if isinstance(one, torch.SymInt) and expression_of(one) in shaping]
+    for size in (*given, *sizes):
+        int(size)
 
 
 def _in_words(source: str) -> str:
