@@ -237,7 +237,32 @@ def test_the_precision_of_products_may_be_said_in_pytorchs_new_way_and_the_old()
 def test_a_wrong_choice_of_kernels_is_refused_before_anything_is_measured(monkeypatch):
     monkeypatch.setenv("SHOAL_KERNELS", "cuda")
     with raising(InputError, "SHOAL_KERNELS=cuda"):
-        measurement_cache.recall("costs", torch.device("cpu"))
+        measurement_cache.recall("costs", torch.device("cpu"), [])
+
+
+def test_a_file_is_read_once_however_many_steps_ask_and_again_when_another_process_has_written_it(cache, monkeypatch):
+    reads = []
+    read_json = measurement_cache.read_json
+    monkeypatch.setattr(measurement_cache, "read_json", lambda path: reads.append(path) or read_json(path))
+    cpu = torch.device("cpu")
+    for number in range(5):
+        measurement_cache.remember("costs", cpu, {f"op {number}": [1.0, 0, 0.0]})
+    assert measurement_cache.recall("costs", cpu, ["op 0", "op 4", "op 5"]).keys() == {"op 0", "op 4"}
+    assert not reads
+    (file,) = (cache / "costs").iterdir()
+    content = json.loads(file.read_text())
+    content["entries"]["op 5"] = [2.0, 0, 0.0]
+    file.write_text(json.dumps(content))
+    assert measurement_cache.recall("costs", cpu, ["op 5"]) == {"op 5": [2.0, 0, 0.0]}
+    assert reads == [file]
+
+
+def test_the_oldest_measurements_are_dropped(cache, monkeypatch):
+    monkeypatch.setattr(measurement_cache, "_MOST_ENTRIES", 2)
+    cpu = torch.device("cpu")
+    for number in range(3):
+        measurement_cache.remember("costs", cpu, {f"op {number}": [1.0, 0, 0.0]})
+    assert measurement_cache.recall("costs", cpu, ["op 0", "op 1", "op 2"]).keys() == {"op 1", "op 2"}
 
 
 def test_other_settings_are_another_machine():

@@ -21,7 +21,7 @@ BUDGET_BYTES = int(0.8 * keep_all(STEP, HARDWARE, 0).predicted_peak_bytes)
 
 
 def measured() -> object:
-    known = measurement_cache.recall("costs", CPU)
+    known = measurement_cache.recall("costs", CPU, ["op"])
     measurement_cache.remember("costs", CPU, {"op": [1.0]})
     return known or {"op": [1.0]}
 
@@ -60,9 +60,9 @@ def test_what_was_measured_on_another_processor_of_the_same_name_is_not_used(
 ) -> None:
     monkeypatch.setenv("SHOAL_CACHE", str(tmp_path))
     measurement_cache.remember("workspaces", CPU, {"convolution": 4096})
-    assert measurement_cache.recall("workspaces", CPU) == {"convolution": 4096}
+    assert measurement_cache.recall("workspaces", CPU, ["convolution"]) == {"convolution": 4096}
     with monkeypatch.context() as lowered:
         lowered.setenv("ONEDNN_MAX_CPU_ISA", "SSE41")
-        assert measurement_cache.recall("workspaces", CPU) == {}
+        assert measurement_cache.recall("workspaces", CPU, ["convolution"]) == {}
     monkeypatch.setattr(measurement_cache, "vector_flags", lambda: ("avx2", "amx_tile"))
-    assert measurement_cache.recall("workspaces", CPU) == {}
+    assert measurement_cache.recall("workspaces", CPU, ["convolution"]) == {}

@@ -46,7 +46,7 @@ def measure(device: str | torch.device = "cpu", *, cache: bool = True) -> Hardwa
         InputError: the device is not available.
     """
     place = measurement_cache.device_of(device)
-    known = measurement_cache.recall("rates", place).get("hardware") if cache else None
+    known = measurement_cache.recall("rates", place, ["hardware"]).get("hardware") if cache else None
     if known is not None:
         try:
             hardware = read_record(Hardware, known, "hardware")

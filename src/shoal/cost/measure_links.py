@@ -99,7 +99,7 @@ def _file(place: torch.device, folder: str | Path | None, cache: bool) -> Measur
 
 
 def _recalled(key: str, place: torch.device) -> tuple[MeasuredLink, ...] | None:
-    known = measurement_cache.recall("links", place).get(key)
+    known = measurement_cache.recall("links", place, [key]).get(key)
     try:
         return read_value(tuple[MeasuredLink, ...], known, key) or None
     except InputError:  # missing or invalid

@@ -11,12 +11,13 @@ import os
 import platform
 import re
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from shoal.core.files import cache_dir, write_json
+from shoal.core.files import cache_dir, json_text, write_text
 from shoal.core.records import read_json, read_object
 from shoal.errors import InputError
 from shoal.lowlevel import cuda_calls, dispatch
@@ -26,6 +27,10 @@ from shoal.memory import cpu_allocator
 
 _MAX_DEPTH = 8  # of lists and objects in a cached value
 _FORMAT = 6
+_MOST_ENTRIES = 20_000  # of a subject: 2 MB, which take 20 ms to write; the oldest are dropped
+# What the files had when they were last read, and by which they are known to be the same still. They have every op that
+# was ever measured here, and each step asks for some 50 of them.
+_read: dict[Path, tuple[object, dict[str, Any]]] = {}
 
 
 def device_of(name: str | torch.device) -> torch.device:
@@ -96,8 +101,8 @@ def _float32_precision() -> list[str]:
     return [kind.fp32_precision for kind in kinds]
 
 
-def recall(subject: str, device: torch.device) -> dict[str, Any]:
-    """The cached entries of `subject` ("costs", "rates"); empty if there are none, or the file is damaged.
+def recall(subject: str, device: torch.device, keys: Iterable[str]) -> dict[str, Any]:
+    """The cached entries of `subject` ("costs", "rates") under some keys; none if the file is damaged.
 
     Only the depth of the values is checked; the caller validates them.
 
@@ -106,36 +111,51 @@ def recall(subject: str, device: torch.device) -> dict[str, Any]:
     """
     machine = describe(device)
     try:
-        path = _path(subject, device)
+        path = _path(subject, machine, device)
     except InputError:  # no writable cache folder
         return {}
+    entries = _entries(path, machine)
+    return {key: entries[key] for key in keys if key in entries}
+
+
+def _entries(path: Path, machine: dict[str, Any]) -> dict[str, Any]:
     try:
         if not path.is_file():  # to read a FIFO waits for whoever writes to it
             return {}
-        value = read_object(read_json(path), "it")
-        entries = read_object(value.get("entries"), "entries")
+        stamp = _stamp(path)
+        if path not in _read or _read[path][0] != stamp:
+            value = read_object(read_json(path), "it")
+            entries = read_object(value.get("entries"), "entries")
+            known = {key: each for key, each in entries.items() if _is_shallow(each, _MAX_DEPTH)}
+            _read[path] = stamp, known if value.get("machine") == machine else {}
+        return _read[path][1]
     except OSError:
         return {}
     except InputError as error:
-        warnings.warn(f"ignored {path}, which is not a cache file of Shoal ({error}); measuring again", stacklevel=3)
+        warnings.warn(f"ignored {path}, which is not a cache file of Shoal ({error}); measuring again", stacklevel=4)
         return {}
-    if value.get("machine") != machine:
-        return {}
-    return {key: each for key, each in entries.items() if _is_shallow(each, _MAX_DEPTH)}
 
 
 def remember(subject: str, device: torch.device, entries: dict[str, Any]) -> bool:
     """Add `entries` to the cached ones of `subject`; False if they cannot be written."""
+    machine = describe(device)
     try:
-        path = _path(subject, device)
+        path = _path(subject, machine, device)
         path.parent.mkdir(parents=True, exist_ok=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # warned already, when the file was first read
-            known = recall(subject, device)
-        write_json(path, {"machine": describe(device), "entries": {**known, **entries}})
+            known = _entries(path, machine)
+        now = dict([*known.items(), *entries.items()][-_MOST_ENTRIES:])
+        write_text(path, json_text({"machine": machine, "entries": now}, indent=None))
+        _read[path] = _stamp(path), now
     except (OSError, InputError):
         return False
     return True
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    status = path.stat()
+    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 def _is_shallow(value: Any, levels: int) -> bool:
@@ -144,8 +164,7 @@ def _is_shallow(value: Any, levels: int) -> bool:
     return not inner or (levels > 0 and all(_is_shallow(each, levels - 1) for each in inner))
 
 
-def _path(subject: str, device: torch.device) -> Path:
-    machine = describe(device)
+def _path(subject: str, machine: dict[str, Any], device: torch.device) -> Path:
     digest = hashlib.sha256(json.dumps(machine, sort_keys=True).encode()).hexdigest()[:12]
     words = re.sub(r"[^a-z0-9]+", "-", f"{device.type} {machine['device']}".lower()).strip("-")
     return cache_dir() / subject / f"{words}-{digest}.json"

@@ -116,9 +116,7 @@ def profile(
     times of ops that depend on values (sorting, sparse indexing) are only indicative.
     """
     place = measurement_cache.device_of(device)
-    # Only what this step asks for is read: the cache holds every op that was ever measured here.
-    known = measurement_cache.recall(subject, place) if cache else {}
-    found = _readable({key: known[key] for key in nodes if key in known})
+    found = _readable(measurement_cache.recall(subject, place, nodes)) if cache else {}
     missing = {key: node for key, node in nodes.items() if key not in found}
     measured: dict[str, _Cost] = {}
 
@@ -144,8 +142,7 @@ def profile(
 
 def recalled(nodes: Mapping[str, fx.Node], *, device: str | torch.device = "cpu") -> Costs:
     """Those of `profile` that were measured before, on this machine; nothing runs."""
-    known = _readable(measurement_cache.recall("costs", measurement_cache.device_of(device)))
-    return _as_costs({key: known[key] for key in nodes if key in known})
+    return _as_costs(_readable(measurement_cache.recall("costs", measurement_cache.device_of(device), nodes)))
 
 
 def _as_costs(found: Mapping[str, _Cost]) -> Costs:

@@ -138,7 +138,8 @@ def _costs(units: Iterable[_RegionUnit], device: torch.device) -> Costs:
 
 def _recall_operands(regions: Iterable[CompiledRegion], device: torch.device) -> None:
     """Which operands may be written over was found out by an earlier process on this machine."""
-    known = recall(_OPERANDS, device)
+    regions = list(regions)
+    known = recall(_OPERANDS, device, [region.digest for region in regions])
     for region in regions:
         places = known.get(region.digest)
         if region.overwritable is None and isinstance(places, list) and all(isinstance(one, int) for one in places):
@@ -146,8 +147,8 @@ def _recall_operands(regions: Iterable[CompiledRegion], device: torch.device) ->
 
 
 def _remember_operands(regions: Iterable[CompiledRegion], device: torch.device) -> None:
-    known = recall(_OPERANDS, device)
     found = {r.digest: list(r.overwritable) for r in regions if r.overwritable is not None and not r.failure}
+    known = recall(_OPERANDS, device, found)
     if new := {digest: places for digest, places in found.items() if digest not in known}:
         remember(_OPERANDS, device, new)
 
