@@ -65,8 +65,12 @@ def knowing_buffers() -> Iterator[None]:
 @cache
 def _let_dynamo_ask() -> None:
     """From here on, in this process; without effect outside of `knowing_buffers`."""
-    method: Any = TensorVariable.method_item
-    TensorVariable.method_item = _known_item(method)  # type: ignore[method-assign]
+    variable: Any = TensorVariable
+    methods = getattr(variable, "tp_methods", {})  # which has `item` in 2.15
+    if "item" in methods:
+        methods["item"] = type(methods["item"])(_known_item(methods["item"].handler))
+    else:
+        variable.method_item = _known_item(variable.method_item)
     _dynamo.run_node = _reading_numbers(_dynamo.run_node)
     _dynamo._get_fake_value_impl = _noticing_changes(_dynamo._get_fake_value_impl)
     for translator in _with_subclasses(symbolic_convert.InstructionTranslatorBase):
