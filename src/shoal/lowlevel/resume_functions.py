@@ -1,8 +1,8 @@
 """Dynamo's resume functions, which run what follows a graph break: made to release what they are given, and in loops.
 
 Each resume function calls the next one, and CPython keeps the arguments of a call until it returns: at the end of a
-forward pass one tensor is alive for each graph break before it. Dynamo passes the values in a list instead and empties
-that, but only if the function deletes a variable.
+forward pass one tensor is alive for each graph break before it. Within `releasing_arguments` the values are passed in a
+list, which the function empties; of itself 2.13 does so for a function that deletes a variable.
 
 Where a graph breaks in a loop, Dynamo makes none and leaves the whole function out of all graphs. The resume function
 of a loop over a few layers is called with those that are left, and may break again.
@@ -10,61 +10,115 @@ of a loop over a few layers is called with those that are left, and may break ag
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from copy import deepcopy
+from dis import opmap
+from functools import cache, partial
 from math import prod
 from types import CodeType
 from typing import Any
 
 from torch import nn
-from torch._dynamo import resume_execution
 from torch._dynamo.bytecode_analysis import JUMP_OPNAMES
-from torch._dynamo.bytecode_transformation import Instruction, create_instruction
+from torch._dynamo.bytecode_transformation import (
+    Instruction,
+    create_binary_subscr,
+    create_instruction,
+    create_load_const,
+    overwrite_instruction,
+    transform_code_object,
+)
+from torch._dynamo.resume_execution import ContinueExecutionCache
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables.lists import ListIteratorVariable, RangeIteratorVariable, TupleIteratorVariable
 
-_resume: Any = resume_execution
-_STACK = "___stack0"  # what Dynamo calls the result of the call that broke the graph
+_resume: Any = ContinueExecutionCache
+_VALUES = "__shoal_frame_values"  # the argument that is the list
+_asked: ContextVar[bool] = ContextVar("releasing_arguments", default=False)
 _ITERATORS = (ListIteratorVariable, TupleIteratorVariable, RangeIteratorVariable)  # what a resume function can be given
 _MOST_ITERATIONS = 32  # each that breaks is a capture of the same function, and Dynamo takes 64 of one
 
 
 @contextmanager
 def releasing_arguments() -> Iterator[None]:
-    """While the block runs, Dynamo makes resume functions that release each argument after its last use.
-
-    What else calls Dynamo meanwhile, as another thread, gets such functions too; they compute the same.
-    """
-    original = _resume.transform_code_object
-    if not hasattr(_resume.ContinueExecutionCache, "uses_boxed_call"):  # 2.12
-        yield
-        return
-
-    def transform(code: CodeType, change: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return original(code, _as_if_deleting(code, change), *args, **kwargs)
-
-    _resume.transform_code_object = transform
+    """While the block runs, Dynamo makes resume functions that release each argument after its last use."""
+    _let_dynamo_release()
+    before = _asked.set(True)
     try:
         yield
     finally:
-        _resume.transform_code_object = original
+        _asked.reset(before)
 
 
-def _as_if_deleting(code: CodeType, change: Callable[..., Any]) -> Callable[..., Any]:
-    """A change of bytecode, which sees instructions that delete each variable; they are not in the result."""
+@cache
+def _let_dynamo_release() -> None:
+    """From here on, in this process; without effect outside of `releasing_arguments`."""
+    translator: Any = InstructionTranslatorBase
+    translator.codegen_call_resume = staticmethod(_passing_a_list(translator.codegen_call_resume))
+    _resume.generate = staticmethod(_taking_a_list(_resume.generate))
 
-    def changed(instructions: list[Instruction], options: dict[str, Any]) -> Any:
-        added = [create_instruction("DELETE_FAST", argval=name) for name in (_STACK, *code.co_varnames)]
-        for one in added:
-            one.offset = sys.maxsize  # after the graph break, wherever that is
-        instructions[:0] = added  # in front: Dynamo compares the ends of a function and of its resume functions
-        result = change(instructions, options)
-        ours = set(map(id, added))
-        instructions[:] = [one for one in instructions if id(one) not in ours]
-        return result
 
-    return changed
+def _taking_a_list(generate: Callable[..., CodeType]) -> Callable[..., CodeType]:
+    def generated(*args: Any) -> CodeType:
+        code = generate(*args)
+        names = code.co_varnames[2 : code.co_argcount]
+        # Dynamo's own with a list, in 2.13, and those that are made of another one, come as they are to be.
+        if not _asked.get() or names in ((), ("__resume_frame_values",), (_VALUES,)):
+            return code
+        *_, inner, _pops_result = args  # the resume functions of the calls within, of which it calls the last
+        change = partial(_take_from_list, inner_takes_a_list=bool(inner) and _takes_a_list(inner[-1]))
+        taking, _ = transform_code_object(code, change)
+        _resume.generated_code_metadata[taking] = _resume.generated_code_metadata[code]
+        return taking
+
+    return generated
+
+
+def _passing_a_list(call: Callable[..., None]) -> Callable[..., None]:
+    def called(codes: list[CodeType], names: list[str], codegen: Any) -> None:
+        call(codes, names, codegen)
+        if _takes_a_list(codes[-1]):
+            _as_one_argument(reversed(codegen.get_instructions()))
+
+    return called
+
+
+def _takes_a_list(code: CodeType) -> bool:
+    return code.co_varnames[2:3] == (_VALUES,)
+
+
+def _as_one_argument(instructions: Iterable[Instruction]) -> None:
+    """The first list of values that a list of arguments is extended by is appended instead."""
+    extend = next(one for one in instructions if one.opname == "LIST_EXTEND")
+    extend.opname, extend.opcode = "LIST_APPEND", opmap["LIST_APPEND"]
+
+
+def _take_from_list(instructions: list[Instruction], options: dict[str, Any], inner_takes_a_list: bool) -> None:
+    """Change the bytecode of a resume function: what it is given is in a list, which it empties."""
+    names, count = options["co_varnames"], options["co_argcount"]
+    if inner_takes_a_list:
+        _as_one_argument(instructions)
+    on_stack = [name for name in names[2:count] if name.startswith("___stack")]
+    for one in [one for one in instructions if one.opname == "LOAD_FAST" and one.argval in on_stack]:
+        place = instructions.index(one)
+        instructions[place : place + 1] = overwrite_instruction(one, _taken(on_stack.index(one.argval)))
+    options["co_argcount"] = 3
+    options["co_varnames"] = (*names[:2], _VALUES, *names[2 + len(on_stack) :])
+    begins = 1 + next(place for place, one in enumerate(instructions) if one.opname == "STORE_FAST")
+    instructions[begins:begins] = [
+        one
+        for place, name in enumerate(names[2 + len(on_stack) : count], len(on_stack))
+        for one in (*_taken(place), create_instruction("STORE_FAST", argval=name))
+    ]
+
+
+def _taken(place: int) -> list[Instruction]:
+    """Loads a value of the list, which has None there from then on."""
+    value = [create_instruction("LOAD_FAST", argval=_VALUES), create_load_const(place)]
+    cleared = [create_load_const(None), *deepcopy(value), create_instruction("STORE_SUBSCR")]
+    return [*value, create_binary_subscr(), *cleared]
 
 
 @contextmanager
