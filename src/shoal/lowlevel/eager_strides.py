@@ -338,8 +338,13 @@ _SAVES_STATISTICS = (
     _aten.native_group_norm.default,
     _aten.native_layer_norm.default,
 )
-# Laid out in the memory format of their first argument, in a shape of their own.
-_RESHAPING = (_aten.reflection_pad3d.default, _aten.replication_pad3d.default)
+# Laid out in the memory format of their first argument, in a shape of their own; 2.12 needs it for 2d, too.
+_RESHAPING = (
+    _aten.reflection_pad2d.default,
+    _aten.reflection_pad3d.default,
+    _aten.replication_pad2d.default,
+    _aten.replication_pad3d.default,
+)
 _N_ALIKE = {_aten.log_sigmoid_forward.default: 2, _aten._prelu_kernel_backward.default: 2}  # results, where not one
 # Tagged as pointwise, but not one pass of TensorIterator over the arguments.
 _OTHERWISE = {
