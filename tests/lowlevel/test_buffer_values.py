@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shoal
 from shoal.lowlevel.buffer_values import knowing_buffers
-from tests.engine.training_laws import assert_same_training, differences, train
+from tests.engine.training_laws import assert_same_training, differences, needs_compiler, train
 
 
 class Padded(nn.Module):
@@ -251,6 +251,7 @@ def test_a_counter_is_unknown_in_the_end(kind: type[Kept]) -> None:
     assert counts[-4:] == [counts[-1]] * 4
 
 
+@needs_compiler  # as a plan of several graphs does
 @pytest.mark.parametrize("kind", [CountsBefore, CountsAfter])
 def test_a_model_with_a_counter_trains_as_before(kind: type[Kept]) -> None:
     planned = assert_same_training(
@@ -259,6 +260,7 @@ def test_a_model_with_a_counter_trains_as_before(kind: type[Kept]) -> None:
     assert planned.shoal.plan.breaks
 
 
+@needs_compiler
 def test_a_buffer_that_another_one_sets_each_step_does_not_end_the_training() -> None:
     """A schedule of the loop's own: after a few values the model is several graphs."""
     plain, planned = (nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 3), Kept()) for _ in range(2))
