@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -122,3 +123,38 @@ def test_nothing_is_held_that_eager_mode_releases(function: Callable[..., torch.
     assert torch.equal(result, expected)
     assert max(held) < len(held) - 1
     assert all(mine <= eager for mine, eager in zip(held_compiled, held, strict=True))
+
+
+@pytest.fixture
+def breaks_within_calls() -> Iterator[None]:
+    """Dynamo breaks where a called function breaks; else the call does, and the function's graphs are its own."""
+    with torch._dynamo.config.patch(nested_graph_breaks=True):
+        torch._dynamo.reset()
+        yield
+
+
+@pytest.mark.usefixtures("breaks_within_calls")
+def test_functions_without_values_call_them() -> None:
+    x = torch.rand(3)
+
+    def without() -> torch.Tensor:
+        return in_a_row(x)
+
+    with releasing_arguments():
+        assert torch.equal(torch.compile(without, backend="eager")(), in_a_row(x))
+
+
+@pytest.mark.usefixtures("breaks_within_calls")
+@pytest.mark.parametrize("first", [True, False])
+def test_what_is_compiled_elsewhere_calls_them_and_they_call_it(first: bool) -> None:
+    model, x = nested(1), torch.rand(3)
+
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return in_a_row(model(x)) * 2
+
+    def tripled(x: torch.Tensor) -> torch.Tensor:
+        return in_a_row(model(x)) * 3
+
+    for function, releasing in ((doubled, first), (tripled, not first)):
+        with releasing_arguments() if releasing else nullcontext():
+            assert torch.equal(torch.compile(function, backend="eager")(x), function(x))

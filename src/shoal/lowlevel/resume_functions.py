@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from copy import deepcopy
 from dis import opmap
-from functools import cache, partial
+from functools import cache
 from math import prod
 from types import CodeType
 from typing import Any
@@ -61,17 +61,26 @@ def _let_dynamo_release() -> None:
 
 
 def _taking_a_list(generate: Callable[..., CodeType]) -> Callable[..., CodeType]:
-    def generated(*args: Any) -> CodeType:
-        code = generate(*args)
-        names = code.co_varnames[2 : code.co_argcount]
-        # Dynamo's own with a list, in 2.13, and those that are made of another one, come as they are to be.
-        if not _asked.get() or names in ((), ("__resume_frame_values",), (_VALUES,)):
+    def generated(of: CodeType, *args: Any) -> CodeType:
+        code = generate(of, *args)
+        if of in _resume.generated_code_metadata:  # then `generate` has called this with the function that it is of
             return code
         *_, inner, _pops_result = args  # the resume functions of the calls within, of which it calls the last
-        change = partial(_take_from_list, inner_takes_a_list=bool(inner) and _takes_a_list(inner[-1]))
-        taking, _ = transform_code_object(code, change)
-        _resume.generated_code_metadata[taking] = _resume.generated_code_metadata[code]
-        return taking
+        given = code.co_varnames[2 : code.co_argcount]  # in a list already: by 2.13, where a variable is deleted
+        asked = _asked.get() and given not in ((), ("__resume_frame_values",))
+        passes = bool(inner) and _takes_a_list(inner[-1])
+        if not asked and not passes:
+            return code
+
+        def change(instructions: list[Instruction], options: dict[str, Any]) -> None:
+            if passes:
+                _as_one_argument(instructions)
+            if asked:
+                _take_from_list(instructions, options)
+
+        changed, _ = transform_code_object(code, change)
+        _resume.generated_code_metadata[changed] = _resume.generated_code_metadata[code]
+        return changed
 
     return generated
 
@@ -95,11 +104,9 @@ def _as_one_argument(instructions: Iterable[Instruction]) -> None:
     extend.opname, extend.opcode = "LIST_APPEND", opmap["LIST_APPEND"]
 
 
-def _take_from_list(instructions: list[Instruction], options: dict[str, Any], inner_takes_a_list: bool) -> None:
+def _take_from_list(instructions: list[Instruction], options: dict[str, Any]) -> None:
     """Change the bytecode of a resume function: what it is given is in a list, which it empties."""
     names, count = options["co_varnames"], options["co_argcount"]
-    if inner_takes_a_list:
-        _as_one_argument(instructions)
     on_stack = [name for name in names[2:count] if name.startswith("___stack")]
     for one in [one for one in instructions if one.opname == "LOAD_FAST" and one.argval in on_stack]:
         place = instructions.index(one)
