@@ -45,7 +45,7 @@ model = shoal.compile(model, budget="256MiB", options=shoal.Options(budget_of="r
 try:
     model(torch.zeros(32, 3, 128, 128, device="cuda")).sum().backward()
 except shoal.errors.BudgetError as error:
-    print("refused", error, flush=True)
+    print("refused", " ".join(str(error).split()), flush=True)
 del beside
 torch.cuda.empty_cache()
 model(torch.zeros(16, 3, 128, 128, device="cuda")).sum().backward()
