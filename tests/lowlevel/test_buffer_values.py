@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import fx, nn
@@ -286,3 +287,20 @@ def test_without_effect_on_others() -> None:
     torch._dynamo.reset()
     torch.compile(Kept(), backend=backend)(torch.randn(2, 3))
     assert len(graphs) > 1
+
+
+class RoundsUp(nn.Module):
+    """Pads to whole windows, whose number NumPy tells, as MONAI's SwinUNETR does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(3, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = int(np.ceil(x.shape[0] / 4)) * 4
+        return self.after(F.pad(self.before(x), (0, 0, 0, rows - x.shape[0])).relu())
+
+
+def test_a_model_that_computes_with_sizes_in_numpy_is_one_graph() -> None:
+    planned = assert_same_training(RoundsUp(), [torch.randn(rows, 3) for rows in (5, 5, 7, 10, 4)])
+    assert not planned.shoal.plan.breaks

@@ -113,7 +113,9 @@ def _reading_numbers(run_node: Callable[..., Any]) -> Callable[..., Any]:
         with _Reading(node, output) as reading:
             result = run_node(output, node, args, kwargs, module)
         numbers = reading.numbers
-        if numbers:  # what the op takes as a number, as a size to pad to, is one in the graph, too
+        if numbers and isinstance(result, Number):  # it only reads, as NumPy's `item` does
+            node.op, node.target, node.args, node.kwargs = "call_function", type(result), (result,), {}
+        elif numbers:  # what the op takes as a number, as a size to pad to, is one in the graph, too
             node.args = fx.map_arg(node.args, lambda operand: numbers.get(operand, operand))
             node.kwargs = fx.map_arg(node.kwargs, lambda operand: numbers.get(operand, operand))
         return result
