@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import pairwise
 
 import pytest
@@ -35,8 +36,32 @@ def test_cuts_lie_within_omega_of_the_even_ones_and_leave_no_patch_empty(
     assert none == ()
     ends = [0, *cuts, -(-length // stride)]
     assert all(a < b for a, b in pairwise(ends))
-    for i, cut in enumerate(cuts, 1):
-        assert abs(stride * cut - i * length / parts) <= omega * length / parts + stride
+    joined = ends[-1]
+    for i, cut in enumerate(cuts, 1):  # the paper's interval of the joined tensor, or the even cut if it is empty
+        assert abs(cut - i * joined / parts) <= omega * joined / parts or cut == i * joined // parts
+
+
+@pytest.mark.parametrize("rows, strides, expected", [(32, (1, 2), range(7, 10)), (224, (2, 2, 2, 2), range(6, 9))])
+def test_each_row_of_the_papers_interval_is_drawn_as_often_as_any_other(
+    rows: int, strides: tuple[int, ...], expected: range
+) -> None:
+    plan = split(nn.Sequential(*(nn.Conv2d(1, 1, 3, s, 1) for s in strides)), 1.0, (2, 1), stochastic=0.2).plan
+    assert plan is not None
+    torch.manual_seed(0)
+    drawn = Counter(draw(plan, (rows, rows), 0.2)[0][0] for _ in range(3000))
+    assert sorted(drawn) == list(expected)
+    assert max(drawn.values()) < 1.15 * min(drawn.values())  # about 1000 each, at a fixed seed
+
+
+def test_that_nothing_is_drawn_is_logged_once_for_each_size(caplog: pytest.LogCaptureFixture) -> None:
+    divided = split(nn.Sequential(nn.Conv2d(1, 1, 3, 1, 1)), 1.0, stochastic=0.2)
+    for rows in (8, 8, 16):
+        divided(torch.randn(2, 1, rows, rows))
+        divided.draw(torch.randn(2, 1, rows, rows))
+    assert [record.getMessage() for record in caplog.records] == [
+        "stochastic=0.2 draws nothing: at the join of 8 x 8 rows only the even cuts are within omega; give a smaller "
+        "depth or a greater omega"
+    ]
 
 
 @given(lengths, parts, omegas, strides)
@@ -59,7 +84,7 @@ def test_a_compiled_step_gets_the_cuts_that_were_drawn(length: int, parts: int, 
 
 
 def test_draws_come_from_torchs_generator_and_so_resume() -> None:
-    plan = split(models.build("vgg19_cifar", seed=0), 0.5, stochastic=0.2).plan
+    plan = split(models.build("vgg19_cifar", seed=0), 0.25, stochastic=0.2).plan
     assert plan is not None
     torch.manual_seed(5)
     state = torch.get_rng_state()

@@ -294,7 +294,10 @@ def test_split_in_eval_mode_it_normalises_by_the_running_statistics() -> None:
     net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU())
     divided = split(net, 1.0)
     divided(torch.randn(2, 3, 8, 8))
+    assert "eval" not in repr(divided) + divided.describe((8, 8))
     divided.split_in_eval = True
+    assert "split_in_eval=True" in repr(divided)
+    assert divided.describe((8, 8)).splitlines()[0].endswith("; split in eval mode too")
     x = torch.randn(2, 3, 8, 8)
     torch.testing.assert_close(divided.eval()(x), net(x))  # 1x1 windows lose nothing at the cuts
 

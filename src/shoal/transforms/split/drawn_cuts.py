@@ -1,8 +1,9 @@
 """Stochastic Split-CNN (Jin and Hong, ASPLOS'19, section 3.3): cuts drawn again for every mini-batch.
 
-The i-th of N parts of L rows of the input ends at a row drawn evenly from ceil((i - omega) * L / N) to
-floor((i + omega) * L / N), or the nearest one at which all layers can be cut and leave every patch large enough for
-them (`patch_sizes`).
+The i-th of N patches of the joined tensor, the output split scheme of L rows, ends at a row drawn uniformly from
+ceil((i - omega) * L / N) to floor((i + omega) * L / N). Cuts of earlier tensors follow from it. Rows that would leave a
+patch too small for its layers (`patch_sizes`) are moved to the nearest one that does not. If there is no row in that
+interval, the even cut is taken.
 
 A step that is compiled takes its cuts as sizes of tensors without elements, so that one compiled step serves every
 draw: the sizes are symbols there, each with its minimum and maximum.
@@ -82,13 +83,12 @@ def _cuts(
 ) -> Cuts:
     even, rows = plan.even_cuts(sizes), all_min_rows(plan, sizes, measuring)
     found = []
-    for dim, (length, parts, joined) in enumerate(zip(sizes, plan.grid, plan.joined(sizes), strict=True)):
-        scale, offset = plan.cuts[dim].scales[plan.extents[0]], plan.cuts[dim].offsets[plan.extents[0]]
+    for dim, (parts, length) in enumerate(zip(plan.grid, plan.joined(sizes), strict=True)):
         cuts: list[int] = []
         for i in range(1, parts):
             low, high = math.ceil((i - omega) * length / parts), math.floor((i + omega) * length / parts)
-            row = choose(low, high) if low <= high else scale * even[dim][i - 1] + offset
-            first, last = (cuts[-1] if cuts else 0) + rows[dim][i - 1], joined - sum(rows[dim][i:])
-            cuts.append(min(max(round((row - offset) / scale), first), last))
+            row = choose(low, high) if low <= high else even[dim][i - 1]
+            first, last = (cuts[-1] if cuts else 0) + rows[dim][i - 1], length - sum(rows[dim][i:])
+            cuts.append(min(max(row, first), last))
         found.append(tuple(cuts))
     return tuple(found)

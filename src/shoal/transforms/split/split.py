@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -21,6 +22,8 @@ from shoal.transforms.split.split_plan import SplitPlan, plan_split
 from shoal.transforms.split.split_region import SplitRegion, choose_region
 from shoal.transforms.stand_in import StandIn, check_network
 from shoal.transforms.tracing import traced
+
+_log = logging.getLogger("shoal")
 
 BatchNormMode = Literal["patch", "joint"]
 CUTS_ARGUMENT = "shoal_cuts"  # of `SplitModule.forward`
@@ -49,9 +52,9 @@ def split(
         depth: share of the convolutional layers to split, 0 to 1, from the first on; joined at the next block boundary.
         grid: patches along each spatial dimension, as many numbers as the convolutions have dimensions.
         stochastic: omega of Stochastic Split-CNN (section 3.3), 0 or more and less than 0.5; 0.2 is the paper's. Every
-            training forward draws its cuts from torch's global generator of the CPU, of those that leave every patch
-            large enough for its layers. `shoal.compile` makes one plan for all draws, which takes some times as long to
-            capture.
+            training forward draws the cuts of the joined tensor from torch's global generator of the CPU, within omega
+            of the even ones and such that every patch is large enough for its layers. `shoal.compile` makes one plan
+            for all draws, which takes some times as long to capture.
         batch_norm: "patch" normalises each patch by itself, and running statistics see every patch (the paper);
             "joint" normalises by the statistics of all patches, as the unsplit network does.
         join: name of the module to join after, instead of `depth`; "auto" for the last possible place where an op that
@@ -82,7 +85,8 @@ def split(
     2      1    0:4, 4:8  1+1, 1+1  1+1
 
     Limits: normalisations over space other than batch norm, adaptive pooling, transposed convolutions, circular padding
-    and reshapes cannot run patch by patch. Where layers halve the image often, few cuts fit them all: draws are coarse.
+    and reshapes cannot run patch by patch. If the joined tensor has few rows, omega leaves few cuts, or only the even
+    ones, which is logged.
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
@@ -136,6 +140,7 @@ class SplitModule(StandIn):
         self.split_in_eval = False
         self._plan: SplitPlan | None = None
         self._split: tuple[fx.GraphModule, ...] = ()
+        self._drawn_sizes: set[tuple[int, ...]] = set()
         self._known: dict[Any, tuple[tuple[Region, ...], tuple[Region, ...]]] = {}
         check_network(model, ", which cannot run patch by patch; give the network it was made from")
         graph = traced(model, fx.Tracer(), training=True, instead="split a part of it")
@@ -172,6 +177,7 @@ class SplitModule(StandIn):
         if shoal_cuts is not None:
             cuts = drawn_cuts.from_sizes(shoal_cuts)
         elif self.stochastic is not None and self.training:
+            self._warn_of_even_cuts(sizes)
             cuts = drawn_cuts.draw(plan, sizes, self.stochastic, self._measuring(args))
         else:
             cuts = plan.even_cuts(sizes)
@@ -193,6 +199,7 @@ class SplitModule(StandIn):
         if self.stochastic is None:  # raised here, where no compiler is between the error and the caller
             self._regions(sizes, self._plan.even_cuts(sizes), self._measuring(args), drawn=False)
             return None
+        self._warn_of_even_cuts(sizes)
         how = (self._plan, sizes, self.stochastic, self._measuring(args))
         return drawn_cuts.as_sizes(drawn_cuts.draw(*how), *drawn_cuts.limits(*how))
 
@@ -255,13 +262,29 @@ class SplitModule(StandIn):
         if self._plan is None:
             return "nothing is split"
         self.check(sizes)
-        table = _described(self._plan, tuple(sizes), self.batch_norm)
+        table = _described(self._plan, tuple(sizes), self.batch_norm, in_eval=bool(self.split_in_eval))
         return table if self.stochastic is None else f"{table}\n{_drawn(self._plan, tuple(sizes), self.stochastic)}"
 
     def extra_repr(self) -> str:
         drawn = "" if self.stochastic is None else f", stochastic={self.stochastic}"
         halo = ", halo='exact'" if self._plan is not None and self._plan.exact else ""
-        return f"grid={self.grid}, batch_norm={self.batch_norm!r}{drawn}{halo}"
+        in_eval = ", split_in_eval=True" if self.split_in_eval else ""
+        return f"grid={self.grid}, batch_norm={self.batch_norm!r}{drawn}{halo}{in_eval}"
+
+    def _warn_of_even_cuts(self, sizes: tuple[int, ...]) -> None:
+        """Warn once for a size of which omega leaves only one row for every cut, so that nothing is drawn."""
+        if self._plan is None or not self.stochastic or torch.compiler.is_compiling() or sizes in self._drawn_sizes:
+            return
+        self._drawn_sizes.add(sizes)
+        low, high = drawn_cuts.limits(self._plan, sizes, self.stochastic)
+        if low == high:
+            joined = " x ".join(map(str, self._plan.joined(sizes)))
+            _log.warning(
+                "stochastic=%s draws nothing: at the join of %s rows only the even cuts are within omega; give a smaller "
+                "depth or a greater omega",
+                self.stochastic,
+                joined,
+            )
 
     def _sizes_of(self, args: Sequence[Any]) -> tuple[int, ...]:
         dims = len(self.grid)
@@ -329,7 +352,7 @@ def _drawn(plan: SplitPlan, sizes: tuple[int, ...], omega: float) -> str:
     return "\n".join(lines)
 
 
-def _described(plan: SplitPlan, sizes: tuple[int, ...], batch_norm: str) -> str:
+def _described(plan: SplitPlan, sizes: tuple[int, ...], batch_norm: str, *, in_eval: bool) -> str:
     cores = plan.cores(sizes, plan.even_cuts(sizes))
     regions = plan.regions(sizes, cores)
     rows = [("layer", "dim", "patches", "padding", "of the layer")]
@@ -350,4 +373,6 @@ def _described(plan: SplitPlan, sizes: tuple[int, ...], batch_norm: str) -> str:
         else f"batch norm {'by patch' if batch_norm == 'patch' else 'over all'}"
     )
     head = f"{count} patches ({times[0]}) of {times[1]}, joined at {times[2]}; {mode}"
+    if in_eval:
+        head += "; split in eval mode too"
     return "\n".join([head, *aligned(rows)])
