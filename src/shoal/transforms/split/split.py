@@ -280,8 +280,8 @@ class SplitModule(StandIn):
         if low == high:
             joined = " x ".join(map(str, self._plan.joined(sizes)))
             _log.warning(
-                "stochastic=%s draws nothing: at the join of %s rows only the even cuts are within omega; give a smaller "
-                "depth or a greater omega",
+                "stochastic=%s draws nothing: at the join of %s rows only the even cuts are within omega; give a "
+                "smaller depth or a greater omega",
                 self.stochastic,
                 joined,
             )
