@@ -44,6 +44,6 @@ def test_its_json_says_everything(tmp_path: Path) -> None:
 
 def test_a_row_of_the_table_says_what_its_point_uses() -> None:
     first = dict(zip(COLUMNS, rows(made_up_frontier())[0], strict=True))
-    assert first["budget"] == "400 B" and first["of plain %"] == "40.0" and first["added %"] == "+50.0"
+    assert first["budget"] == "400 B" and first["of plain %"] == "40.0" and first["added"] == "+50.0 %"
     assert (first["kept"], first["recomputed"], first["encoded"]) == ("1: 100 B", "2: 300 B", "-")
     assert first["computed"] == str(WHOLE)

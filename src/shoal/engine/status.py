@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from shoal.capture.call_arguments import Example
+from shoal.core.added_time import added_text
 from shoal.core.columns import aligned
 from shoal.core.lossy import LossyOptions
 from shoal.core.plan import Plan
@@ -94,7 +95,7 @@ class Status:
             return f"{_size(self.budget_bytes, 'no budget')}; no training step has been planned yet"
         predicted = self.predicted_peak_bytes or 0
         share = f", {predicted / self.budget_bytes:.1%} of the budget".replace("%", " %") if self.budget_bytes else ""
-        slower = f"{plan.added_seconds / plan.plain_seconds:+.1%}".replace("%", " %") if plan.plain_seconds else "+0 %"
+        slower = added_text(plan.predicted_seconds, plan.plain_seconds)
         by_stage = {stage: self.stage_seconds(stage) for stage in STAGES}
         lines = [
             plan.graph.model or "model",

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from shoal.core.added_time import added_text
 from shoal.core.frontier import FrontierData, FrontierPoint
 from shoal.core.sizes import format_bytes
-from shoal.report.frontier_table import COLUMNS, described_added, row, rows
+from shoal.report.frontier_table import COLUMNS, row, rows
 from shoal.report.page import page
 from shoal.report.svg import NARROWEST, kind_of
 from shoal.report.words import Tile, format_percent, format_seconds
@@ -33,7 +34,7 @@ def render(frontier: FrontierData) -> str:
 def _headline(frontier: FrontierData) -> str:
     least = frontier.usable or frontier.points[0]
     share = format_percent(least.predicted_peak_bytes / frontier.plain_peak_bytes)
-    return f"From {share} of plain PyTorch's memory at {described_added(frontier.added_share(least))} time"
+    return f"From {share} of plain PyTorch's memory at {added_text(least.seconds, frontier.plain_seconds)} time"
 
 
 def _lede(frontier: FrontierData) -> str:
@@ -46,13 +47,13 @@ def _lede(frontier: FrontierData) -> str:
         return f"{text} Your budget of {format_bytes(frontier.budget_bytes)} is too small: {least} is the least."
     return (
         f"{text} Inside your budget of {format_bytes(frontier.budget_bytes)} a step takes "
-        f"{format_seconds(point.seconds)}, {described_added(frontier.added_share(point))} of plain PyTorch's."
+        f"{format_seconds(point.seconds)}, {added_text(point.seconds, frontier.plain_seconds)} of plain PyTorch's."
     )
 
 
 def _tiles(frontier: FrontierData) -> list[Tile]:
     def tile(label: str, point: FrontierPoint) -> Tile:
-        added = described_added(frontier.added_share(point))
+        added = added_text(point.seconds, frontier.plain_seconds)
         return Tile(label, format_seconds(point.seconds), f"{added}, {format_bytes(point.predicted_peak_bytes)}")
 
     plain = Tile("Plain PyTorch", format_seconds(frontier.plain_seconds), format_bytes(frontier.plain_peak_bytes))
@@ -81,7 +82,7 @@ def _charts(frontier: FrontierData) -> dict[str, Any]:
         "peak": [format_bytes(point.predicted_peak_bytes) for point in points],
         "seconds": [point.seconds for point in points],
         "bound": [point.bound_seconds for point in points],
-        "added": [described_added(frontier.added_share(point)) for point in points],
+        "added": [added_text(point.seconds, frontier.plain_seconds) for point in points],
         "variant": [str(point.variant) for point in points],
         "kind": [kind_of(point.variant) for point in points],
         "uses": {name: [getattr(point, name).nbytes for point in points] for name in residences},

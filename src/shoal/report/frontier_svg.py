@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from shoal.core.added_time import added_text
 from shoal.core.frontier import FrontierData
 from shoal.core.sizes import format_bytes
-from shoal.report.frontier_table import described_added, title
+from shoal.report.frontier_table import title
 from shoal.report.svg import BOTTOM, HEIGHT, LEFT, NARROWEST, RIGHT, TOP, WIDTH, Axis, Chart, kind_of
 
 _UNITS = (("B", 1), ("KiB", 2**10), ("MiB", 2**20), ("GiB", 2**30), ("TiB", 2**40))
@@ -40,7 +41,9 @@ def render_svg(frontier: FrontierData) -> str:
     if drawn_bytes is not None:
         chart.budget(drawn_bytes, f"your budget, {format_bytes(drawn_bytes)}")
     for point in points:
-        about = f"{format_bytes(point.budget_bytes)}, {described_added(frontier.added_share(point))}, {point.variant}"
+        about = (
+            f"{format_bytes(point.budget_bytes)}, {added_text(point.seconds, frontier.plain_seconds)}, {point.variant}"
+        )
         chart.point(kind_of(point.variant), point.budget_bytes, min(point.seconds, slowest), about)
     chart.point("plain", plain_bytes, plain_seconds, "plain PyTorch")
     least = points[0]
@@ -49,7 +52,7 @@ def render_svg(frontier: FrontierData) -> str:
     chart.text(
         x(least.budget_bytes) + 10,
         y(min(least.seconds, slowest)) - 9,
-        f"{share}, {described_added(frontier.added_share(least))} time{beyond}",
+        f"{share}, {added_text(least.seconds, frontier.plain_seconds)} time{beyond}",
         kind="least",
     )
     return chart.svg()

@@ -7,11 +7,12 @@ from collections.abc import Iterable, Sequence
 from rich.markup import escape
 from rich.table import Table
 
+from shoal.core.added_time import added_text
 from shoal.core.frontier import FrontierData, FrontierPoint, Storages
 from shoal.core.sizes import format_bytes
 
 COLUMNS = (
-    "budget", "of plain %", "predicted peak", "step ms", "added %", "bound ms", "kept", "recomputed", "offloaded",
+    "budget", "of plain %", "predicted peak", "step ms", "added", "bound ms", "kept", "recomputed", "offloaded",
     "encoded", "computed",
 )  # fmt: skip
 
@@ -43,16 +44,6 @@ def title(frontier: FrontierData) -> str:
     return f"{frontier.model}, times for {frontier.hardware}; plain PyTorch: {plain}"
 
 
-def described_added(share: float) -> str:
-    """A share of the plain step that is added, in percent.
-
-    >>> described_added(0.123), described_added(-0.2), described_added(-1e-9)
-    ('+12.3 %', '-20.0 %', '+0.0 %')
-    """
-    percent = round(100 * share, 1) + 0.0  # no -0.0
-    return f"{percent:+.1f} %"
-
-
 def row(frontier: FrontierData, point: FrontierPoint) -> tuple[str, ...]:
     """A point under `COLUMNS`."""
     return (
@@ -60,7 +51,7 @@ def row(frontier: FrontierData, point: FrontierPoint) -> tuple[str, ...]:
         f"{100 * point.budget_bytes / frontier.plain_peak_bytes:.1f}",
         format_bytes(point.predicted_peak_bytes),
         milliseconds(point.seconds),
-        described_added(frontier.added_share(point)).removesuffix(" %"),
+        added_text(point.seconds, frontier.plain_seconds),
         milliseconds(point.bound_seconds),
         *(_described(s) for s in (point.kept, point.recomputed, point.offloaded, point.encoded)),
         str(point.variant),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from shoal.core.added_time import added_text
 from shoal.core.joined_step import describe_breaks
 from shoal.core.lossy import LossyOptions
 from shoal.core.plan import Plan
@@ -58,16 +59,15 @@ def _costs(plan: Plan) -> Iterator[str]:
         yield f"predicted peak  {peak} ({share} of plain PyTorch's {plan.plain_peak})"
         yield (
             f"predicted step  {step}, of which {1e3 * plan.added_seconds:.1f} ms added "
-            f"(+{_percent(plan.added_seconds, plan.plain_seconds)}); {alike} can add less than {bound_ms:.1f} ms"
+            f"({added_text(plan.predicted_seconds, plan.plain_seconds)}); {alike} can add less than {bound_ms:.1f} ms"
         )
         return
-    added, sign = _percent(abs(plan.added_seconds), plan.plain_seconds), "+" if plan.added_seconds >= 0 else "-"
     yield (
         f"predicted peak  {peak} ({share} of plain PyTorch's {plan.plain_peak}; in this form keeping everything takes "
         f"{format_bytes(kept.peak_bytes)})"
     )
     yield (
-        f"predicted step  {step}, {sign}{added} of plain PyTorch's {1e3 * plan.plain_seconds:.1f} ms; in this form "
+        f"predicted step  {step}, {added_text(plan.predicted_seconds, plan.plain_seconds)} of plain PyTorch's {1e3 * plan.plain_seconds:.1f} ms; in this form "
         f"keeping everything takes {1e3 * kept.seconds:.1f} ms, and {alike} less than "
         f"{1e3 * kept.seconds + bound_ms:.1f} ms"
     )

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from shoal.core.added_time import PREDICTED_SECONDS
 from shoal.core.sizes import format_bytes
 from shoal.core.timeline import Moment, Timeline
 from shoal.report.link_use import busy_share, link_use, share_of_step
@@ -159,7 +160,9 @@ def headline(report: Report) -> str:
         parts.append(f"{_round_bytes(on_host)} on the host")
     if plan is not None and plan.plain_seconds:
         added = plan.added_seconds / plan.plain_seconds
-        parts.append(f"{format_percent(added)} slower" if round(added, 3) > 0 else "no slower")
+        is_resolved = plan.plain_seconds >= PREDICTED_SECONDS
+        slower = format_percent(added) if is_resolved else format_seconds(plan.added_seconds)
+        parts.append(f"{slower} slower" if round(added, 3) > 0 else "no slower")
     if verdict := _budget_text(report):
         parts.append(verdict)
     return ", ".join(parts).replace(" %", "\u00a0%")
@@ -265,7 +268,8 @@ def tiles(report: Report) -> list[Tile]:
     if plan is not None:
         added, bound = plan.added_seconds, plan.least_added_seconds
         sign = "+" if added >= 0 else "-"
-        share = f"{sign}{format_percent(added / plan.plain_seconds)} of a step" if plan.plain_seconds else ""
+        is_resolved = plan.plain_seconds >= PREDICTED_SECONDS
+        share = f"{sign}{format_percent(added / plan.plain_seconds)} of a step" if is_resolved else ""
         plans = "plan in this order of ops" + (" that encodes the same" if plan.encoded else "")
         bound_text = f"at least {format_seconds(bound)} for any {plans}" if bound > 0 else "lower bound 0 s"
         shown.append(Tile("Added time", format_seconds(added), ", ".join(s for s in (share, bound_text) if s)))

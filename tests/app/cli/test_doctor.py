@@ -102,6 +102,20 @@ def test_a_step_that_fits_only_planned() -> None:
     assert figures["parameter_bytes"] == figures["optimizer_state_bytes"]  # momentum
 
 
+def test_percents_are_of_steps_that_a_single_run_resolves() -> None:
+    found = examine(load_subject("my_models.py:make_model"), "1GiB")
+    assert found.plain is not None and found.planned is not None
+
+    def lines(plain_seconds: float, planned_seconds: float) -> dict[str, str]:
+        taken = replace(found.plain, seconds=plain_seconds), replace(found.planned, seconds=planned_seconds)
+        printed = as_lines(replace(found, plain=taken[0], planned=taken[1], budget_bytes=10**9))
+        return {name: words.strip() for name, words in (line.split("  ", 1) for line in printed)}
+
+    assert "1.00 ms" in lines(0.001, 0.024)["plain step"]
+    assert lines(0.001, 0.024)["planned step"].endswith("24.0 ms, +23 ms (one step each)")
+    assert lines(0.1, 0.124)["planned step"].endswith("124.0 ms, +24.0 % (one step each)")
+
+
 def test_a_model_that_is_called_with_keywords() -> None:
     done = doctor("my_models.py:by_name", "--budget", "1GiB", "--json")
     assert done.exit_code == 0, done.output

@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shoal.core.added_time import MEASURED_SECONDS, added_text
 from shoal.core.columns import aligned
 from shoal.core.sizes import format_bytes
 from shoal.lowlevel import cuda_calls
+from shoal.report.frontier_table import milliseconds
 
 if TYPE_CHECKING:
     from shoal.app.doctor.examine import Examination
+    from shoal.app.doctor.steps import Taken
 
 _ONE_GRAPH = "take the named line out: one graph has more means, and less has to be kept"
 _SLOWER = 0.1  # of the plain step: what a plan adds from which on more bytes are worth naming
@@ -70,7 +73,7 @@ def _plain(found: Examination) -> str:
     if found.plain is None:
         predicted = "" if peak_bytes is None else f"; predicted {format_bytes(peak_bytes)}"
         return f"{found.plain_reason}{predicted}"
-    took = f"{1e3 * found.plain.seconds:.0f} ms"
+    took = f"{milliseconds(found.plain.seconds)} ms"
     if peak_bytes is None:
         return f"{took}; its peak could not be measured"
     verdict = "fits" if found.fits_plain else "does not fit"
@@ -87,9 +90,10 @@ def _planned(found: Examination) -> str:
     measured = "not measured" if peak_bytes is None else format_bytes(peak_bytes)
     slower = ""
     if found.plain is not None:
-        slower = f", {100 * (found.planned.seconds / found.plain.seconds - 1):+.0f} % (one step each)"
+        added = added_text(found.planned.seconds, found.plain.seconds, MEASURED_SECONDS)
+        slower = f", {added} (one step each)"
     verdict = "fits" if found.fits_planned else "is over the budget"
-    return f"{verdict}: {measured}, {1e3 * found.planned.seconds:.0f} ms{slower}{least}"
+    return f"{verdict}: {measured}, {milliseconds(found.planned.seconds)} ms{slower}{least}"
 
 
 def _means(found: Examination) -> str:
@@ -153,9 +157,14 @@ def _helps(found: Examination) -> str:
     if found.fits_plain:
         return "nothing is needed; shoal.fit finds the largest batch inside these bytes"
     plain_bytes = found.plain_peak_bytes
-    if found.plain and found.planned and found.planned.seconds > (1 + _SLOWER) * found.plain.seconds and plain_bytes:
+    if found.plain and found.planned and plain_bytes and _is_slower(found.planned, found.plain):
         return f"more bytes, up to {format_bytes(plain_bytes)}: `shoal.frontier` shows the time for each budget"
     return "nothing is needed"
+
+
+def _is_slower(planned: Taken, plain: Taken) -> bool:
+    """By more than a single step tells."""
+    return planned.seconds > (1 + _SLOWER) * max(plain.seconds, MEASURED_SECONDS)
 
 
 def _type(found: Examination) -> str:
