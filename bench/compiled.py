@@ -93,12 +93,13 @@ def _run(run: Run) -> int:
                     )
                 )
             except Unavailable as reason:
-                run.say(f"{name} is skipped: {reason}")
+                run.skip(name, reason)
                 continue
             run.save(results=results)
             run.say(network_table(results[-1]), error_table(results[-1]))
             torch._dynamo.reset()
             gc.collect()
+    run.reject_nothing(results)
     broken = [row["who"] for result in results for row in rows_of(result) if row.get("broken")]
     if broken:
         run.say(f"Over its budget: {', '.join(broken)}")

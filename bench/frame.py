@@ -89,6 +89,7 @@ class Run:
         console: what `say` prints on.
         result: what `save` writes.
         saved: whether it has; the frame then says where.
+        skipped: what `skip` was called with.
     """
 
     name: str
@@ -100,6 +101,7 @@ class Run:
     console: Console
     result: dict[str, Any] = field(default_factory=dict)
     saved: bool = False
+    skipped: dict[str, str] = field(default_factory=dict)
 
     def pick(self, usual: T, quick: T) -> T:
         """`quick` where `--quick` was given."""
@@ -123,6 +125,20 @@ class Run:
         """Print lines as they are, and tables."""
         for one in what:
             self.console.print(one, highlight=False, markup=False)
+
+    def skip(self, name: str, reason: object) -> None:
+        """Say that something is not measured here, and why: a library is missing."""
+        self.skipped[name] = str(reason)
+        self.say(f"{name}: skipped, {reason}")
+
+    def reject_nothing(self, measured: Collection[Any]) -> None:
+        """Whether anything was measured.
+
+        Raises:
+            Unavailable: all was skipped; with the reasons.
+        """
+        if not measured and self.skipped:
+            raise Unavailable(f"nothing was measured: {'; '.join(dict.fromkeys(self.skipped.values()))}")
 
     def save(self, **figures: Any) -> None:
         """Add figures to the result and write it."""

@@ -57,6 +57,7 @@ def measure_all(run: Run) -> None:
     table = new_table("Trainers and kinds of steps", COLUMNS)
     for row in rows:
         table.add_row(*cells(FORMATS, row))
+    run.reject_nothing(rows)
     run.say(table)
     for row in rows:
         if row["refused"]:
@@ -77,9 +78,9 @@ def _of_host(run: Run, host: str) -> Iterator[dict[str, Any]]:
         lines = file.read_text().splitlines() if file.exists() else []
     if not lines:
         last = next((line for line in reversed(done.stdout.splitlines()) if "SKIPPED" in line), done.stdout[-300:])
-        run.say(f"{host}: no row; {last}")
         if done.returncode not in (0, 5):
             raise WrongResult(f"{host}: {last}")
+        run.skip(host, last)
     for line in lines:
         found = json.loads(line)
         test, _, case = found["test"].rpartition("::")[2].partition("[")
@@ -106,7 +107,7 @@ def _of_kind(run: Run, kind: str) -> Iterator[dict[str, Any]]:
                 wrong=found["wrong"] or over,
             )
     except Unavailable as reason:
-        run.say(f"{kind}: skipped, {reason}")
+        run.skip(kind, reason)
 
 
 def _row(**figures: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ The peak is that of a training step: parameters, buffers, gradients, the batch a
 by PyTorch's memory events around whole steps. Each model has a process of its own. Gradients are held against plain
 PyTorch's at the same numbers: equal bit for bit, or the largest difference in units of the tensor's largest value.
 Where a budget is refused with a least, the same step is tried at that least. Models whose library is missing are
-skipped. Step times are CPU time of one thread.
+skipped; exit code 3 if none is left. Step times are CPU time of one thread.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def measure_all(run: Run) -> None:
     run.say(", ".join(f"{name} {version}" for name, version in versions.items()))
     earlier = run.resume("rows", "skipped")
     rows: list[dict[str, Any]] = earlier.get("rows", [])
-    skipped: dict[str, str] = earlier.get("skipped", {})
+    run.skipped |= earlier.get("skipped", {})
     there = {(row["model"], row["share"]) for row in rows}
     for name in run.chosen(CATALOGUE, {name: CATALOGUE[name] for name in QUICK}):
         new_shares = [share for share in shares if (name, share) not in there]
@@ -75,15 +75,15 @@ def measure_all(run: Run) -> None:
         found, reason = _asked_of_a_process(question)
         rows += found
         if reason:
-            skipped[name] = reason
-            run.say(f"{name}: {reason}")
+            run.skip(name, reason)
         for row in found:
             run.say(" ".join(filter(None, (part.strip() for part in cells(FORMATS, row)))))
-        run.save(versions=versions, rows=rows, skipped=skipped)
+        run.save(versions=versions, rows=rows, skipped=run.skipped)
+    run.reject_nothing(rows)
     table = new_table("Models that nobody here wrote", COLUMNS)
     order = list(CATALOGUE)
     rows.sort(key=lambda row: (order.index(row["model"]), -row["share"]))
-    run.save(versions=versions, rows=rows, skipped=skipped)
+    run.save(versions=versions, rows=rows, skipped=run.skipped)
     for row in rows:
         table.add_row(*cells(FORMATS, row))
     run.say(table)
@@ -121,7 +121,7 @@ def _asked_of_a_process(question: Mapping[str, Any]) -> tuple[list[dict[str, Any
             row = _new_row(question["model"], question["shares"][0], 0)
             return [row | {"result": result, "reason": f"{stage}: {reason}", "wrong": not late}], ""
         except InputError as reason:
-            return [], f"skipped, {reason}"
+            return [], str(reason)
 
 
 def _new_row(model: str, share: float, plain_bytes: int) -> dict[str, Any]:

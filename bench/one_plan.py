@@ -285,7 +285,6 @@ def _run(run: Run) -> int:
     shares = asked.shares or run.pick(SHARES, QUICK_SHARES)
     use_exact_kernels()
     results: list[dict[str, Any]] = []
-    skipped: dict[str, str] = {}
     earlier = {result["network"]: result for result in run.resume("results").get("results", ())}
     allowed = ABLATION if asked.ablation else asked.allow or ALLOWED
     repeats = asked.repeats or run.pick(5, 1)
@@ -293,7 +292,7 @@ def _run(run: Run) -> int:
     def keep(found: dict[str, Any]) -> None:
         measured = {one["network"]: one for one in (*results, found)}
         both = list((earlier | measured).values())  # what is still to come is not lost where this ends early
-        run.save(results=both, skipped=skipped, summary=summary(both))
+        run.save(results=both, skipped=run.skipped, summary=summary(both))
 
     with bar(len(settings)) as show:
         for name, setting in settings.items():
@@ -307,14 +306,12 @@ def _run(run: Run) -> int:
                     name, setting, shares, allowed, repeats, asked.seed, advance, run.clock, known, keep
                 )
             except Unavailable as error:
-                skipped[name] = str(error)
-                run.say(escape(f"skipped: {error}"))
+                run.skip(name, error)
                 continue
             results.append(found)
             run.say(network_table(found))
             show(name, "done", 1)
-    if not results:
-        raise Unavailable("; ".join(skipped.values()))
+    run.reject_nothing(results)
     run.say(summary_line(summary(results)))
     return int(summary(results)["exceeded"] > 0)
 

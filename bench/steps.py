@@ -189,8 +189,9 @@ def measure_all(run: Run) -> None:
         try:
             rows += measured(run, name, kind, shares)
         except Unavailable as reason:
-            run.say(f"{name}: skipped, {reason}")
+            run.skip(name, reason)
         run.save(rows=rows)
+    run.reject_nothing(rows)
     table = new_table("Kinds of steps", COLUMNS)
     for row in rows:
         table.add_row(*cells(FORMATS, row))

@@ -292,7 +292,7 @@ def _run(run: Run) -> int:
     precisions = asked.precisions or run.pick(PRECISIONS, PRECISIONS[:1])
     shares = asked.shares or run.pick(SHARES, QUICK_SHARES)
     values = () if asked.no_compiled_peer else VALUES
-    results, skipped = [], []
+    results = []
     with bar(len(names)) as show:
         for name in names:
             entry, advance = CATALOGUE[name], partial(show, name)
@@ -331,14 +331,12 @@ def _run(run: Run) -> int:
                     result["patch"] = {**found, "conditions": run.conditions}
                     write_json(path, result)
             except Unavailable as error:
-                skipped.append(f"{name}: {error}")
-                run.say(escape(f"skipped: {name}: {error}"))
+                run.skip(name, error)
                 continue
             results.append(result)
             run.say(*tables(result))
             show(name, "done", 1)
-    if not results:
-        raise Unavailable("; ".join(skipped))
+    run.reject_nothing(results)
     totals = summary(results)
     run.say(
         "{met} of {budgets} budgets met, {exceeded} exceeded, the others refused; of {ran} that ran the peak is "

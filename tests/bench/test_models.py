@@ -55,6 +55,15 @@ def test_other_gradients_and_a_crash_are_rows_that_say_so(monkeypatch: pytest.Mo
     assert (row["result"], row["reason"], row["wrong"]) == ("crashed", "ZeroDivisionError: division by zero", True)
 
 
+def test_a_run_in_which_all_is_skipped_names_the_libraries_and_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(models, "_asked_of_a_process", lambda question: ([], f"{question['model']}'s is not installed"))
+    assert models.main(["--quick", "--out", str(tmp_path)]) == 3
+    expected = "; ".join(f"{name}'s is not installed" for name in models.QUICK)
+    assert capsys.readouterr().err == f"bench.models: nothing was measured: {expected}\n"
+
+
 def test_a_model_whose_library_is_missing_is_skipped_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CATALOGUE, "missing", Entry("no_such_library", _missing))
     with raising(InputError, "no_such_library"):
