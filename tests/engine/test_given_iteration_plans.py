@@ -14,6 +14,7 @@ import shoal
 from shoal.core.plan import Plan
 from shoal.engine.iteration import variants
 from shoal.errors import InputError, PlanError
+from tests.engine.several_graphs import Chain, breaks
 from tests.engine.test_iteration_variants import (
     VARIANTS,
     Refined,
@@ -24,7 +25,7 @@ from tests.engine.test_iteration_variants import (
     of_two_graphs,
     two_graphs,
 )
-from tests.engine.training_laws import needs_compiler
+from tests.engine.training_laws import blocks, needs_compiler
 from tests.raising import raising
 
 pytestmark = needs_compiler
@@ -85,6 +86,16 @@ def test_one_of_another_model_or_loop_is_refused(other: Callable[[], nn.Module],
     step = of_two_graphs if other is not two_graphs else of_two_calls_of_images
     with pytest.raises(PlanError):
         gradients(model, step, 1)
+
+
+def test_one_of_other_graphs_is_refused_before_any_of_them_runs(tmp_path: Path) -> None:
+    _, plan = planned(two_graphs, of_two_graphs, tmp_path)
+    deeper = Chain(breaks, [nn.Sequential(*blocks(3, 8, 8, 8)), nn.Sequential(*blocks(8, 8, 8))], 8)
+    model = shoal.compile(deeper, options=shoal.Options(plan=plan))
+    with raising(PlanError, "Chain") as refused:
+        gradients(model, of_two_graphs, 1)
+    assert refused.value.details["graph"] == "1"
+    assert not any(norm.num_batches_tracked for norm in deeper.modules() if isinstance(norm, nn.BatchNorm2d))
 
 
 def of_two_calls_of_images(model: nn.Module) -> None:
