@@ -13,6 +13,7 @@ from typing import IO, Any
 
 import platformdirs
 
+from shoal.core import arguments
 from shoal.errors import InputError
 
 _PARTIAL = ".partial"
@@ -28,7 +29,7 @@ def write_atomically(path: str | Path, write: Callable[[IO[bytes]], object]) -> 
     Raises:
         InputError: the folder does not exist, is not writable, or the disk is full.
     """
-    path = Path(path)
+    path = arguments.path("path", path)
     temporary = ""
     try:
         remove_partials(path.parent, path.name)

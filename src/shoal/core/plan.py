@@ -7,10 +7,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from shoal.core import arguments
 from shoal.core.files import write_json
 from shoal.core.order import reordered
 from shoal.core.records import read_json, read_object, read_value
@@ -274,6 +274,8 @@ class Plan:
 
     def fate(self, storage: Storage) -> str:
         """The residence of a storage, in words."""
+        if not isinstance(storage, Storage):
+            raise InputError(f"storage={brief(storage)}: expected a Storage of plan.graph.storages")
         residence = self.residences.get(storage.name)
         if isinstance(residence, Encode):
             exact = self._fate(storage, residence.exact)
@@ -345,10 +347,8 @@ class Plan:
         Raises:
             PlanError: the file is missing, is not a plan, is damaged, or comes from another version.
         """
-        if not isinstance(path, str | PathLike):
-            raise PlanError(f"path is a {type(path).__name__}; type shoal.Plan.load('plan.json')")
         try:
-            return _plan_of(read_json(path))
+            return _plan_of(read_json(arguments.path("path", path)))
         except OSError as error:
             raise PlanError(f"cannot read the plan {path}: {error.strerror or error}; give another file") from error
         except (InputError, PlanError) as error:

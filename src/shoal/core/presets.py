@@ -34,7 +34,7 @@ from rich.table import Table
 
 from shoal.core.hardware import Device, Hardware, Link, MeasuredLink
 from shoal.core.sizes import format_bytes
-from shoal.errors import InputError
+from shoal.errors import InputError, brief
 
 _REACHED_FLOPS = 0.75
 _REACHED_HALF_FLOPS = 0.40
@@ -49,8 +49,8 @@ def names() -> tuple[str, ...]:
     return tuple(_PRESETS)
 
 
-def get(name: str) -> Hardware:
-    """A machine by name.
+def get(name: str, what: str = "hardware") -> Hardware:
+    """A machine by name; `what` is the argument that it was given for.
 
     Raises:
         InputError: there is no such preset; the message names the closest one.
@@ -61,7 +61,7 @@ def get(name: str) -> Hardware:
     if name not in _PRESETS:
         close = get_close_matches(str(name).lower(), _PRESETS, n=1, cutoff=0.4)
         hint = f"did you mean {close[0]!r}?" if close else "choose one of those below"
-        raise InputError(f"hardware={name!r} is not a preset; {hint}", details={"presets": ", ".join(_PRESETS)})
+        raise InputError(f"{what}={brief(name)} is not a preset; {hint}", details={"presets": ", ".join(_PRESETS)})
     return _PRESETS[name]
 
 

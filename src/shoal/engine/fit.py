@@ -14,13 +14,14 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from shoal.capture.call_arguments import Example
+from shoal.core import arguments
 from shoal.core.hardware import Hardware
 from shoal.core.plan import Plan
 from shoal.core.sizes import format_bytes
 from shoal.engine.options import Options
 from shoal.engine.plan import required_budget
-from shoal.engine.plans_by_batch import PlansByBatch, callback, least_bytes, positive
-from shoal.engine.plans_by_patch import PlansByPatch, patch_of
+from shoal.engine.plans_by_batch import PlansByBatch, least_bytes
+from shoal.engine.plans_by_patch import PlansByPatch
 from shoal.engine.pricing import Pricing
 from shoal.engine.search.max_batch import MAX_IMAGES
 from shoal.engine.search.max_patch import Patch, check_divides, ladder, largest_patch, multiples, shown
@@ -167,12 +168,12 @@ def fit(
     for a plan where none was found in a moment, and any search can miss a plan; then the answer is one that fits, not
     the largest.
     """
+    first, max_batch = arguments.positive("first", first), arguments.positive("max_batch", max_batch)
+    arguments.callback("trying", trying)
     if patch is None and (multiple_of is not None or max_patch is not None):
         raise InputError("multiple_of= and max_patch= are for the search of a patch; give patch= to begin with")
     if patch is not None and (first, max_batch) != (_FIRST, MAX_IMAGES):
         raise InputError("first= and max_batch= are for the search of a batch; leave them out with patch=")
-    first, max_batch = positive("first", first), positive("max_batch", max_batch)
-    callback("trying", trying)
     pricing = Pricing.of(
         model,
         budget,
@@ -184,7 +185,7 @@ def fit(
         name=name,
     )
     if patch is not None:
-        return _fit_patch(pricing, make_example, patch_of("patch", patch), multiple_of, max_patch, trying)
+        return _fit_patch(pricing, make_example, arguments.sizes("patch", patch), multiple_of, max_patch, trying)
     plans = PlansByBatch(pricing, make_example, max_batch)
     batch, too_many = plans.largest(trying, first)
     return Fit(batch, plans(batch), too_many)
@@ -201,12 +202,12 @@ def _fit_patch(
     plans = PlansByPatch(pricing, make_example)
     budget_bytes = required_budget(pricing)
     dims = len(patch)
-    most = None if max_patch is None else patch_of("max_patch", max_patch, dims)
+    most = None if max_patch is None else arguments.sizes("max_patch", max_patch, dims)
     if multiple_of is None:
         multiple = multiples(plans.why_not, patch)
     else:
         steps = (multiple_of,) * dims if isinstance(multiple_of, int) else multiple_of
-        multiple = patch_of("multiple_of", steps, dims)
+        multiple = arguments.sizes("multiple_of", steps, dims)
     check_divides(patch, multiple, asked=multiple_of is not None)
     if most is not None:
         if any(side < step for side, step in zip(most, multiple, strict=True)):

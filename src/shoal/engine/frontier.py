@@ -16,11 +16,12 @@ from torch import fx, nn
 
 from shoal.capture.call_arguments import Example
 from shoal.capture.capture_step import in_dynamo
+from shoal.core import arguments
 from shoal.core.files import write_json, write_text
 from shoal.core.frontier import BatchFrontierData, FrontierData
 from shoal.core.hardware import Hardware
 from shoal.engine.options import Options
-from shoal.engine.plans_by_batch import MakeExample, PlansByBatch, callback, positive
+from shoal.engine.plans_by_batch import MakeExample, PlansByBatch
 from shoal.engine.pricing import Pricing
 from shoal.engine.search.batch_points import batch_points
 from shoal.engine.search.frontier_points import FoundPoints, frontier_points
@@ -179,7 +180,7 @@ def frontier(
     """
     if isinstance(points, bool) or not isinstance(points, Integral) or not 2 <= points <= _MAX_POINTS:
         raise InputError(f"points={brief(points)}: expected an int from 2 to {_MAX_POINTS}")
-    callback("trying", trying)
+    arguments.callback("trying", trying)
     is_by_batch = callable(example)
     if max_batch is not None and not is_by_batch:
         raise InputError("max_batch= is for example= that is a function of a batch size; leave it out")
@@ -198,7 +199,7 @@ def frontier(
     means = pricing.options.means
     where = "this machine" if pricing.target is None else pricing.target.name
     if is_by_batch:
-        most = MAX_IMAGES if max_batch is None else positive("max_batch", max_batch)
+        most = MAX_IMAGES if max_batch is None else arguments.positive("max_batch", max_batch)
         plans = PlansByBatch(pricing, example, most)
         batches = batch_points(plans, int(points), trying)
         return BatchFrontier(

@@ -9,7 +9,7 @@ from numbers import Integral
 from typing import Any
 
 from shoal import codecs, planners
-from shoal.core import presets
+from shoal.core import arguments, presets
 from shoal.core.hardware import Hardware
 from shoal.core.lossy import CODECS, DEFAULT_BLOCK_ELEMS, DEFAULT_CODEC, EXEMPTIONS, LossyOptions
 from shoal.core.plan import Plan
@@ -96,18 +96,17 @@ class Options:
     def __post_init__(self) -> None:
         planners.get(self.planner)
         for name, known in (("kernels", KERNELS), ("budget_of", BUDGETS_OF)):
-            if (value := getattr(self, name)) not in known:
-                raise InputError(f"{name}={brief(value)} is unknown; type one of {', '.join(map(repr, known))}")
+            arguments.one_of(name, getattr(self, name), known)
         if self.plan is not None and not isinstance(self.plan, Plan):
             raise InputError(f"plan is a {type(self.plan).__name__}; type plan=shoal.Plan.load(path)")
         for name in ("cuda_graphs", "strict"):
-            object.__setattr__(self, name, _switch(name, getattr(self, name)))
+            object.__setattr__(self, name, arguments.switch(name, getattr(self, name)))
         if self.host_budget is not None:
             parse_bytes(self.host_budget, "host_budget")
         if not isinstance(self.rehearse, Hardware | str | None):
             raise InputError(f"rehearse={brief(self.rehearse)}: expected a preset's name or a Hardware")
         if isinstance(self.rehearse, str):
-            presets.get(self.rehearse)
+            presets.get(self.rehearse, "rehearse")
         _check_codec(self.codec)
         self._check_number("codec_block", 1, "the number of values that share a scale, or None for all")
         self._check_number("codec_seed", 0, "a seed from 0 to 2**63 - 1, or None to round to nearest")
@@ -188,15 +187,6 @@ def reject_unknown(given: Mapping[str, Any], known: Collection[str], where: str)
             close = get_close_matches(str(name), known, 1)
             said = repr(close[0]) if close else f"one of {', '.join(known)}"
             raise InputError(f"{where} has no {brief(name)}; type {said}")
-
-
-def _switch(name: str, value: bool | str) -> bool:
-    """A switch, as an object or as text."""
-    if value in (True, False):
-        return bool(value)
-    if isinstance(value, str) and value.lower() in ("true", "false"):
-        return value.lower() == "true"
-    raise InputError(f"{name}={brief(value)}: expected True or False")
 
 
 def _check_codec(name: object) -> None:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, partial
 from math import isclose
-from numbers import Integral
 from typing import Any, TypeVar
 
 from torch import fx
@@ -30,7 +29,6 @@ from shoal.engine.search.priced import captured_form
 from shoal.engine.search.scaled_step import NotLinear, scaled_step
 from shoal.engine.search.split_forms import PatchWork, sliced_forms
 from shoal.engine.search.variants import Variants, forms_up_to, fused_forms
-from shoal.errors import InputError, brief
 from shoal.memory.static_memory import StaticMemory
 from shoal.memory.storage_bytes import distinct_bytes
 
@@ -300,27 +298,6 @@ def least_bytes(pricing: Pricing) -> int:
     fixed_bytes = distinct_bytes([*model.parameters(), *model.buffers()])
     fixed_bytes += distinct_bytes(p for p in model.parameters() if p.requires_grad)
     return fixed_bytes + StaticMemory(model, optimizer).state_bytes()
-
-
-def positive(what: str, number: object) -> int:
-    """A number that a caller gave.
-
-    Raises:
-        InputError: it is not a positive int.
-    """
-    if isinstance(number, bool) or not isinstance(number, Integral) or number < 1:
-        raise InputError(f"{what}={brief(number)}: expected a positive int")
-    return int(number)
-
-
-def callback(what: str, function: object) -> None:
-    """Refuse what a caller gave to be called, if it cannot be.
-
-    Raises:
-        InputError: it is no function.
-    """
-    if not callable(function):
-        raise InputError(f"{what}={brief(function)}: expected a function of what is tried, such as print")
 
 
 def _captured(variants: Variants, step: Callable[[fx.GraphModule], Counted], variant: Variant) -> Counted | str:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from numbers import Integral
+from collections.abc import Callable
 
 from shoal.engine.forward_on_meta import why_not
 from shoal.engine.plans_by_size import PlansBySize
 from shoal.engine.search.max_patch import Largest, Patch
-from shoal.errors import InputError, brief
 
 
 class PlansByPatch(PlansBySize[Patch]):
@@ -30,22 +28,3 @@ class PlansByPatch(PlansBySize[Patch]):
     def why_not(self, patch: Patch) -> str:
         """Why the network does not take a patch, by its forward pass on the meta device; "" where it does."""
         return why_not(self._pricing.model, self.example(patch))
-
-
-def patch_of(what: str, sizes: object, dims: int = 0) -> Patch:
-    """Sizes that a caller gave.
-
-    Args:
-        dims: how many there have to be; 0 for any number.
-
-    Raises:
-        InputError: they are not that number of positive ints.
-    """
-    right = isinstance(sizes, Sequence) and not isinstance(sizes, str) and all(map(_is_positive, sizes))
-    if not right or not sizes or (dims and len(sizes) != dims):  # type: ignore[arg-type]
-        raise InputError(f"{what}={brief(sizes)}: expected {dims or 'a few'} positive ints, such as (64, 128, 128)")
-    return tuple(int(n) for n in sizes)  # type: ignore[attr-defined]
-
-
-def _is_positive(number: object) -> bool:
-    return isinstance(number, Integral) and not isinstance(number, bool) and int(number) > 0

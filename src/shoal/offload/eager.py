@@ -19,8 +19,9 @@ from typing import Self
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from shoal.core import arguments
 from shoal.core.sizes import parse_bytes
-from shoal.errors import InputError
+from shoal.errors import InputError, brief
 from shoal.offload.links.open_link import OpenLink, open_link
 from shoal.offload.saved_storage import SavedStorage, SavedTensor, check_version
 
@@ -81,10 +82,12 @@ class offload_activations:
         self.kept_bytes = 0
         self._min_bytes = parse_bytes(min_bytes, "min_bytes")
         self._host_budget = None if host_budget is None else parse_bytes(host_budget, "host_budget")
-        self._where = "host" if link is None else str(link) if isinstance(link, str | Path) else None
+        self._where = (
+            "host" if link is None else str(arguments.path("link", link)) if isinstance(link, str | Path) else None
+        )
         self._given = None if link is None or isinstance(link, str | Path) else link
         if self._given is not None and not hasattr(self._given, "offload"):
-            raise InputError(f"link={link!r}: expected 'host', a folder or an open link")
+            raise InputError(f"link={brief(link)}: expected 'host', a folder or an open link")
         if self._where not in (None, "host"):
             self._link(torch.device("cpu"))  # a missing folder is an error now
         self._blocks: list[saved_tensors_hooks] = []

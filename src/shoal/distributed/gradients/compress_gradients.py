@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shoal.codecs import registry
 from shoal.codecs.codec import Codec
 from shoal.codecs.float_codec import FloatCodec
+from shoal.core import arguments
 from shoal.distributed.comm.agreement import agree, described, fingerprint, short_hash
 from shoal.distributed.comm.exchange import Exchange
 from shoal.distributed.comm.message import HEADER_BYTES
@@ -114,8 +115,7 @@ def compress_gradients(
         raise InputError(f"got a {got}, expected torch.nn.parallel.DistributedDataParallel; wrap the model in it first")
     if sharded and local != "encoded":
         raise InputError(f"got local={local!r} for a sharded model, expected 'encoded'; leave it out")
-    if local not in WAYS:
-        raise InputError(f"got local={local!r}, expected one of {', '.join(WAYS)}")
+    arguments.one_of("local", local, WAYS)
     if broadcast_every < 0:
         raise InputError(f"got broadcast_every={broadcast_every}, expected a number of steps, or 0 for never")
     chosen = registry.get(codec) if isinstance(codec, str) and codec != "auto" else codec

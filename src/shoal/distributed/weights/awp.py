@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from shoal.errors import InputError
+from shoal.core import arguments
+from shoal.errors import InputError, brief
 
 MAX_BITS = 32  # of a float32
 
@@ -48,8 +49,10 @@ class LayerBits:
     def __init__(
         self, names: Sequence[str], *, threshold: float, interval: int, bits_step: int = 8, first_bits: int = 8
     ) -> None:
-        if not math.isfinite(threshold):
-            raise InputError(f"threshold={threshold!r}: expected a finite number, negative in the paper, such as -2e-3")
+        if not arguments.is_number(threshold):
+            raise InputError(
+                f"threshold={brief(threshold)}: expected a finite number, negative in the paper, such as -2e-3"
+            )
         for what, number in (("interval", interval), ("bits_step", bits_step), ("first_bits", first_bits)):
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
                 raise InputError(f"{what}={number!r}: expected a whole number of 1 or more")

@@ -360,7 +360,7 @@ def _opened(device: torch.device, rehearse: str | Hardware | Link | None) -> Ope
     if device.type != "cpu":
         raise InputError(f"rehearse={rehearse!r}: a rehearsal runs on the CPU; the model is on {device}")
     if isinstance(rehearse, str):
-        rehearse = presets.get(rehearse)
+        rehearse = presets.get(rehearse, "rehearse")
     pace = rehearsed(rehearse, measure("cpu")) if isinstance(rehearse, Hardware) else rehearse
     return open_link(
         device,

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shoal.codecs.memory_order import flat, without_gaps
+from shoal.core import arguments
 from shoal.distributed.weights.awp import LayerBits, threshold_from
 from shoal.errors import InputError
 
@@ -172,8 +173,7 @@ def grouped(
     model_or_groups: nn.Module | Groups, by: str = "layer"
 ) -> tuple[dict[str, list[torch.Tensor]], dict[str, str]]:
     """Tensors by layer or block, and the layer or block of each parameter's name."""
-    if by not in ("layer", "block"):
-        raise InputError(f"by={by!r}: expected 'layer' or 'block'")
+    arguments.one_of("by", by, ("layer", "block"))
     if not isinstance(model_or_groups, nn.Module):
         groups = {name: list(tensors) for name, tensors in model_or_groups.items()}
         return groups, {name: name for name in groups}

@@ -8,10 +8,11 @@ from typing import Any
 from shoal.codecs.codec import Codec
 from shoal.codecs.float_codec import FloatCodec
 from shoal.codecs.registry import get
+from shoal.core import arguments
 from shoal.distributed.comm.agreement import described, short_hash
 from shoal.distributed.comm.traffic import Kind, Traffic
 from shoal.distributed.weights.precision import AdaptivePrecision
-from shoal.errors import InputError
+from shoal.errors import InputError, brief
 
 RAW_BYTES = 4  # a float32
 _VERBS = {"cut": "truncate", "nearest": "round"}
@@ -43,8 +44,7 @@ class WeightCodecs:
     def __init__(
         self, precision: int | str | AdaptivePrecision, rounding: str = "cut", one_byte: str | None = None
     ) -> None:
-        if rounding not in _VERBS:
-            raise InputError(f"rounding={rounding!r}: expected 'cut' or 'nearest'")
+        arguments.one_of("rounding", rounding, _VERBS)
         self.adaptive = precision if isinstance(precision, AdaptivePrecision) else None
         self._by_bytes: dict[int, Codec | None] = {
             width: get(f"{_VERBS[rounding]}{width}") for width in range(1, RAW_BYTES)
@@ -57,9 +57,10 @@ class WeightCodecs:
         if isinstance(precision, str):
             self._fixed = get(precision)
         elif not isinstance(precision, AdaptivePrecision):
-            if isinstance(precision, bool) or precision not in _FIXED_BITS:
+            if type(precision) is not int or precision not in _FIXED_BITS:
                 raise InputError(
-                    f"precision={precision!r}: expected 8, 16, 24 or 32 bits, a codec's name or an AdaptivePrecision"
+                    f"precision={brief(precision)}: expected 8, 16, 24 or 32 bits, a codec's name or an "
+                    "AdaptivePrecision"
                 )
             self._fixed = self._by_bytes[precision // 8]
 

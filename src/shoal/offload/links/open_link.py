@@ -8,7 +8,8 @@ from typing import Protocol
 
 import torch
 
-from shoal.errors import InputError
+from shoal.core import arguments
+from shoal.errors import InputError, brief
 from shoal.offload.links.copy_thread import Pace, ThreadLink
 from shoal.offload.links.cuda_link import CudaLink
 from shoal.offload.links.file import FileSlab, SpillFile
@@ -86,10 +87,10 @@ def open_link(
         "to_device_bytes_per_second": to_device_bytes_per_second,
     }
     for name, speed in speeds.items():
-        if speed is not None and not 0 < speed < float("inf"):
-            raise InputError(f"{name}={speed!r}: expected a positive number, or None for full speed")
-    if not 0 <= latency_seconds < float("inf"):
-        raise InputError(f"latency_seconds={latency_seconds!r}: expected 0 or a positive number")
+        if speed is not None and not (arguments.is_number(speed) and speed > 0):
+            raise InputError(f"{name}={brief(speed)}: expected a positive number, or None for full speed")
+    if not (arguments.is_number(latency_seconds) and latency_seconds >= 0):
+        raise InputError(f"latency_seconds={brief(latency_seconds)}: expected 0 or a positive number")
     if device.type == "cuda":
         if str(where) != "host":
             raise InputError(f"where={str(where)!r}: a CUDA device offloads to pinned host memory, expected 'host'")

@@ -8,7 +8,7 @@ from typing import Any, Self
 import torch
 from torch import compiler, fx, nn
 
-from shoal.errors import InputError
+from shoal.core import arguments
 from shoal.kernels.batch_norm_vectors import runs_again
 from shoal.lowlevel.direct_call import needs_dispatch
 from shoal.lowlevel.torch_state import has_global_hooks, has_hooks, in_transform
@@ -69,10 +69,8 @@ def fuse_batchnorm(model: nn.Module, level: Level | None = None, *, when: When =
     `shoal.invert_norm`; of an inverted network it fuses the batch norms that stayed plain.
     """
     check_network(model, ", in which nothing is left to fuse; give the network it was made from")
-    if level is not None and level not in LEVELS:
-        raise InputError(f"level={level!r}: expected one of {', '.join(map(repr, LEVELS))}, or None for the highest")
-    if when not in WHENS:
-        raise InputError(f"when={when!r}: expected one of {', '.join(map(repr, WHENS))}")
+    arguments.one_of("level", level, (*LEVELS, None), ", which is the highest")
+    arguments.one_of("when", when, WHENS)
     return FusedModule(model, level, when)
 
 

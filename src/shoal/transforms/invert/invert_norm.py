@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
-
 from torch import fx, nn
 
-from shoal.errors import InputError
+from shoal.core import arguments
+from shoal.errors import InputError, brief
 from shoal.lowlevel.torch_state import has_hooks
 from shoal.transforms.invert.inverted_graph import NORMS, find
-from shoal.transforms.invert.inverted_model import InvertedModel, check_limit
+from shoal.transforms.invert.inverted_model import InvertedModel, limit_of
 from shoal.transforms.stand_in import StandIn, check_network
 from shoal.transforms.tracing import traced
 
@@ -70,13 +69,12 @@ def invert_norm(model: nn.Module, slope: float | None = 0.01, *, limit: float | 
     if isinstance(model, InvertedModel):
         raise InputError("the model is inverted already; give the network it was made from, or restore it first")
     check_network(model, "; invert the network first, and give that to {made_by}")
-    is_number = isinstance(slope, (int, float)) and not isinstance(slope, bool)
-    if slope is not None and not (is_number and 0 < slope < math.inf):
+    if slope is not None and not (arguments.is_number(slope) and slope > 0):
         raise InputError(
-            f"slope={slope!r}: expected a number more than 0, such as 0.01, or None to leave ReLUs; a slope of 0 has "
-            "no inverse"
+            f"slope={brief(slope)}: expected a number more than 0, such as 0.01, or None to leave ReLUs; a slope of 0 "
+            "has no inverse"
         )
-    check_limit(limit)
+    limit = limit_of(limit)
     graphs = [
         traced(model, _InvertNormTracer(), training=training, instead="convert a part of it")
         for training in (True, False)

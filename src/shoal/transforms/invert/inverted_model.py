@@ -10,8 +10,9 @@ import torch
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from shoal.core import arguments
 from shoal.core.columns import aligned
-from shoal.errors import InputError
+from shoal.errors import InputError, brief
 from shoal.kernels.invertible_norm import inverted_norm
 from shoal.kernels.invertible_norm.inverted_batch_norm import kept_from_zero, reconstruction_error
 from shoal.transforms.invert.inverted_graph import Inverted, inverted_graph, leaky_graph
@@ -83,6 +84,8 @@ class InvertedModel(_Rewritten):
         An upper bound for inputs up to 4 standard deviations from their mean, as the parameters are now; see
         `shoal.kernels.invertible_norm.inverted_batch_norm.reconstruction_error`.
         """
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise InputError(f"dtype={brief(dtype)}: expected that of the activations, such as torch.bfloat16")
         errors: dict[str, torch.Tensor] = {}
         for site in self.inverted:
             layer: Any = self.source.get_submodule(site.layer)
@@ -150,9 +153,8 @@ class InvertedModel(_Rewritten):
         >>> invert_norm(net).restore(activation="relu") is net
         True
         """
-        if activation not in ("leaky_relu", "relu"):
-            raise InputError(f"activation={activation!r}: expected 'leaky_relu', which keeps the function, or 'relu'")
-        check_limit(limit)
+        arguments.one_of("activation", activation, ("leaky_relu", "relu"), "; the first keeps the function")
+        limit = limit_of(limit)
         if self.used_up:
             raise InputError("the model was restored already; use what restore() returned then")
         self.refuse_inexact(limit)
@@ -234,13 +236,15 @@ def _towards_zero(weight: torch.Tensor, eps: float) -> torch.Tensor:
     return weight.sign() * (weight.abs() - eps).clamp(min=0)
 
 
-def check_limit(limit: float | None) -> None:
-    """
+def limit_of(limit: object) -> float | None:
+    """`limit=` as a float.
+
     Raises:
         InputError: it is neither None nor a number above 0.
     """
-    if limit is not None and (not isinstance(limit, (int, float)) or isinstance(limit, bool) or not limit > 0):
-        raise InputError(f"limit={limit!r}: expected the largest error allowed, more than 0, such as 1e-3, or None")
+    if limit is None or (arguments.is_number(limit) and limit > 0):  # type: ignore[operator]
+        return None if limit is None else float(limit)  # type: ignore[arg-type]
+    raise InputError(f"limit={brief(limit)}: expected the largest error allowed, more than 0, such as 1e-3, or None")
 
 
 def _channels(channels: Sequence[int]) -> str:

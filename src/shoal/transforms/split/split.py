@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import fx, nn
 
+from shoal.core import arguments
 from shoal.core.columns import aligned
 from shoal.errors import InputError, brief
 from shoal.kernels.batch_norm_vectors import measures
@@ -90,22 +91,19 @@ def split(
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
-    if not isinstance(depth, (int, float)) or isinstance(depth, bool) or not 0 <= depth <= 1:
-        raise InputError(f"depth={depth!r}: expected a share of the convolutional layers, 0 to 1")
+    if not arguments.is_number(depth) or not 0 <= depth <= 1:
+        raise InputError(f"depth={brief(depth)}: expected a share of the convolutional layers, 0 to 1")
     is_grid = isinstance(grid, Sequence) and all(isinstance(n, int) and n > 0 for n in grid)
     if not is_grid or not 1 <= len(grid) <= 3:
         raise InputError(
             f"grid={brief(grid)}: expected one to three numbers of patches, each at least 1, such as (2, 2)"
         )
-    is_omega = isinstance(stochastic, (int, float)) and not isinstance(stochastic, bool)
-    if stochastic is not None and not (is_omega and 0 <= stochastic < 0.5):
+    if stochastic is not None and not (arguments.is_number(stochastic) and 0 <= stochastic < 0.5):
         raise InputError(f"stochastic={brief(stochastic)}: expected omega, at least 0 and less than 0.5, or None")
-    if batch_norm not in ("patch", "joint"):
-        raise InputError(f"batch_norm={batch_norm!r}: expected 'patch' or 'joint'")
+    arguments.one_of("batch_norm", batch_norm, ("patch", "joint"))
     if not isinstance(join, str | None):
         raise InputError(f"join={brief(join)}: expected the name of a module, such as 'layer2', or None")
-    if halo not in (None, "exact"):
-        raise InputError(f"halo={halo!r}: expected 'exact' or None")
+    arguments.one_of("halo", halo, ("exact", None))
     if halo == "exact" and stochastic is not None:
         raise InputError(
             "stochastic moves the cuts, and with halo='exact' the cuts change nothing; give one of the two"
@@ -213,8 +211,8 @@ class SplitModule(StandIn):
         Raises:
             InputError: it is too small for the grid or for a layer, or has another number of dimensions.
         """
-        if len(sizes) != len(self.grid):
-            raise InputError(f"sizes={tuple(sizes)}: expected {len(self.grid)} numbers, as many as grid has")
+        sizes = arguments.sizes("sizes", sizes, len(self.grid))
+        images = None if images is None else arguments.positive("images", images)
         if self._plan is not None:
             cores = self._plan.cores(sizes, self._plan.even_cuts(sizes))
             measuring = self._measuring_of(images)
