@@ -182,9 +182,9 @@ def test_where_capture_breaks_is_named() -> None:
         (["my_models.py:alone", "--example", f"{2**62}x3x8x8"], "no process can address that many bytes"),
         (["my_models.py:alone", "--example", f"{'9' * 5000}x3x8x8"], "expected sizes with an x"),
         (["my_models.py:alone", "--example", "4x5x8x8"], "the model cannot take this input: RuntimeError"),
-        (["my_models.py:make_model", "--budget", "much"], "budget='much' is not a size"),
+        (["my_models.py:make_model", "--budget", "much"], "--budget much is not a size"),
         (["my_models.py:make_model", "--optimizer", "best"], "best"),
-        (["my_models.py:make_model", "--device", "tpu"], "device='tpu'"),
+        (["my_models.py:make_model", "--device", "tpu"], "--device tpu"),
         (["my_models.py:make_model", "--allow", "magic"], "allow has an unknown name 'magic'"),
     ],
 )

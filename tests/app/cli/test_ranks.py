@@ -66,5 +66,5 @@ def mistaken(folder: Path) -> tuple[int, str]:
 def test_a_mistake_is_reported_once(tmp_path: Path) -> None:
     (code, said), (other_code, other_said) = run_on_ranks(mistaken, 2, tmp_path)
     assert code == other_code == 2
-    assert (said + other_said).count("batch=7 over 2 ranks: give a multiple of 2") == 1
+    assert (said + other_said).count("--batch 7 over 2 ranks: give a multiple of 2") == 1
     assert (said + other_said).count("\n") == 1

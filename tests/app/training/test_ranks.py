@@ -137,7 +137,7 @@ def fail_on_the_last_rank(out: Path) -> tuple[int | str, str, str]:
     with pytest.MonkeyPatch.context() as patch:
         tiny = put_in_place(patch, out)
         said: list[str] = []
-        patch.setattr(command, "report_error", said.append)
+        patch.setattr(command, "report_error", lambda text, ctx: said.append(text))
         if ranks.rank == ranks.count - 1:
             patch.setattr(Watched, "stepped", _refuse)
             patch.setattr(command, "Display", lambda *_: _Shown())

@@ -19,6 +19,7 @@ from shoal.lowlevel import cuda_calls
 
 @app.command()
 def codecs(
+    ctx: typer.Context,
     file: Annotated[Path | None, typer.Argument(help="An array in .npy, tensors in .pt, or raw float32.")] = None,
     distribution: Annotated[
         str | None, typer.Option(help=f"Draw numbers instead: {', '.join(codec_samples.DISTRIBUTIONS)}.")
@@ -35,7 +36,7 @@ def codecs(
     GB/s are of float32 that is encoded, or made by decoding. A link faster than the break-even bandwidth carries the
     numbers as they are in less time than it takes to encode and decode them.
     """
-    with errors_reported():
+    with errors_reported(ctx):
         if file is not None and distribution is not None:
             raise InputError(f"got both {file} and --distribution {distribution}; give one of them")
         chosen = [codec_trial.of_values(shoal.codecs.get(name)) for name in codec or codec_trial.tryable_names()]

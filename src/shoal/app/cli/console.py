@@ -13,6 +13,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from shoal.app.cli.typed import in_flags, reject_without_effect
 from shoal.core.columns import aligned
 from shoal.errors import InputError, ShoalError
 
@@ -48,16 +49,21 @@ def search_shown(name: str) -> Iterator[Callable[[str], object]]:
 
 
 @contextmanager
-def errors_reported(*, quiet: bool = False) -> Iterator[None]:
+def errors_reported(ctx: typer.Context, *, quiet: bool = False) -> Iterator[None]:
     """A user's mistake is reported on stderr, with exit code 2; so is memory that ran out, with code 3.
 
-    `quiet` where another process reports the same.
+    Flags that have no effect are such a mistake.
+
+    Args:
+        ctx: of the command, whose flags the messages name.
+        quiet: whether another process reports the same.
     """
     try:
+        reject_without_effect(ctx)
         yield
     except ShoalError as error:
         if not quiet:
-            report_error(error)
+            report_error(error, ctx)
         raise typer.Exit(WRONG) from None
     except KeyboardInterrupt:
         if not quiet:
@@ -77,10 +83,18 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error)
 
 
-def report_error(error: ShoalError | str) -> None:
-    """Print what happened on stderr and the details of an error below it, their values aligned."""
+def report_error(error: ShoalError | str, ctx: typer.Context | None = None) -> None:
+    """Print what happened on stderr and the details of an error below it, their values aligned.
+
+    Args:
+        error: or what to say.
+        ctx: of the command, if the error names keywords of Python.
+    """
     details = error.details if isinstance(error, ShoalError) else {}
     text = str(ShoalError(*error.args)) if isinstance(error, ShoalError) else " ".join(error.split())
+    if ctx is not None:
+        text = in_flags(text, ctx)
+        details = {label: in_flags(str(value), ctx) for label, value in details.items()}
     errors.print(f"[bold red]shoal:[/] {escape(text)}", highlight=False, soft_wrap=True)
     rows = [(f"  {label}:", str(value)) for label, value in details.items()]
     if not errors.is_terminal:

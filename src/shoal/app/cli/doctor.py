@@ -18,6 +18,7 @@ from shoal.cost.measurement_cache import device_of
 
 @app.command()
 def doctor(
+    ctx: typer.Context,
     where: Annotated[
         str,
         typer.Argument(
@@ -47,7 +48,7 @@ def doctor(
     """
     from shoal.app.doctor.examine import examine  # and with it Dynamo, two seconds that `shoal --help` does not need
 
-    with errors_reported():
+    with errors_reported(ctx):
         if device is not None:
             device = str(device_of(device))
         named = None if optimizer == "none" else optimizer

@@ -13,9 +13,10 @@ from shoal.core.files import json_text
 
 @app.command()
 def env(
+    ctx: typer.Context,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
 ) -> None:
     """Show versions, devices, kernels, cache and settings, to paste into an issue."""
-    with errors_reported():
+    with errors_reported(ctx):
         found = environment()
         typer.echo(json_text(found) if json else as_text(found))

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 @app.command()
 def frontier(
+    ctx: typer.Context,
     model: flags.Network,
     budget: Annotated[
         str | None, typer.Option(help="Where you stand: device bytes a step may use, such as 1GiB or 80%.")
@@ -53,7 +54,7 @@ def frontier(
     With --batch auto images per second against batch: plan steps of many batches inside one budget, up to the largest
     that fits. With --hardware the network takes no memory, whatever its size.
     """
-    with errors_reported():
+    with errors_reported(ctx):
         target = None if hardware is None else presets.get(hardware)
         n_images = _images(batch, budget)
         with torch.device("cpu" if target is None else "meta"):

@@ -17,6 +17,7 @@ from shoal.lowlevel import cuda_calls
 
 @app.command()
 def hardware(
+    ctx: typer.Context,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
     folder: Annotated[
         str | None, typer.Option(help="Where the CPU's offload to a file is measured; by default the system's /tmp.")
@@ -24,7 +25,7 @@ def hardware(
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Show this machine, which takes seconds to measure the first time, and the presets to plan for."""
-    with errors_reported():
+    with errors_reported(ctx):
         if device == "auto":
             device = "cuda" if cuda_calls.is_available() else "cpu"
         links = measure_links(device, folder=folder)

@@ -27,6 +27,7 @@ from shoal.memory.budget import budget_bytes
 
 @app.command()
 def plan(
+    ctx: typer.Context,
     model: flags.Network,
     budget: Annotated[
         str | None,
@@ -59,7 +60,7 @@ def plan(
     With --hardware the network takes no memory, whatever its size. With --max-batch or --max-patch a plan that does not
     fit still ends with exit code 2, after the batch or the patch that does.
     """
-    with errors_reported():
+    with errors_reported(ctx):
         target = None if hardware is None else presets.get(hardware)
         within_bytes = _budget_bytes(budget, target)
         with torch.device("cpu" if target is None else "meta"):
@@ -77,8 +78,6 @@ def plan(
             divided = shoal.split(network, split, patch_grid(grid), stochastic, halo=halo)  # type: ignore[arg-type]
             patches = divided.patch_map(shape[2:])
             network = divided
-        elif halo is not None or stochastic is not None:
-            raise InputError("nothing is split; give --split too, such as --split 0.5")
         figures: dict[str, Any] = {"model": model, "hardware": hardware, "budget_bytes": within_bytes}
         failure: BudgetError | None = None
         options: dict[str, Any] = {

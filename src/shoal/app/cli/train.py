@@ -37,6 +37,7 @@ from shoal.memory.budget import budget_bytes
 
 @app.command()
 def train(
+    ctx: typer.Context,
     model: flags.Network = "resnet18",
     data: Annotated[str, typer.Option(help="digits, image_folder, synthetic, or FILE.py:FUNCTION.")] = "digits",
     batch: Annotated[int, typer.Option(help="Images per step, over all ranks.")] = 128,
@@ -121,7 +122,7 @@ def train(
     Under torchrun every rank trains on its share of each batch, inside a budget of its own. Rank 0 shows the run and
     writes its files; a signal to one rank ends all after the same step, and an error on one names its rank.
     """
-    with errors_reported(quiet=rank_of_torchrun() != 0):
+    with errors_reported(ctx, quiet=rank_of_torchrun() != 0):
         if adaptive_precision and precision is not None:
             raise InputError(f"--adaptive-precision chooses what --precision {precision} fixes; give one of them")
         options = TrainOptions(
@@ -167,11 +168,11 @@ def train(
         )
         shoal.app.models.find(model)  # an unknown network is reported before folders are made
         with joined(device, timeout) as ranks:
-            code = _train(options, json, ranks)
+            code = _train(options, json, ranks, ctx)
     raise typer.Exit(code)
 
 
-def _train(options: TrainOptions, json: Path | None, ranks: Ranks) -> int:
+def _train(options: TrainOptions, json: Path | None, ranks: Ranks, ctx: typer.Context | None = None) -> int:
     try:
         return _train_and_show(replace(options, ranks=ranks.several), json, ranks)
     except (MemoryError, RuntimeError) as error:
@@ -183,7 +184,7 @@ def _train(options: TrainOptions, json: Path | None, ranks: Ranks) -> int:
             raise
         code, message = WRONG, str(error)
     if ranks.fails_first():
-        report_error(message if ranks.count == 1 else f"rank {ranks.rank}: {message}")
+        report_error(message if ranks.count == 1 else f"rank {ranks.rank}: {message}", ctx)
     return code
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -86,6 +87,8 @@ def load_subject(where: str, shapes: Sequence[str] = (), device: str | None = No
             f"{where}() returned no input with the model; return a pair, or give its shape: --example 8x3x224x224"
         )
     args, kwargs = arguments_of(example, f"the input that {where}() returned")
+    if shapes:
+        _check_names(model, shapes, args, kwargs)
     if device is not None:
         model = model.to(device)
         args, kwargs = tree_map_only(torch.Tensor, lambda value: value.to(device), (args, kwargs))
@@ -95,14 +98,31 @@ def load_subject(where: str, shapes: Sequence[str] = (), device: str | None = No
 def _example_of(shapes: Sequence[str]) -> tuple[Any, ...] | dict[str, Any]:
     named = [shape.partition("=") for shape in shapes]
     if all(equals for _, equals, _ in named):
-        return {name: tensor_of(shape) for name, _, shape in named}
+        return {name: tensor_of(shape, text) for (name, _, shape), text in zip(named, shapes, strict=True)}
     if any(equals for _, equals, _ in named):
         raise InputError(f"--example {' '.join(shapes)[:60]}: name all inputs, such as x=8x3x32x32, or none")
     return tuple(map(tensor_of, shapes))
 
 
-def tensor_of(text: str) -> torch.Tensor:
+def _check_names(model: nn.Module, shapes: Sequence[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Whether the model's forward pass takes these inputs, of these names."""
+    takes = signature(model.forward)
+    try:
+        takes.bind(*args, **kwargs)
+    except TypeError as error:
+        raise InputError(
+            f"--example {' --example '.join(shapes)[:60]}: {type(model).__name__}.forward: {error}; type one --example "
+            "for each input it takes",
+            details={"it takes": ", ".join(map(str, takes.parameters.values())) or "none"},
+        ) from None
+
+
+def tensor_of(text: str, typed: str | None = None) -> torch.Tensor:
     """A tensor of a shape, such as 8x3x224x224, and of a dtype after a colon: random numbers, or zeros of an integer.
+
+    Args:
+        text: the shape.
+        typed: what it is a part of, for errors.
 
     Raises:
         InputError: it is none.
@@ -111,16 +131,17 @@ def tensor_of(text: str) -> torch.Tensor:
     (torch.Size([2, 3]), torch.int64)
     """
     sizes, _, kind = text.partition(":")
+    typed = typed or text
     dtype = getattr(torch, kind or "float32", None)
     numbers = sizes.lower().split("x")
     if not isinstance(dtype, torch.dtype) or not all(n.isdecimal() and len(n) < 20 and int(n) for n in numbers):
         raise InputError(
-            f"--example {text[:60]}: expected sizes with an x in between, and a dtype after a colon where it is not "
+            f"--example {typed[:60]}: expected sizes with an x in between, and a dtype after a colon where it is not "
             "float32, such as 8x3x224x224 or 8x128:int64"
         )
     shape = tuple(map(int, numbers))
     if dtype.itemsize * math.prod(shape) > 2**47:  # what x86-64 and AArch64 leave a process
-        raise InputError(f"--example {text[:60]}: no process can address that many bytes; give smaller sizes")
+        raise InputError(f"--example {typed[:60]}: no process can address that many bytes; give smaller sizes")
     if not dtype.is_floating_point:
         return torch.zeros(shape, dtype=dtype)
     return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)

@@ -130,8 +130,6 @@ class TrainOptions:
         for name in ("lr", "momentum", "weight_decay"):
             if not 0 <= getattr(self, name) < float("inf"):
                 raise InputError(f"{name}={getattr(self, name)}: it must be a finite number of at least 0")
-        if self.split is None and (self.stochastic is not None or self.halo is not None):
-            raise InputError("nothing is split; give --split too, such as --split 0.5")
         check_form(self.batch_norm)
         if self.batch_norm is not None and (self.weights is not None or self.parallel is not None):
             raise InputError("--batch-norm is for whole networks: leave out --weights and --parallel")
@@ -140,14 +138,6 @@ class TrainOptions:
             raise InputError("planner 'none' is plain PyTorch, which offloads nothing; choose another planner")
         if self.ranks is not None and self.batch % self.ranks:
             raise InputError(f"batch={self.batch} over {self.ranks} ranks: give a multiple of {self.ranks}")
-        if self.planner == "none":
-            for flag, is_given in (("--allow", self.allow is not None), ("--codec", self.codec != DEFAULT_CODEC)):
-                if is_given:
-                    raise InputError(f"{flag} is for a plan, and planner 'none' makes none; leave out one of them")
-        if self.planner == "none" and self.budget_of != "allocated":
-            raise InputError(
-                "--budget-of says what a plan's budget bounds, and planner 'none' makes none; leave it out"
-            )
         self._check_travel()
         if self.budget_bytes is None and (self.enforce or self.planner != "none"):
             raise InputError("no budget was given; give --budget, such as 150MiB, or --planner none for plain PyTorch")
