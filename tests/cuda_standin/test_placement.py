@@ -46,7 +46,7 @@ for _ in range(1500):
         n_same += model.allocate(nbytes).address == address
         assert n_same, "from the first on"
     else:
-        model.release(model.block_at(address))
+        model.release(next(block for block in model.in_use() if block.address == address))
         n_same += 1
     assert model.reserved_bytes == torch.cuda.memory_reserved(), n_same
     assert model.allocated_bytes == torch.cuda.memory_allocated(), n_same
@@ -63,7 +63,8 @@ model.limit_bytes = int(torch.cuda.get_per_process_memory_fraction() * total_byt
 n_same = n_refused = 0
 for n in range(1500):
     if live and random.random() < (0.9 if n % 300 > 250 else 0.5):
-        model.release(model.block_at(live.pop(random.randrange(len(live))).data_ptr()))
+        address = live.pop(random.randrange(len(live))).data_ptr()
+        model.release(next(block for block in model.in_use() if block.address == address))
         continue
     nbytes = random.choice([random.randrange(1, 1 << 20), random.randrange(1 << 20, 1 << 26), *sizes])
     try:

@@ -104,22 +104,15 @@ def op_names_of(part: int, graph: StepGraph) -> list[str]:
     return [op.name.removeprefix(prefix) for op in ops]
 
 
-def are_in_order(passes: Sequence[Pass]) -> bool:
-    """Whether all forward passes came before all backward passes, and none twice."""
-    phases = [phase for phase, _ in groupby(phase for _, phase in passes)]
-    return phases in (["forward"], ["forward", "backward"]) and len(set(passes)) == len(passes)
-
-
-def joined_step(model: str, parts: Sequence[Part], passes: Sequence[Pass], static_bytes: int = 0) -> StepGraph:
+def joined_step(model: str, parts: Sequence[Part], passes: Sequence[Pass]) -> StepGraph:
     """The step of all parts, with stretches of eager code that take nothing yet.
 
     Args:
         model: its name.
         parts: in the order of their forward passes.
-        passes: in the order in which they ran, `are_in_order`. A part may have no backward pass.
-        static_bytes: as of `StepGraph`.
+        passes: in the order in which they ran: all forward passes first, none twice. A part may have no backward pass.
     """
-    return _Joining(parts, passes).step(model, static_bytes)
+    return _Joining(parts, passes).step(model)
 
 
 def eager_use(
@@ -350,7 +343,7 @@ class _Joining:
         self._ops: list[Op] = []
         self._written: set[int] = set()
 
-    def step(self, model: str, static_bytes: int) -> StepGraph:
+    def step(self, model: str) -> StepGraph:
         for number, part in enumerate(self._parts):
             for storage in part.graph.storages:
                 if storage.id not in part.same:
@@ -365,7 +358,7 @@ class _Joining:
         if first_backward is None:
             self._add_op("loss", "loss", "loss", (), ())
         link = next((part.graph.link for part in self._parts), None)
-        return StepGraph(model, tuple(self._ops), tuple(self._storages), static_bytes, link=link)
+        return StepGraph(model, tuple(self._ops), tuple(self._storages), link=link)
 
     def _origin(self, place: Place) -> Place:
         seen = {place}

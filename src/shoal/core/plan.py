@@ -278,14 +278,14 @@ class Plan:
             raise InputError(f"storage={brief(storage)}: expected a Storage of plan.graph.storages")
         residence = self.residences.get(storage.name)
         if isinstance(residence, Encode):
-            exact = self._fate(storage, residence.exact)
+            exact = self._fate(residence.exact)
             also = "" if exact == "kept" else f"; exact: {exact}"
             payload = self._payload(storage)
             return f"encoded in {residence.codec}, {format_bytes(payload.nbytes)}, {self.fate(payload)}{also}"
         form = self._form(storage)
-        return self._fate(storage, exact_residence(residence)) + (f" ({form})" if form else "")
+        return self._fate(exact_residence(residence)) + (f" ({form})" if form else "")
 
-    def _fate(self, storage: Storage, residence: Residence) -> str:
+    def _fate(self, residence: Residence) -> str:
         if isinstance(residence, Offload):
             layer_of = {op.name: op.layer or op.name for op in self.graph.ops}
             leaves, returns = layer_of[residence.free_after], layer_of[residence.fetch_before]

@@ -97,7 +97,7 @@ def open_image_folder(
         _, test = _list(held, image, classes)
     else:
         classes, every = _list(root, image)
-        train, test = _hold_out(every, holdout, seed, root)
+        train, test = _hold_out(every, holdout, seed)
     return Source(
         name="image_folder",
         train=train,
@@ -131,7 +131,7 @@ def _list(folder: Path, side: int, expected: tuple[str, ...] | None = None) -> t
     return names, Files(tuple(paths), tuple(labels), side)
 
 
-def _hold_out(every: Files, share: float, seed: int, root: Path) -> tuple[Files, Files]:
+def _hold_out(every: Files, share: float, seed: int) -> tuple[Files, Files]:
     if not 0 < share < 1:
         raise InputError(f"holdout={share!r}: expected a share between 0 and 1, such as 0.2")
     rng = np.random.default_rng(seed)

@@ -133,11 +133,6 @@ class CachingAllocator:
         """The blocks in use, by address."""
         return sorted((block for block in self._at.values() if not block.free), key=lambda block: block.address)
 
-    def block_at(self, address: int) -> AddressRange | None:
-        """The block in use that begins there."""
-        found = self._at.get(address)
-        return None if found is None or found.free else found
-
     def holes(self, size_bytes: int) -> list[AddressRange]:
         """The free large blocks of at least that many bytes."""
         return [self._at[address] for nbytes, _, address in self._free[False] if nbytes >= size_bytes]
