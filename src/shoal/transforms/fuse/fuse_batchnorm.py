@@ -113,7 +113,8 @@ class FusedModule(StandIn):
         return result
 
     def extra_repr(self) -> str:
-        return f"level={self.summary.level!r}, when={self._size.when!r}, {len(self.summary.fused)} fused, {len(self.summary.left)} left"
+        made = self.summary
+        return f"level={made.level!r}, when={self._size.when!r}, {len(made.fused)} fused, {len(made.left)} left"
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         self._unfused_inputs.clear()  # of another dtype or layout, layers may be worth their call
