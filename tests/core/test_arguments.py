@@ -12,6 +12,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.optim import SGD
 
 import shoal
 from shoal.core import arguments
@@ -72,6 +73,13 @@ CALLS: dict[str, tuple[Callable[..., Any], Mapping[str, Callable[[], Any]], tupl
     "describe": (bound(shoal.split, "describe"), {}, ("sizes",)),
     "reconstruction_errors": (bound(shoal.invert_norm, "reconstruction_errors"), {}, ("dtype",)),
     "restore": (bound(shoal.invert_norm, "restore"), {}, ("activation", "limit")),
+    "NormMonitor": (shoal.distributed.NormMonitor, {"model_or_groups": net}, ("model_or_groups", "by")),
+    "HostWeights": (
+        lambda **given: shoal.distributed.HostWeights(**{"optimizer": SGD(given["model"].parameters(), 0.1)} | given),
+        {"model": net},
+        ("optimizer", "precision", "rounding", "one_byte", "gradients", "rehearse"),
+    ),
+    "register": (shoal.codecs.register, {}, ("kind",)),
     "write": (write_text, {"text": lambda: ""}, ("path",)),
 }
 

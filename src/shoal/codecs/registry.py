@@ -59,6 +59,8 @@ def register(kind: Kind) -> None:
     Raises:
         CodecError: its name or number is taken.
     """
+    if not isinstance(kind, Kind):
+        raise CodecError(f"kind is a {type(kind).__name__}; expected a shoal.codecs.Kind")
     for other in _kinds.values():
         if kind.name == other.name or kind.wire_id == other.wire_id:
             raise CodecError(f"got {kind.name} as number {kind.wire_id}, but {other.name} is number {other.wire_id}")

@@ -30,6 +30,18 @@ def one_of(name: str, value: object, known: Collection[str | None], note: str = 
         raise InputError(f"{name}={brief(value)}: expected {listed}{note}")
 
 
+def instance(name: str, value: object, *kinds: type, note: str = "") -> None:
+    """Refuse what is of none of some types.
+
+    >>> instance("model", 1, dict)
+    Traceback (most recent call last):
+    shoal.errors.InputError: model is a int; expected a dict
+    """
+    if not isinstance(value, kinds):
+        expected = " or ".join(_named(kind) for kind in kinds)
+        raise InputError(f"{name} is a {type(value).__name__}; expected a {expected}{note}")
+
+
 def switch(name: str, value: object) -> bool:
     """A switch, as a bool or as text.
 
@@ -102,6 +114,11 @@ def callback(name: str, function: object) -> None:
     """Refuse what cannot be called."""
     if not callable(function):
         raise InputError(f"{name}={brief(function)}: expected a function of what is tried, such as print")
+
+
+def _named(kind: type) -> str:
+    public = next((name for name in ("torch.nn", "torch.optim") if kind.__module__.startswith(f"{name}.")), "")
+    return f"{public}.{kind.__name__}" if public else kind.__name__
 
 
 def _is_positive(number: object) -> bool:

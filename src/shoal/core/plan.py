@@ -274,8 +274,7 @@ class Plan:
 
     def fate(self, storage: Storage) -> str:
         """The residence of a storage, in words."""
-        if not isinstance(storage, Storage):
-            raise InputError(f"storage={brief(storage)}: expected a Storage of plan.graph.storages")
+        arguments.instance("storage", storage, Storage, note=", one of plan.graph.storages")
         residence = self.residences.get(storage.name)
         if isinstance(residence, Encode):
             exact = self._fate(residence.exact)

@@ -30,6 +30,7 @@ from shoal.capture.dynamo import (
     settings,
 )
 from shoal.capture.fake_quantization import admit_fake_quantization
+from shoal.core import arguments
 from shoal.core.joined_step import is_joined
 from shoal.core.plan import Plan
 from shoal.core.progress import doing, preparing
@@ -53,7 +54,7 @@ from shoal.engine.snapshot import Snapshot
 from shoal.engine.status import Status
 from shoal.engine.tensor_subclass import call_as_function, subclass_among
 from shoal.engine.unreplicated import Unreplicated
-from shoal.errors import BudgetError, CaptureError, InputError, ShoalError
+from shoal.errors import BudgetError, CaptureError, ShoalError
 from shoal.lowlevel.torch_state import active_ddp_module, in_trace, is_exporting
 from shoal.memory import reads
 from shoal.memory.budget import budget_bytes
@@ -126,8 +127,7 @@ def compile(
     transforms and modules' backward hooks are refused. Inputs of other sizes share one more plan, made for twice the
     largest seen, or for what `torch._dynamo.mark_dynamic(x, dim, max=...)` declares.
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+    arguments.instance("model", model, nn.Module)
     network: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
     reject_compiled(network)
     asked, named = options_of(options), name_of(name, network)

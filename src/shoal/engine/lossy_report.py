@@ -14,6 +14,7 @@ from shoal.capture.call_arguments import Example, arguments_of
 from shoal.capture.capture_step import capture_step
 from shoal.capture.captured import Captured
 from shoal.capture.encode_activations import Offer, encoded, offers
+from shoal.core import arguments
 from shoal.core.lossy import LossyOptions
 from shoal.core.plan import Plan
 from shoal.core.presets import get as preset
@@ -114,8 +115,7 @@ def lossy_report(
         InputError: an argument is none of what is listed above.
         CaptureError: the model is not one graph.
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+    arguments.instance("model", model, nn.Module)
     captured, device = capture_step(model, example, name=type(model).__name__)
     said = None if plan is None else encoded_by(plan.residences)
     if plan is not None and said is None:

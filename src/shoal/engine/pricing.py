@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from shoal import planners
 from shoal.capture.capture_step import InputPlaces, joint_step
 from shoal.capture.captured import Captured
-from shoal.core import presets
+from shoal.core import arguments, presets
 from shoal.core.hardware import Hardware, Link
 from shoal.core.plan import Plan
 from shoal.core.sizes import MAX_BYTES
@@ -101,8 +101,7 @@ class Pricing:
         Raises:
             InputError, CodecError: as `shoal.plan`.
         """
-        if not isinstance(model, nn.Module):
-            raise InputError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+        arguments.instance("model", model, nn.Module)
         named = name_of(name, model)
         target = presets.get(hardware) if isinstance(hardware, str) else hardware
         if not isinstance(target, Hardware | None):

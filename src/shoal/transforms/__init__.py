@@ -1,4 +1,4 @@
 """From a module to a module with the same parameters, buffers and names: split, fuse, invert; and what they share.
 
-Imports `lowlevel`; its folders import `kernels` too.
+Imports `core` and `lowlevel`; its folders import `kernels` too.
 """

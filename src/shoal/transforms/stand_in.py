@@ -8,6 +8,7 @@ from typing import ClassVar, Self
 import torch
 from torch import fx, nn
 
+from shoal.core import arguments
 from shoal.errors import InputError
 from shoal.lowlevel.process_groups import sharded_modules
 
@@ -107,7 +108,6 @@ def check_network(model: object, hint: str) -> None:
     Raises:
         InputError: it is not a network, or such a result.
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+    arguments.instance("model", model, nn.Module)
     if isinstance(model, StandIn) and model.graph(training=True) is None:
         raise InputError(f"the model is what {model.made_by} returned{hint.format(made_by=model.made_by)}")

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shoal.codecs.codec import Codec
 from shoal.codecs.registry import get
-from shoal.core import presets
+from shoal.core import arguments, presets
 from shoal.core.hardware import Hardware, Link
 from shoal.cost.measure import measure
 from shoal.distributed.comm.traffic import Traffic
@@ -108,6 +108,9 @@ class HostWeights:
         gradients: str = "raw",
         rehearse: str | Hardware | Link | None = None,
     ) -> None:
+        arguments.instance("model", model, nn.Module)
+        arguments.instance("optimizer", optimizer, torch.optim.Optimizer)
+        arguments.instance("gradients", gradients, str)
         reject_wrapped(model)
         self._weight_codecs = WeightCodecs(precision, rounding, one_byte)
         self._gradient_codec = None if gradients == "raw" else get(gradients)
@@ -359,6 +362,7 @@ def _opened(device: torch.device, rehearse: str | Hardware | Link | None) -> Ope
         return open_link(device)
     if device.type != "cpu":
         raise InputError(f"rehearse={rehearse!r}: a rehearsal runs on the CPU; the model is on {device}")
+    arguments.instance("rehearse", rehearse, str, Hardware, Link)
     if isinstance(rehearse, str):
         rehearse = presets.get(rehearse, "rehearse")
     pace = rehearsed(rehearse, measure("cpu")) if isinstance(rehearse, Hardware) else rehearse

@@ -174,6 +174,7 @@ def grouped(
 ) -> tuple[dict[str, list[torch.Tensor]], dict[str, str]]:
     """Tensors by layer or block, and the layer or block of each parameter's name."""
     arguments.one_of("by", by, ("layer", "block"))
+    arguments.instance("model_or_groups", model_or_groups, nn.Module, Mapping)
     if not isinstance(model_or_groups, nn.Module):
         groups = {name: list(tensors) for name, tensors in model_or_groups.items()}
         return groups, {name: name for name in groups}

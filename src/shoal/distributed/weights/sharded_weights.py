@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shoal.core import arguments
 from shoal.distributed.comm.agreement import agree, fingerprint
 from shoal.distributed.comm.exchange import Exchange
 from shoal.distributed.comm.traffic import Traffic
@@ -72,6 +73,8 @@ class ShardedWeights:
         one_byte: str | None = None,
         timeout_seconds: float = 600.0,
     ) -> None:
+        arguments.instance("model", model, nn.Module)
+        arguments.instance("optimizer", optimizer, torch.optim.Optimizer)
         self._weight_codecs = WeightCodecs(precision, rounding, one_byte)
         self.adaptive = self._weight_codecs.adaptive
         self.traffic = Traffic()

@@ -89,8 +89,7 @@ def split(
     and reshapes cannot run patch by patch. If the joined tensor has few rows, omega leaves few cuts, or only the even
     ones, which is logged.
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+    arguments.instance("model", model, nn.Module)
     if not arguments.is_number(depth) or not 0 <= depth <= 1:
         raise InputError(f"depth={brief(depth)}: expected a share of the convolutional layers, 0 to 1")
     is_grid = isinstance(grid, Sequence) and all(isinstance(n, int) and n > 0 for n in grid)
