@@ -16,7 +16,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from shoal.errors import InputError
-from shoal.memory.limit import memory_limit, no_memory_limit, this_thread_trains
+from shoal.memory.limit import memory_limit, no_memory_limit, this_thread_works_for_steps
 
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="a memory limit on the CPU needs a C++ compiler"
@@ -180,30 +180,45 @@ def in_a_thread(work: Callable[[], None]) -> None:
 
 
 @needs_compiler
-def test_what_a_thread_that_trains_allocates_is_not_fresh_to_another_that_counts() -> None:
+def test_what_other_threads_allocate_is_not_fresh_to_the_one_that_counts() -> None:
     def allocate() -> None:
         held.append(torch.empty(1000))
 
-    def train_and_allocate() -> None:
-        this_thread_trains()
+    def work_for_steps() -> None:
+        this_thread_works_for_steps()
         allocate()
 
-    def count() -> None:
-        this_thread_trains()
-        limit.start_fresh()
+    def count_and_allocate() -> None:
         limit.count_this_thread()
         allocate()
-        in_a_thread(allocate)  # it may load data: it works for whoever counts
-        in_a_thread(train_and_allocate)
-        assert limit.fresh_peak_bytes == 8000
-        assert [limit.is_fresh(one) for one in held] == [True, True, False]
 
     held: list[torch.Tensor] = []
     with memory_limit(None) as limit:
-        count()
-        limit.start_fresh()  # all count again
-        in_a_thread(train_and_allocate)
+        limit.start_fresh(this_thread=True)
+        allocate()
+        in_a_thread(allocate)  # it loads data, or trains a model of its own
+        in_a_thread(work_for_steps)
+        assert [limit.is_fresh(one) for one in held] == [True, False, True]
+        in_a_thread(count_and_allocate)  # a backward pass in another thread
+        allocate()
+        assert [limit.is_fresh(one) for one in held[3:]] == [True, False]
+        assert limit.fresh_peak_bytes == 12000
+        limit.start_fresh()  # all count
+        in_a_thread(allocate)
         assert limit.fresh_peak_bytes == 4000
+
+
+@needs_compiler
+def test_a_block_is_freed_of_the_count_that_it_was_in() -> None:
+    with memory_limit(None) as limit:
+        limit.start_fresh(this_thread=True)
+        held = [torch.empty(1000)]
+        for _ in range(64):  # as many counts as are told apart
+            limit.start_fresh(this_thread=True)
+        assert limit.fresh_bytes == 0
+        held.append(torch.empty(500))
+        del held[0]
+        assert limit.fresh_bytes == 2000
         held.clear()
         assert limit.fresh_bytes == 0
 

@@ -85,7 +85,6 @@ class Metering:
         self._running = RunningMeter(device or torch.device("cpu"))
         self._is_open = False  # other models are not metered meanwhile
         self._will_end = False  # the end of the `backward()` that runs is awaited
-        self._thread = 0  # whose calls are metered
         self._in_pass = False  # a metered one: then its call is not under way, or not any more
 
     def open(self) -> None:
@@ -99,7 +98,7 @@ class Metering:
         self.waits_for_the_counter = other is not None and not other.by_call
         if other is None:
             self._static.keep_library_memory()
-            self._running.start()
+            self._running.start(this_thread=not self._counts_all)
             self._takes_the_counter()
 
     @property
@@ -128,8 +127,6 @@ class Metering:
             self._open_if_it_can_be()
         elif closely or meter.device.type != "cuda":
             between = meter.mark()
-        if not self._counts_all:
-            meter.count_this_thread()
         if not closely:
             self.iteration = Iteration(between.end_bytes, {}, record=None, closely=False)
             return between
@@ -241,11 +238,10 @@ class Metering:
             if self._running.device != step.device:
                 self._running = RunningMeter(step.device)
             try:
-                self._running.start(or_records=True)
+                self._running.start(this_thread=True, or_records=True)
             except InputError:
                 return  # another profiler runs
             try:
-                self._running.count_this_thread()
                 old = {"": [WeakStorage(gradient) for gradient in self._static.gradients()]}
                 self._restart_from(arguments)
                 begin_bytes = self._running.mark().end_bytes
@@ -326,13 +322,12 @@ class Metering:
 
     def _end_backward(self, begun: _BackwardRun, gradients: Any) -> None:
         iteration, record = begun.iteration, begun.iteration.record
-        if iteration is not self.iteration and not self.by_call:
-            self._in_pass = False
-            return  # given up by another model's call
         if begun.number is not None and record is not None:
             record.went_back(begun.number, gradients)
         self._mark_after(iteration)
         self._in_pass = False
+        if iteration is not self.iteration and not self.by_call:
+            return  # given up by another model's call
         if begun.call is not None and iteration.closely:
             iteration.fates.ends_backward(begun.call, begun.tangents)
         if self._backward_ended is not None:
@@ -404,6 +399,7 @@ class Metering:
 
     def _mark_before(self, iteration: Iteration, phase: Phase, step: Metered, arguments: Sequence[Any]) -> None:
         iteration.went(phase, step)
+        self._running.count_this_thread()
         if iteration.closely and (given_bytes := self._running.count_reads()):
             iteration.was_given(given_bytes)
         self._mark(iteration, passed=True)
@@ -444,7 +440,6 @@ class Metering:
 
     def _takes_the_counter(self) -> None:
         _metering_now[:] = [weakref.ref(self)]
-        self._thread = threading.get_ident()
         self._is_open = True
 
     def _give_up(self) -> None:
@@ -481,14 +476,6 @@ def _together(before: Interval | None, after: Interval) -> Interval:
 
 _metering_now: list[weakref.ref[Metering]] = []
 _opening = threading.Lock()  # there is one counter, and threads may come for it at once
-
-
-def abandon_in_other_threads() -> None:
-    """Stop metering calls of other threads, until later: what this one has allocated was counted for them."""
-    for reference in _metering_now:
-        metering = reference()
-        if metering is not None and not metering.by_call and metering._thread != threading.get_ident():
-            metering._give_up()
 
 
 def abandon() -> None:

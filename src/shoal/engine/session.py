@@ -32,7 +32,7 @@ from shoal.engine.iteration.metered import Iteration
 from shoal.engine.iteration.record import Metered
 from shoal.engine.launched_step import as_launched
 from shoal.engine.loop_memory import LoopMemory, best_case, step_alone, usual_case, waiting_bytes
-from shoal.engine.metering import Metering, abandon_in_other_threads
+from shoal.engine.metering import Metering
 from shoal.engine.observe_loop import loss_takes_more, observe_loop
 from shoal.engine.open_transfers import OpenTransfers
 from shoal.engine.optimizer_steps import watch
@@ -47,7 +47,7 @@ from shoal.engine.status import Status
 from shoal.engine.step_planning import WHOLE_FORM, CompiledVariant, Planned, StepPlanning
 from shoal.engine.traced_layouts import TracedLayouts
 from shoal.errors import BudgetError
-from shoal.memory.limit import limit_reserved, this_thread_trains
+from shoal.memory.limit import limit_reserved
 from shoal.memory.static_memory import StaticMemory
 from shoal.memory.storage_bytes import distinct_bytes
 from shoal.offload.policy import Offloading
@@ -149,8 +149,6 @@ class Session:
             Whether the step accumulates onto gradients that are there.
         """
         self.learn_refusals()
-        if this_thread_trains():
-            abandon_in_other_threads()
         self.metering.calls.begins()
         self.check_caller()
         static = self.static

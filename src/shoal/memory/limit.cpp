@@ -16,6 +16,8 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/util/Exception.h>
 
+extern "C" void* PyGILState_GetThisThreadState();  // of Python, which is in the process; null if it is not its thread
+
 namespace {
 
 constexpr std::int64_t kNoLimit = std::numeric_limits<std::int64_t>::max();
@@ -33,6 +35,15 @@ struct Shard {
   std::unordered_map<void*, Block> blocks;
 };
 
+// What was allocated since one limit_start_fresh, up to the next. It says whose blocks count, so that no block which
+// another thread allocates meanwhile is counted for two of them.
+struct Generation {
+  std::atomic<std::int64_t> number{0};
+  std::atomic<std::int64_t> fresh{0};
+  std::atomic<std::int64_t> fresh_peak{0};
+  std::atomic<std::thread::id> counted{std::thread::id()};  // the thread that trains; all count if it is none
+};
+
 struct Counters {
   // Of the blocks of the present installation: those of an earlier one are to this one as if allocated by others.
   std::atomic<std::int64_t> installation{0};
@@ -43,13 +54,12 @@ struct Counters {
   std::atomic<std::int64_t> refusals{0};
   std::atomic<std::int64_t> refused{0};
   std::atomic<std::int64_t> fresh_at_refusal{0};
-  // Of the blocks of the present generation: those allocated since limit_start_fresh.
-  std::atomic<std::int64_t> generation{0};
-  std::atomic<std::int64_t> fresh{0};
-  std::atomic<std::int64_t> fresh_peak{0};
-  // Of threads that train models, the one whose blocks are fresh; all are if it is none.
-  std::atomic<std::thread::id> counted{std::thread::id()};
+  std::atomic<std::int64_t> generation{0};  // the number of the present one
+  std::array<Generation, 64> generations;   // the last ones, by number; blocks of earlier ones are forgotten
   std::array<Shard, 16> shards;
+
+  Generation& of(std::int64_t number) { return generations[static_cast<std::size_t>(number) % generations.size()]; }
+  Generation& now() { return of(generation.load()); }
 
   Shard& shard(void* data) { return shards[(reinterpret_cast<std::uintptr_t>(data) >> 6) % shards.size()]; }
 };
@@ -69,19 +79,22 @@ void raise_to(std::atomic<std::int64_t>& peak, std::int64_t nbytes) {
 void forget(const Block& block) {
   Counters& c = counters();
   if (block.installation == c.installation.load()) c.live.fetch_sub(block.nbytes);
-  if (block.generation == c.generation.load()) c.fresh.fetch_sub(block.nbytes);
+  if (block.generation < 0) return;
+  Generation& generation = c.of(block.generation);
+  if (block.generation == generation.number.load()) generation.fresh.fetch_sub(block.nbytes);
 }
 
-// Other threads than those that train, as autograd's own or one that loads data, work for whoever counts.
-thread_local bool trains = false;
+// Of Python's threads only the one that trains is counted, and those of Shoal, which say so: others load data or train
+// models of their own. Threads that Python does not know work in the kernels of whoever counts.
+thread_local bool works_for_steps = false;
 
-bool is_counted() {
-  if (!trains) return true;
-  const std::thread::id counted = counters().counted.load();
-  return counted == std::thread::id() || counted == std::this_thread::get_id();
+bool counts_here(const Generation& generation) {
+  const std::thread::id counted = generation.counted.load();
+  if (counted == std::thread::id() || counted == std::this_thread::get_id() || works_for_steps) return true;
+  return PyGILState_GetThisThreadState() == nullptr;
 }
 
-void reserve(std::int64_t nbytes, bool is_fresh) {
+void reserve(std::int64_t nbytes, Generation* fresh) {
   Counters& c = counters();
   std::int64_t before = c.live.load();
   std::int64_t after;
@@ -90,7 +103,7 @@ void reserve(std::int64_t nbytes, bool is_fresh) {
     const std::int64_t limit = c.limit.load();
     if (after > limit) {
       c.refused.store(nbytes);
-      c.fresh_at_refusal.store(c.fresh.load());
+      c.fresh_at_refusal.store(c.now().fresh.load());
       c.refusals.fetch_add(1);
     }
     TORCH_CHECK_WITH(
@@ -99,7 +112,7 @@ void reserve(std::int64_t nbytes, bool is_fresh) {
         "out of memory: ", nbytes, " bytes requested while ", before, " are in use and the limit is ", limit);
   } while (!c.live.compare_exchange_weak(before, after));
   raise_to(c.peak, after);
-  if (is_fresh) raise_to(c.fresh_peak, c.fresh.fetch_add(nbytes) + nbytes);
+  if (fresh != nullptr) raise_to(fresh->fresh_peak, fresh->fresh.fetch_add(nbytes) + nbytes);
 }
 
 std::atomic<c10::Allocator*>& inner_allocator() {
@@ -130,9 +143,11 @@ struct CountingAllocator final : c10::Allocator {
     c10::Allocator* owner = inner_allocator().load();
     if (n == 0) return owner->allocate(0);
     const auto nbytes = static_cast<std::int64_t>(n);
-    const bool is_fresh = is_counted();
-    const Block block{nbytes, owner, is_fresh ? counters().generation.load() : -1, counters().installation.load()};
-    reserve(nbytes, is_fresh);
+    const std::int64_t number = counters().generation.load();
+    Generation& generation = counters().of(number);
+    const bool is_fresh = counts_here(generation);
+    const Block block{nbytes, owner, is_fresh ? number : -1, counters().installation.load()};
+    reserve(nbytes, is_fresh ? &generation : nullptr);
     void* data = nullptr;
     try {
       data = owner->raw_allocate(n);
@@ -191,22 +206,29 @@ LIMIT_API void limit_uninstall() {
 // A negative limit is none.
 LIMIT_API void limit_set_bytes(std::int64_t limit) { counters().limit.store(limit < 0 ? kNoLimit : limit); }
 LIMIT_API void limit_set_peak(std::int64_t peak) { counters().peak.store(peak); }
-LIMIT_API void limit_start_fresh() {
+// Of this thread alone, or of all.
+LIMIT_API void limit_start_fresh(int this_thread) {
   Counters& c = counters();
-  c.generation.fetch_add(1);
-  c.counted.store(std::thread::id());
-  c.fresh.store(0);
-  c.fresh_peak.store(0);
+  const std::int64_t number = c.generation.load() + 1;
+  Generation& next = c.of(number);
+  next.number.store(number);
+  next.fresh.store(0);
+  next.fresh_peak.store(0);
+  next.counted.store(this_thread ? std::this_thread::get_id() : std::thread::id());
+  c.generation.store(number);
 }
-// Of threads that train, only this one's blocks are fresh from here on.
-LIMIT_API void limit_count_this_thread() { counters().counted.store(std::this_thread::get_id()); }
-LIMIT_API void limit_thread_trains() { trains = true; }
+// From here on this thread is the one, if one is.
+LIMIT_API void limit_count_this_thread() {
+  Generation& now = counters().now();
+  if (now.counted.load() != std::thread::id()) now.counted.store(std::this_thread::get_id());
+}
+LIMIT_API void limit_thread_works_for_steps() { works_for_steps = true; }
 // Never less than what is in use.
 LIMIT_API void limit_set_fresh_peak(std::int64_t peak) {
-  Counters& c = counters();
-  c.fresh_peak.store(std::max(peak, c.fresh.load()));
+  Generation& now = counters().now();
+  now.fresh_peak.store(std::max(peak, now.fresh.load()));
 }
-LIMIT_API std::int64_t limit_fresh_peak() { return counters().fresh_peak.load(); }
+LIMIT_API std::int64_t limit_fresh_peak() { return counters().now().fresh_peak.load(); }
 // Whether a block was given out since limit_start_fresh.
 LIMIT_API int limit_is_fresh(void* data) {
   Counters& c = counters();

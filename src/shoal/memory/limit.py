@@ -12,7 +12,6 @@ Limits can be nested: the lowest one holds.
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -40,7 +39,7 @@ class _Memory(Protocol):
     def install(self) -> None: ...
     def uninstall(self) -> None: ...
     def set_limit(self, limit_bytes: int) -> None: ...
-    def start_fresh(self) -> None: ...
+    def start_fresh(self, this_thread: bool) -> None: ...
     def count_this_thread(self) -> None: ...
     def fresh_peak_bytes(self) -> int: ...
     def set_fresh_peak(self, peak_bytes: int) -> None: ...
@@ -90,12 +89,17 @@ class MemoryLimit:
         """Most bytes that the allocator held of the device since `reset_peak`, for all purposes; 0 on the CPU."""
         return self._memory.reserved_peak_bytes()
 
-    def start_fresh(self) -> None:
-        """Let `fresh_peak_bytes` count only what is allocated from here on; earlier allocations do not count."""
-        self._memory.start_fresh()
+    def start_fresh(self, *, this_thread: bool = False) -> None:
+        """Let `fresh_peak_bytes` count only what is allocated from here on; earlier allocations do not count.
+
+        Args:
+            this_thread: whether it leaves out what other Python threads allocate, which load data or train models of
+                their own, on the CPU.
+        """
+        self._memory.start_fresh(this_thread)
 
     def count_this_thread(self) -> None:
-        """Let `fresh_peak_bytes` leave out what other threads allocate that train models of their own, on the CPU."""
+        """Let this thread be the one of `start_fresh(this_thread=True)` from here on."""
         self._memory.count_this_thread()
 
     @property
@@ -144,7 +148,6 @@ class MemoryLimit:
 
 _active: list[MemoryLimit] = []
 _cpu_libraries: list[ctypes.CDLL] = []
-_this_thread = threading.local()
 _lasting: dict[_Memory, list[int]] = {}
 _suspended = 0
 
@@ -194,17 +197,10 @@ def memory_limit(limit_bytes: int | str | None, device: str | torch.device = "cp
             memory.uninstall()
 
 
-def this_thread_trains() -> bool:
-    """A model is trained by this thread: what it allocates is not counted for a model that another thread trains.
-
-    Returns:
-        Whether what it has allocated up to here was.
-    """
-    if not _cpu_libraries or hasattr(_this_thread, "trains"):
-        return False
-    _this_thread.trains = True
-    _cpu_libraries[0].limit_thread_trains()
-    return True
+def this_thread_works_for_steps() -> None:
+    """What this thread allocates counts for whichever thread trains: it is one of Shoal's own."""
+    for library in _cpu_libraries:
+        library.limit_thread_works_for_steps()
 
 
 def limit_reserved(limit_bytes: int, device: torch.device) -> Callable[[], None]:
@@ -331,13 +327,14 @@ class _CudaMemory:
         fraction = 1.0 if limit_bytes < 0 else min(1.0, limit_bytes / self._total_bytes)
         cuda_calls.set_memory_fraction(self._device, fraction)
 
-    def start_fresh(self) -> None:
+    def start_fresh(self, this_thread: bool) -> None:
+        """The caching allocator does not tell threads apart."""
         self._stale_bytes = self.live_bytes()
         self._stale = self._addresses()
         self.set_fresh_peak(0)
 
     def count_this_thread(self) -> None:
-        """The caching allocator does not tell threads apart."""
+        pass
 
     def _in_use(self) -> dict[int, int]:
         return blocks_in_use(self._device)
@@ -399,8 +396,8 @@ class _CpuMemory:
     def set_limit(self, limit_bytes: int) -> None:
         self._library.limit_set_bytes(limit_bytes)
 
-    def start_fresh(self) -> None:
-        self._library.limit_start_fresh()
+    def start_fresh(self, this_thread: bool) -> None:
+        self._library.limit_start_fresh(int(this_thread))
 
     def count_this_thread(self) -> None:
         self._library.limit_count_this_thread()

@@ -58,10 +58,11 @@ class RunningMeter:
         """Whether it counts."""
         return self._counter is not None
 
-    def start(self, *, or_records: bool = False) -> None:
+    def start(self, *, this_thread: bool = False, or_records: bool = False) -> None:
         """Count from here on.
 
         Args:
+            this_thread: whether what other threads of Python allocate is left out.
             or_records: whether passes are recorded without a C++ compiler.
 
         Raises:
@@ -76,12 +77,12 @@ class RunningMeter:
                 raise
             self._recorder = PassRecorder(self.device, (), ())
             return
-        self._counter.start_fresh()
+        self._counter.start_fresh(this_thread=this_thread)
         self._before_bytes, self._there, self.reserved_bytes = 0, set(), 0
         self._others_bytes = self._counter.stale_bytes
 
     def count_this_thread(self) -> None:
-        """Leave out what other threads allocate that train models of their own."""
+        """The thread whose allocations count is this one: a backward pass may run in another than the forward pass."""
         if self._counter is not None:
             self._counter.count_this_thread()
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from shoal.distributed.gradients.bucket_sum import Mean
+from shoal.memory.limit import this_thread_works_for_steps
 
 
 class Job:
@@ -98,6 +99,7 @@ class ReductionThreads:
     def _stage(self, job: Job, stage: Callable[[], None], streams: dict[torch.device, Any]) -> None:
         if self._failure() is not None:
             return
+        this_thread_works_for_steps()
         try:
             with torch.no_grad(), job.on_stream(streams):
                 stage()

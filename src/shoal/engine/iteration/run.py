@@ -40,7 +40,6 @@ from shoal.engine.repair import aside_when_out
 from shoal.engine.session import Session
 from shoal.engine.snapshot import Snapshot
 from shoal.errors import BudgetError, CaptureError
-from shoal.memory.limit import this_thread_trains
 from shoal.memory.storage_bytes import WeakStorage, dense_tensors, distinct_bytes
 
 log = logging.getLogger("shoal")
@@ -164,7 +163,6 @@ class Iterations(PlannedGraphs):
         self._say_over(before.peak_bytes, "before an iteration's first graph, by a call without gradients")
         iteration.called.append(name)
         self._calling = name
-        this_thread_trains()
         self.metering.calls.begins()
         status, path, n_run = self.session.status, len(self.node.path()), self.n_run
         why = "its graphs are compiled again" if status.preparations else ""
