@@ -97,10 +97,13 @@ def _reject_sparse(graph: fx.Graph, n_forward_outputs: int, layers: Mapping[int,
         gradients = [node for node in sparse if node in gradient_of]
         node = (gradients or list(sparse))[0]
         layer = layers.get(gradient_of.get(node, -1), "")
-        what = f"the gradient of layer {layer or '-'}" if gradients else f"the result of {node.name}"
+        if gradients:
+            what, instead = f"the gradient of layer {layer or '-'}", "build that embedding with sparse=False"
+        else:
+            what, instead = f"the result of {node.name}", "call .to_dense() on it"
         raise CaptureError(
-            f"{what} is {sparse[node]}, whose bytes are not known before the step runs; plan a model whose tensors are "
-            "dense: of an nn.Embedding, one without sparse=True"
+            f"{what} is {sparse[node]}; {instead}, or give budget=None",
+            details={"why": "the bytes of a sparse tensor are not known before the step runs"},
         )
 
 
