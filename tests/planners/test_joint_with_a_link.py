@@ -134,6 +134,23 @@ def test_a_link_too_slow_to_carry_anything_changes_nothing() -> None:
     assert plan.added_seconds <= without.added_seconds + 0.002 * plan.plain_seconds
 
 
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
+def test_the_least_that_is_named_uses_the_room_that_the_host_has(share: float) -> None:
+    graph = resnet_like((1, 2, 2, 1))
+    graph = replace(graph, ops=tuple(replace(op, recomputable=False) for op in graph.ops))
+    all_host_bytes = sum(graph.storages[s].host_bytes for s in everything_away(recompute_choice(graph)).offloaded)
+    graph = replace(graph, link=Link("link", 1e15, 1e15, 0.0, host_bytes=int(share * all_host_bytes)))
+    with pytest.raises(BudgetError) as refused:
+        joint(graph, HERE, 1)
+    least_bytes = refused.value.least_feasible_bytes
+    assert least_bytes is not None
+    plan = joint(graph, HERE, least_bytes)
+    assert 0 < plan.host_bytes <= share * all_host_bytes
+    assert keep_all(graph, HERE, 0).predicted_peak_bytes - least_bytes > 0.5 * plan.host_bytes
+    with pytest.raises(BudgetError):
+        joint(graph, HERE, int(0.8 * least_bytes))
+
+
 @pytest.mark.parametrize("recomputable", [True, False])
 def test_the_least_that_fits_is_no_more_with_a_link_than_without(recomputable: bool) -> None:
     b = Builder()

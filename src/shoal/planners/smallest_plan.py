@@ -149,13 +149,33 @@ def _smallest_with_link(graph: StepGraph, hardware: Hardware, below_bytes: int, 
     if limits.integer_program:
         solution = solve(choice, None, limits=limits, guard=guard)
         chosen_ones += [solution.chosen] if solution.chosen is not None else []
-    for chosen in chosen_ones:
+    for chosen in (fitting for chosen in chosen_ones for fitting in _that_fit_the_host(graph, chosen)):
         plans.append(plan := _with_copies(graph, chosen, hardware))
         if (ordered := in_order_for_copies(graph, plan.residences, limits, guard)) is not None:
             plans.append(replace(_with_copies(ordered, chosen, hardware), captured_order=op_names(graph)))
     host_bytes = graph.link.host_bytes if graph.link is not None else 0
     there_is_room = (plan for plan in plans if not host_bytes or plan.host_bytes <= host_bytes)
     return min(there_is_room, key=lambda plan: plan.predicted_peak_bytes)
+
+
+def _that_fit_the_host(graph: StepGraph, chosen: Chosen) -> list[Chosen]:
+    """The choice, or if the host has no room for all of it, those with what does not fit kept or recomputed.
+
+    The first ones that are written leave: at the turn, where most is alive, each byte counts as much as another, and
+    later those are alive for longest.
+    """
+    room_bytes = graph.link.host_bytes if graph.link is not None else 0
+    if not room_bytes:
+        return [chosen]
+    leaving = set()
+    for storage in sorted(chosen.offloaded, key=lambda s: (graph.producer[s], s)):
+        if (nbytes := graph.storages[storage].host_bytes) <= room_bytes:
+            room_bytes -= nbytes
+            leaving.add(storage)
+    if len(leaving) == len(chosen.offloaded):
+        return [chosen]
+    stay = chosen.offloaded - leaving
+    return [Chosen(chosen.kept | kept, frozenset(leaving)) for kept in (stay, frozenset())]
 
 
 def _with_copies(graph: StepGraph, chosen: Chosen, hardware: Hardware) -> Plan:
@@ -184,8 +204,9 @@ def in_order_for_copies(
         replace(op, again=Again(op.target, ()), recomputable=True) if op.id in from_nothing else op for op in graph.ops
     )
     moved = frozenset(from_nothing.values())
+    with_them = {graph.storages[s].name for op in from_nothing for s in graph.ops[op].writes} - moved
     as_recomputed = {
-        name: one if name not in back else Recompute((back[name],)) if name in moved else Keep()
+        name: Recompute((back[name],)) if name in moved else Keep() if name in back or name in with_them else one
         for name, one in residences.items()
     }
     stand_in = replace(graph, ops=ops, link=None)
