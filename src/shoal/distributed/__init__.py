@@ -1,6 +1,6 @@
 """Training on several devices: gradients, weights and activations in fewer bytes on the wire.
 
-Imports `codecs`, `cost`, `offload`, `transforms`, `lowlevel` and `core`.
+Imports `codecs`, `cost`, `offload`, `transforms`, `memory`, `lowlevel` and `core`.
 """
 
 from shoal.distributed.comm.exchange import Exchange

@@ -149,7 +149,7 @@ def _smallest_with_link(graph: StepGraph, hardware: Hardware, below_bytes: int, 
     if limits.integer_program:
         solution = solve(choice, None, limits=limits, guard=guard)
         chosen_ones += [solution.chosen] if solution.chosen is not None else []
-    for chosen in (fitting for chosen in chosen_ones for fitting in _that_fit_the_host(graph, chosen)):
+    for chosen in (fitting for one in chosen_ones for fitting in _that_fit_the_host(graph, one)):
         plans.append(plan := _with_copies(graph, chosen, hardware))
         if (ordered := in_order_for_copies(graph, plan.residences, limits, guard)) is not None:
             plans.append(replace(_with_copies(ordered, chosen, hardware), captured_order=op_names(graph)))
