@@ -1,4 +1,4 @@
 """Compressed gradients: DDP and FSDP hooks, error feedback, and which codec pays on which link.
 
-Imports `distributed.comm`, `codecs`, `lowlevel` and `core`.
+Imports `distributed.comm`, `codecs`, `memory`, `lowlevel` and `core`.
 """
