@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shoal.core.sizes import format_bytes
-from shoal.errors import BudgetError
+from shoal.errors import MESSAGE_CHARACTERS, BudgetError
 from shoal.memory.static_memory import StaticMemory
 
 
@@ -30,21 +30,33 @@ def with_hint(error: BudgetError, static: StaticMemory, state_bytes: int) -> Bud
 def with_optimistic(refused: BudgetError, optimistic: BudgetError) -> BudgetError:
     """The error with what is enough for a loop that holds the minimum, if that is less.
 
+    Which of the two the loop needs shows in its first step: a budget between them is tried. So the first line has both,
+    if it has room for them, and what it says to type is enough for either.
+
     Args:
         refused: of the loop as far as it is known.
         optimistic: of the loop that holds the minimum.
 
-    >>> refused, optimistic = BudgetError("no", least_feasible_bytes=2048), BudgetError("no", least_feasible_bytes=1024)
-    >>> with_optimistic(refused, optimistic).details, with_optimistic(optimistic, refused).details
-    ({'minimum if the loss frees the outputs': '1.000 KiB, as in criterion(model(x), y).backward()'}, {})
+    >>> from shoal.core.over_budget import over_budget
+    >>> refused, optimistic = over_budget("M", 2048, 512), over_budget("M", 1024, 512)
+    >>> with_optimistic(refused, optimistic).message
+    "M needs 1.000 KiB to 2.000 KiB, by what the loop holds; the budget is 512 B. Use budget='2KiB' or a smaller batch."
+    >>> with_optimistic(refused, optimistic).details["minimum if the loss frees the outputs"]
+    '1.000 KiB, as in criterion(model(x), y).backward()'
+    >>> with_optimistic(optimistic, refused) is optimistic
+    True
     """
-    least_feasible_bytes = optimistic.least_feasible_bytes or 0
-    if not 0 < least_feasible_bytes < (refused.least_feasible_bytes or 0):
+    least_bytes, enough_bytes = optimistic.least_feasible_bytes or 0, refused.least_feasible_bytes or 0
+    if not 0 < least_bytes < enough_bytes:
         return refused
-    return refused.with_detail(
-        "minimum if the loss frees the outputs",
-        f"{format_bytes(least_feasible_bytes)}, as in criterion(model(x), y).backward()",
+    least, enough = format_bytes(least_bytes), format_bytes(enough_bytes)
+    error = refused.with_detail(
+        "minimum if the loss frees the outputs", f"{least}, as in criterion(model(x), y).backward()"
     )
+    both = refused.message.replace(f"at least {enough}", f"{least} to {enough}, by what the loop holds", 1)
+    if least != enough and len(both) <= MESSAGE_CHARACTERS:
+        error.message = both
+    return error
 
 
 def with_reserve(error: BudgetError, reserve_bytes: int) -> BudgetError:

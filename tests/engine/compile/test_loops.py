@@ -16,6 +16,7 @@ from torch import nn
 import shoal
 from shoal.core.hardware import Hardware
 from shoal.core.plan import Plan
+from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
 from shoal.errors import BudgetError
 from shoal.planners.joint import joint
@@ -191,6 +192,7 @@ def test_a_budget_that_only_a_loop_without_held_outputs_meets_is_tried_and_refus
     with pytest.raises(BudgetError) as refused:
         shoal.compile(copy.deepcopy(net), budget="60KiB")(batch)
     assert "minimum if the loss frees the outputs" in refused.value.details
+    assert f" to {format_bytes(refused.value.least_feasible_bytes)}, by what the loop holds" in refused.value.message
     budget = refused.value.least_feasible_bytes - 1
     frugal = shoal.compile(copy.deepcopy(net), budget=budget)
     loop = dense_loop(False, batch, labels, 2)
