@@ -190,6 +190,19 @@ def test_a_rounding_is_unclear_where_aot_eager_is_no_guide() -> None:
     assert kinds() == {UNCLEAR}
 
 
+def test_a_loss_that_cancels_is_held_against_what_it_sums() -> None:
+    comparison = Comparison(Network((Layer("act", "gelu"),), dims=1))
+    terms = comparison.eager["0: output 0"].double() * comparison.course["weights"][0]
+    size = float(terms.abs().sum())
+    for loss, kinds in ((size * 1e-7, []), (size * 1e-4, [DIFFERS])):
+        comparison.eager["0: loss"] = comparison.aot["0: loss"] = torch.tensor(0.0)
+        comparison.exact["0: loss"] = torch.tensor(0.0, dtype=torch.float64)
+        trace = comparison.eager | {"0: loss": torch.tensor(loss)}
+        found: list[Finding] = []
+        comparison._judge(Attempt(replace(PLAIN, allow="exact"), 0, trace, [], 0, True), found)
+        assert [one.kind for one in found] == kinds
+
+
 def test_in_place_dropout_is_held_against_the_same_mask() -> None:
     network = Network((Layer("conv", "plain"), Layer("dropout", "in_place", 5)), channels_last=True)
     comparison = Comparison(network)
