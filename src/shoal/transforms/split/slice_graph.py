@@ -16,11 +16,14 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
 
+from shoal.transforms.split.one_sample import with_strides
 from shoal.transforms.split.part_graph import PartGraphBuilder, between_batch_norms
 from shoal.transforms.split.sliced_batch_norm import sliced_batch_norm
 from shoal.transforms.split.split_region import SplitRegion
 
+_NORMS = (F.batch_norm, F.instance_norm)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _RELUS = (F.relu, F.relu_, torch.relu, torch.relu_, "relu", "relu_")
 _NUMBERED: dict[Any, tuple[str, str, float]] = {
@@ -132,8 +135,18 @@ class _SliceGraphBuilder(PartGraphBuilder):
             self.slice_of[node, number] = self.out.call_function(convolve_parts, arguments)
         elif node in self.done:
             self.slice_of[node, number] = operand(node.all_input_nodes[0])
+        elif self.spans[number][1] - self.spans[number][0] == 1 and self._is_norm(node):
+            read = operand(node.all_input_nodes[0])
+            strided = self.out.call_function(with_strides, (read,))
+            norm = self.out.node_copy(node, lambda needed: strided if operand(needed) is read else operand(needed))
+            by_sample = node.target is F.instance_norm
+            self.slice_of[node, number] = self.out.call_function(with_strides, (norm, by_sample))
         else:
             self.slice_of[node, number] = self.out.node_copy(node, operand)
+
+    def _is_norm(self, node: fx.Node) -> bool:
+        called = self.modules.get(str(node.target)) if node.op == "call_module" else node.target
+        return isinstance(called, _BatchNorm) or called in _NORMS
 
     def _is_convolved_in_parts(self, node: fx.Node) -> bool:
         """Whether it is a concatenation of different tensors that only convolutions read, none of them in groups."""
