@@ -43,6 +43,7 @@ from shoal.core.progress import Preparation, preparing
 from shoal.errors import CaptureError, ShoalError
 from shoal.lowlevel.buffer_values import knowing_buffers
 from shoal.lowlevel.dynamo_state import forget_backend, forget_code
+from shoal.lowlevel.unread_writes import keeping_unread_writes
 from shoal.transforms.split.split import CUTS_ARGUMENT, SplitModule
 
 log = logging.getLogger("shoal")
@@ -371,7 +372,7 @@ def settings(logging_functions: Collection[Callable[..., Any]] = ()) -> Iterator
         ignore_logging_functions=config.ignore_logging_functions.union(logging_functions),
         use_numpy_random_stream=True,  # as in eager: else NumPy's random numbers come from PyTorch's generator
     )
-    with patched, cumulative_norms(), knowing_buffers():
+    with patched, cumulative_norms(), knowing_buffers(), keeping_unread_writes():
         yield
 
 
