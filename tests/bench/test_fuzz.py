@@ -194,6 +194,7 @@ def test_a_loss_that_cancels_is_held_against_what_it_sums() -> None:
     comparison = Comparison(Network((Layer("act", "gelu"),), dims=1))
     terms = comparison.eager["0: output 0"].double() * comparison.course["weights"][0]
     size = float(terms.abs().sum())
+    comparison.__dict__["_nudged"] = [comparison.eager]
     for loss, kinds in ((size * 1e-7, []), (size * 1e-4, [DIFFERS])):
         comparison.eager["0: loss"] = comparison.aot["0: loss"] = torch.tensor(0.0)
         comparison.exact["0: loss"] = torch.tensor(0.0, dtype=torch.float64)
@@ -201,6 +202,23 @@ def test_a_loss_that_cancels_is_held_against_what_it_sums() -> None:
         found: list[Finding] = []
         comparison._judge(Attempt(replace(PLAIN, allow="exact"), 0, trace, [], 0, True), found)
         assert [one.kind for one in found] == kinds
+
+
+def test_where_rounding_grows_it_is_told_by_batches_that_differ_in_their_last_bits() -> None:
+    """Norms of three channels and of eight pixels: rounding grows a thousandfold on the way."""
+    comparison = Comparison(draw(52, 37))
+    grown = max(comparison._nudged, key=lambda one: _error(comparison, one))
+    assert _error(comparison, grown) > 3 * _error(comparison, comparison.eager)
+    wrong = {name: one * (1 + 1e-3) if "gradient of l2" in name else one for name, one in grown.items()}
+    for trace, kinds in ((grown, []), (wrong, [DIFFERS])):
+        found: list[Finding] = []
+        comparison._judge(Attempt(replace(PLAIN, allow="exact"), 0, trace, [], 0, True), found)
+        assert [one.kind for one in found] == kinds
+
+
+def _error(comparison: Comparison, trace: dict[str, torch.Tensor]) -> float:
+    name = "1: gradient of l2.weight"
+    return fuzz_step.error(trace[name], comparison.exact[name])
 
 
 def test_in_place_dropout_is_held_against_the_same_mask() -> None:
