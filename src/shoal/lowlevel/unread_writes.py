@@ -4,7 +4,7 @@ Where a float64 tensor without dimensions is an input, as such a buffer of a mod
 trace a second time and then removes inputs that it knows as numbers. It removes every node of that kind that nothing
 reads: of `self.count.add_(mean)` too, so that the buffer stays as it was, and all that depends on it is wrong.
 
-PyTorch does not guarantee these names; 2.12, 2.13 and 2.15 have them.
+PyTorch does not guarantee this name; 2.13 and 2.15 have it.
 """
 
 from __future__ import annotations
