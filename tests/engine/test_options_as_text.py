@@ -171,7 +171,7 @@ def test_the_batches_of_a_frontier_fit_what_the_environment_says(monkeypatch: py
     arguments = ["frontier", "--model", "resnet18", "--batch", "auto", "--points", "1"]
     assert "needs a budget that all batches have to fit in" in CliRunner().invoke(app, arguments).output
     monkeypatch.setenv("SHOAL_BUDGET", "50%")
-    assert "points=1: expected an int from 2 to 100" in CliRunner().invoke(app, arguments).output
+    assert "--points 1: expected an int from 2 to 100" in CliRunner().invoke(app, arguments).output
 
 
 def test_an_optimizer_by_name_counts_as_one_that_is_there() -> None:
