@@ -135,6 +135,16 @@ def test_a_copy_that_is_abandoned_under_way_stops_between_two_parts(monkeypatch:
     thread.close()
 
 
+def test_what_is_abandoned_as_its_copy_ends_is_freed() -> None:
+    storage = torch.zeros(8).untyped_storage()
+    held = StorageWeakRef(storage)
+    slab = SimpleNamespace(running=SimpleNamespace(discard=lambda copy: copy.abandon()))  # between its last two steps
+    copy = ThreadCopy("copying", storage, slab, 0)
+    del storage
+    copy.run(lambda *where: None, Pace(), threading.Event())
+    assert copy.is_over and held.expired()
+
+
 def test_closing_fails_what_is_not_over_and_ends_the_thread() -> None:
     thread = CopyThread("shoal-test", write, Pace(bytes_per_second=1e-3))
     slab = HostSlab(4 * PAGE)

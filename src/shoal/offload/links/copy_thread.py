@@ -163,12 +163,12 @@ class ThreadCopy:
             return
         slab, self._slab = self._slab, None
         self._after = None
-        if self._unwanted:
-            self._storage = None
         self._error = error
         if slab is not None:
             slab.running.discard(self)
         self._over = True
+        if self._unwanted:  # asked after `_over` is set, as `abandon` asks after it has set this: one of them sees both
+            self._storage = None
         self._latch.release()
 
 
