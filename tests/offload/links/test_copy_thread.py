@@ -6,6 +6,7 @@ import errno
 import gc
 import threading
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -138,7 +139,7 @@ def test_a_copy_that_is_abandoned_under_way_stops_between_two_parts(monkeypatch:
 def test_what_is_abandoned_as_its_copy_ends_is_freed() -> None:
     storage = torch.zeros(8).untyped_storage()
     held = StorageWeakRef(storage)
-    slab = SimpleNamespace(running=SimpleNamespace(discard=lambda copy: copy.abandon()))  # between its last two steps
+    slab: Any = SimpleNamespace(running=SimpleNamespace(discard=lambda copy: copy.abandon()))  # before its last step
     copy = ThreadCopy("copying", storage, slab, 0)
     del storage
     copy.run(lambda *where: None, Pace(), threading.Event())
