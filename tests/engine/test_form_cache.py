@@ -15,6 +15,7 @@ import shoal
 from shoal.engine import choose_variant, form_cache
 from tests.engine.search.test_best_variant import FUSED, batches, normalised, share_of_plain, step
 from tests.engine.test_choose_variant import traces  # noqa: F401  # a fixture
+from tests.scratch import needs_little_scratch
 
 
 @pytest.fixture(autouse=True)
@@ -34,6 +35,7 @@ def compiled(share: float = 0.9) -> nn.Module:
     return shoal.compile(normalised(), budget=int(share * plain_bytes()), allow="recompute, fuse")
 
 
+@needs_little_scratch
 def test_a_later_run_traces_the_chosen_form_alone_and_trains_as_the_first(traces: list[str]) -> None:  # noqa: F811
     first, later = compiled(), compiled()
     step(first, *batches(1))
@@ -63,6 +65,7 @@ def test_another_step_is_searched_for_itself(traces: list[str]) -> None:  # noqa
         assert "priced" in traces, change
 
 
+@needs_little_scratch
 def test_a_damaged_file_costs_only_time(
     traces: list[str],  # noqa: F811
     forms: Path,

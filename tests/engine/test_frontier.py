@@ -15,11 +15,13 @@ from tests.engine.keywords import keywords
 from tests.engine.search.test_best_variant import FUSED, normalised
 from tests.engine.training_laws import blocks
 from tests.raising import raising
+from tests.scratch import needs_little_scratch
 
 IMAGES = torch.empty(2, 3, 64, 64)
 P100 = "p100-nvlink"
 
 
+@needs_little_scratch
 def test_no_plan_made_by_itself_is_faster_and_none_fits_in_less() -> None:
     how: dict[str, Any] = {"allow": "recompute, fuse"}  # on the made-up machine, where what is fused is faster
     said: list[str] = []
@@ -48,6 +50,7 @@ def test_nothing_but_keeping_is_one_point() -> None:
     assert point.recomputed.count == point.offloaded.count == point.encoded.count == 0 < point.kept.count
 
 
+@needs_little_scratch
 def test_what_is_encoded_is_counted() -> None:
     frontier = shoal.frontier(normalised(), IMAGES, allow="recompute, encode", points=3)
     assert any(point.encoded.count > 0 for point in frontier.points)

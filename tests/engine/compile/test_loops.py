@@ -32,6 +32,7 @@ from tests.engine.training_laws import (
     train,
 )
 from tests.raising import raising
+from tests.scratch import needs_little_scratch
 
 pytestmark = needs_compiler  # the loss is metered only with one
 Loop = Callable[[nn.Module], Any]
@@ -170,6 +171,7 @@ def dense_loop(holds: bool, images_: torch.Tensor, labels: torch.Tensor, steps: 
     return loop
 
 
+@needs_little_scratch
 @pytest.mark.parametrize("holds", [False, True])
 def test_outputs_count_as_long_as_the_loop_holds_them_and_no_longer(holds: bool) -> None:
     net, (batch,) = segmentation(), images(1, 2, 3, 32, 32)

@@ -22,6 +22,7 @@ from shoal.transforms.split.split import split
 from tests.engine.keywords import keywords
 from tests.engine.training_laws import blocks
 from tests.raising import raising
+from tests.scratch import needs_little_scratch
 
 IMAGES = (2, 3, 64, 64)
 FUSED = Variant(fuse="bnff")
@@ -112,6 +113,7 @@ def chosen(model: nn.Module) -> Variant:
     return plan.variant
 
 
+@needs_little_scratch
 def test_where_a_fused_step_is_faster_it_is_taken_and_trains_as_the_model_does() -> None:
     model, plain, exact = normalised(), normalised(), normalised().double()
     for one in (model, plain, exact):
@@ -155,6 +157,7 @@ def test_where_all_batch_norms_fused_do_not_fit_those_of_large_maps_are_left_and
     assert outcomes["unmodified"] in ("cannot be faster, by its bound", "slower")
 
 
+@needs_little_scratch
 def test_the_table_says_what_was_considered_and_why_it_lost() -> None:
     model = normalised()
     plan = shoal.plan(model, torch.empty(IMAGES), share_of_plain(normalised, 0.9), allow="exact")
@@ -269,6 +272,7 @@ def trained_in_less(
     return chosen(model)
 
 
+@needs_little_scratch
 def test_below_what_the_whole_needs_it_runs_on_slices_of_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a smaller batch: Dynamo has a symbol for the size of this one."""
     monkeypatch.setattr("shoal.engine.search.split_forms._SLICES", (4,))
@@ -379,6 +383,7 @@ def test_what_changes_between_steps_is_seen() -> None:
                 torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-5)
 
 
+@needs_little_scratch
 def test_a_last_short_batch_accumulation_and_keywords() -> None:
     model, plain = compiled(normalised), normalised()
     scale = torch.tensor(0.5)
@@ -416,6 +421,7 @@ class HeadInHalf(nn.Module):
             return self.head(x).float()
 
 
+@needs_little_scratch
 def test_a_model_that_enters_autocast_is_fused_and_trains_as_it_does() -> None:
     model, plain = HeadInHalf(), HeadInHalf()
     model = shoal.compile(model, share_of_plain(normalised, 0.9), allow="exact")
@@ -435,12 +441,14 @@ def test_a_plan_that_was_saved_runs_in_its_form(tmp_path: Path) -> None:
     assert (read.variant, read.candidates) == (made.variant, made.candidates)
     model = shoal.compile(model, options=shoal.Options(plan=read))
     step(model, batches(1)[0])
-    assert model.shoal.measured_peak_bytes <= made.predicted_peak_bytes  # type: ignore[union-attr,operator]
+    # The loss and its gradient are not counted in a plan that was given: 8 bytes, if the peak is in the loss.
+    assert model.shoal.measured_peak_bytes <= made.predicted_peak_bytes + 8  # type: ignore[union-attr,operator]
     other = shoal.compile(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()), options=shoal.Options(plan=read))
     with pytest.raises(PlanError):
         step(other, batches(1)[0])
 
 
+@needs_little_scratch
 def test_a_resumed_run_takes_the_form_it_had() -> None:
     model, again = compiled(normalised), compiled(normalised)
     step(model, batches(1)[0])
