@@ -50,12 +50,13 @@ def observe_loop(
     gradient_bytes = sum(map(_loss_gradient_bytes, iteration.steps))
     given_share = measured.given_bytes / gradient_bytes if gradient_bytes else 0.0
     seen = replace(seen, given_share=max(given_share, loop.given_share) if loop.learnt else given_share)
+    # As it was metered: without what the loss keeps, and without graphs; before the first step nothing was held.
+    metered = replace(seen, kept_share=0.0, replays=False, held_gradient_bytes=seen.held_gradient_bytes or 0)
     loss_shares = [loop.loss_share] if loop.learnt else []
     kept_shares = [loop.kept_share] if loop.learnt else []
     for step in iteration.steps:
         basis = step.basis_in_call()
-        # As it was metered: without what the loss keeps, and without graphs.
-        plan = step.plan and basis and basis.of(step.plan, replace(seen, kept_share=0.0, replays=False))
+        plan = step.plan and basis and basis.of(step.plan, metered)
         at_loss = plan and next((m for m in plan.timeline.moments if m.phase == "loss"), None)
         gradient_bytes = _loss_gradient_bytes(step)
         if not plan or not at_loss or not gradient_bytes:
