@@ -238,22 +238,6 @@ def test_gradients_dropped_between_the_passes_are_counted_and_planned_once() -> 
     assert net.shoal.predicted_peak_bytes == pytest.approx(net.shoal.measured_peak_bytes, rel=0.002)
 
 
-def test_the_first_step_shows_what_the_loss_takes_where_no_gradients_are_held_yet() -> None:
-    """Gradients of a step before the first one are none: what the loss takes is not less by them in later steps."""
-    net, (batch,), target = nn.Linear(256, 512, bias=False), images(1, 64, 256), torch.randn(64, 512)
-    shoal.compile(net, budget="1GiB", optimizer="sgd")
-
-    def step() -> None:
-        net.zero_grad()
-        ((net(batch) - target) ** 2).mean().backward()
-
-    for _ in range(3):
-        step()
-    net.zero_grad()
-    peak = true_peak(net, step, [batch, target])
-    assert net.shoal.predicted_peak_bytes == pytest.approx(peak, rel=0.01)
-
-
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_gradients_that_are_accumulated_or_kept_as_zeros_count_all_step(set_to_none: bool) -> None:
     net, (batch,) = classifier(3, 16, 64, 64), images(1, 4, 3, 16, 16)
