@@ -238,6 +238,23 @@ def test_gradients_dropped_between_the_passes_are_counted_and_planned_once() -> 
     assert net.shoal.predicted_peak_bytes == pytest.approx(net.shoal.measured_peak_bytes, rel=0.002)
 
 
+def test_a_step_that_is_captured_again_is_planned_with_what_the_loss_took_in_the_first() -> None:
+    """No gradients of a step before the first one are there then: what the loss takes is not less by them."""
+    net, (batch,), target = nn.Linear(16, 512, bias=False), images(1, 64, 16), torch.randn(64, 512)
+    shoal.compile(net, budget="1GiB", optimizer="sgd")
+    predicted_bytes: list[int] = []
+
+    def step() -> None:
+        result = net(batch)
+        predicted_bytes.append(net.shoal.plans[-1].predicted_peak_bytes)
+        ((result - target) ** 2).mean().backward()
+
+    step()
+    peak = true_peak(net, step, [batch, target])  # which adds to the gradients
+    assert len(net.shoal.plans) == 2
+    assert predicted_bytes[1] == pytest.approx(peak, rel=0.01)
+
+
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_gradients_that_are_accumulated_or_kept_as_zeros_count_all_step(set_to_none: bool) -> None:
     net, (batch,) = classifier(3, 16, 64, 64), images(1, 4, 3, 16, 16)
