@@ -19,6 +19,7 @@ from shoal.errors import BudgetError
 from tests.engine.several_graphs import Chain, breaks
 from tests.engine.training_laws import blocks, images, needs_compiler
 from tests.float32_rule import too_far
+from tests.scratch import needs_little_scratch
 
 pytestmark = needs_compiler
 
@@ -195,6 +196,7 @@ def deep() -> nn.Module:
     return Chain(breaks, [nn.Sequential(*blocks(3, 16, 16, 16)), nn.Sequential(*blocks(16, 16, 16))], 16)
 
 
+@needs_little_scratch
 @pytest.mark.parametrize("shared", [False, True], ids=["one model", "a shared budget"])
 def test_a_graph_that_does_not_fit_unmodified_runs_its_first_iteration_in_another_variant(shared: bool) -> None:
     torch.manual_seed(0)

@@ -15,6 +15,7 @@ import shoal
 from shoal.errors import BudgetError
 from shoal.memory import limit
 from tests.engine.session_loops import true_peak
+from tests.scratch import needs_little_scratch
 
 FRAMES = torch.randn(7, 2, 1, 16, 16, generator=torch.Generator().manual_seed(0))
 Step = Callable[[nn.Module], None]
@@ -81,6 +82,7 @@ def peak_of(net: nn.Module, step: Step) -> int:
     return true_peak(net, lambda: step(net), [FRAMES])
 
 
+@needs_little_scratch
 @pytest.mark.parametrize(("name", "share"), [("cell", 0.7), ("truncated", 0.9), ("rollout", 0.6)])
 def test_they_train_in_a_share_of_plain_pytorchs_peak(name: str, share: float) -> None:
     make, step = LOOPS[name]
@@ -113,6 +115,7 @@ class NormCell(nn.Module):
         return self.out(h), h, c
 
 
+@needs_little_scratch
 @pytest.mark.parametrize(
     ("make", "share"),
     [(Cell, 0.4), (lambda: NormCell(False), 0.3), (lambda: NormCell(True), 0.3)],
@@ -179,6 +182,7 @@ def two_losses_step(net: nn.Module) -> None:
         parameter.grad = one + other
 
 
+@needs_little_scratch
 @pytest.mark.parametrize("share", [4.0, 0.75])
 def test_a_backward_pass_that_runs_twice_is_of_an_iteration(share: float) -> None:
     torch.manual_seed(0)

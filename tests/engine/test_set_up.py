@@ -20,6 +20,7 @@ from tests.engine.training_laws import (
     images,
     train,
 )
+from tests.scratch import needs_little_scratch
 
 LOCK = threading.Lock()
 
@@ -66,6 +67,7 @@ class HookingItselfHalfway(HookingItself):
         return super().forward(self.first(x))
 
 
+@needs_little_scratch
 def test_it_trains_in_a_budget_in_which_it_fits_as_one_graph_alone() -> None:
     torch.manual_seed(0)
     model = HookingItselfHalfway()

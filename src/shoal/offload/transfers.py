@@ -307,8 +307,10 @@ class _TransferStep:
             del self.early[slot]
 
     def abandon(self) -> None:
-        """Stop all copies."""
+        """Stop all copies, and free what those hold that have ended and that nobody has waited for."""
         self.early.clear()
+        for copy in (*self.offloads.values(), *self.fetches.values()):
+            copy.abandon()
         if self.lease is not None:
             self.lease.abandon()
 

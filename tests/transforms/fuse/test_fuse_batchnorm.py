@@ -21,6 +21,7 @@ from shoal.core.residence import Recompute
 from shoal.errors import InputError
 from shoal.transforms.fuse.fuse_graph import LEVELS, Level
 from tests.raising import raising
+from tests.scratch import needs_little_scratch
 
 fuse_batchnorm = partial(shoal.fuse_batchnorm, when="always")  # tests have small maps
 
@@ -421,6 +422,7 @@ def test_within_a_budget_bit_for_bit() -> None:
         assert torch.equal(own, other)
 
 
+@needs_little_scratch
 @pytest.mark.parametrize("make", [_deep, lambda: DenseNet((2,), 3)])
 def test_one_op_of_a_captured_step_whose_peak_is_known(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)

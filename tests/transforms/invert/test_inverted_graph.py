@@ -15,6 +15,7 @@ from shoal.lowlevel import allocations
 from shoal.transforms.invert.invert_norm import invert_norm
 from tests.engine.training_laws import conv_bn_relu
 from tests.inverted_networks import small_resnet, with_trained_layers
+from tests.scratch import needs_little_scratch
 
 
 def test_what_is_converted_and_what_is_not_is_told() -> None:
@@ -144,6 +145,7 @@ def test_a_shared_batch_norm_is_converted_in_both_places_or_in_none() -> None:
     ]
 
 
+@needs_little_scratch
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_a_convolution_s_result_is_written_over_in_eager_mode(dims: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inverted_batch_norm_sweeps, "_PIECE_ELEMS", 1)

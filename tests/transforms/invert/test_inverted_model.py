@@ -19,6 +19,7 @@ from shoal.transforms.invert.invert_norm import invert_norm
 from shoal.transforms.invert.inverted_model import InvertedModel
 from tests.engine.training_laws import assert_same_training, blocks, images, same_bits, train
 from tests.inverted_networks import chain, small_resnet, with_leaky, with_trained_layers
+from tests.scratch import needs_little_scratch
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -171,6 +172,7 @@ def test_in_eager_mode_a_step_saves_and_needs_less() -> None:
     assert peak <= plain_peak - 2 * one
 
 
+@needs_little_scratch
 def test_under_shoal_less_is_saved_and_the_prediction_holds() -> None:
     x = torch.randn(4, 3, 32, 32)
     plain, ours = shoal.plan(chain(), x), shoal.plan(invert_norm(chain()), x)
