@@ -64,6 +64,17 @@ def test_the_peak_of_a_plan_is_that_of_the_step_that_runs_by_it() -> None:
 
 
 @needs_compiler
+def test_they_still_count_once_a_metered_step_has_shown_what_the_loop_holds() -> None:
+    model: Any = shoal.compile(dropping(3), "1GiB", allow="bitwise", options=shoal.Options(planner=keep_nothing))
+    keeping: Any = shoal.compile(dropping(3), "1GiB", allow="bitwise", options=shoal.Options(planner="keep_all"))
+    for _ in range(3):
+        step_of(model), step_of(keeping)
+        assert states_of(model.shoal.plan)
+        assert 0 <= model.shoal.predicted_peak_bytes - model.shoal.measured_peak_bytes < EACH_BYTES
+        assert model.shoal.plan.plain_peak_bytes == keeping.shoal.plan.plain_peak_bytes  # which keeps none
+
+
+@needs_compiler
 def test_the_least_budget_of_a_plan_is_enough_to_train_in_beside_what_the_loop_holds() -> None:
     net = dropping(4)
     with pytest.raises(BudgetError) as refused:

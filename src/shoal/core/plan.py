@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,8 @@ class Plan:
             empty where it does none of that, where PyTorch's ops do it, and where it was planned for another machine.
         without_effect: a line for each means that was allowed by name and does not apply to the step.
         is_at_most: whether the sizes of the step are the most that those of many calls may be.
+        states_bytes: of the random generator's states in which it repeats random ops, which are in the static memory of
+            its graphs; plain PyTorch keeps none.
     """
 
     graph: StepGraph
@@ -99,6 +101,7 @@ class Plan:
     kernels: tuple[str, ...] = field(default=(), compare=False)
     without_effect: tuple[str, ...] = field(default=(), compare=False)
     is_at_most: bool = field(default=False, compare=False)
+    states_bytes: int = field(default=0, compare=False)
 
     @cached_property
     def captured_graph(self) -> StepGraph:
@@ -120,7 +123,8 @@ class Plan:
         """The simulated step when everything is kept, nothing is encoded and ops run as they were captured, in the form
         of this plan.
         """
-        return simulate(self.exact_step, {}, self.budget_bytes)
+        step = self.exact_step
+        return simulate(replace(step, static_bytes=step.static_bytes - self.states_bytes), {}, self.budget_bytes)
 
     @property
     def predicted_peak_bytes(self) -> int:
@@ -322,6 +326,7 @@ class Plan:
                 "compiled": list(self.compiled),
                 "kernels": list(self.kernels),
                 "without_effect": list(self.without_effect),
+                "states_bytes": self.states_bytes,
                 "step": self.graph.to_json(),
                 "exact_step": self.exact_graph and self.exact_graph.to_json(),
             },
@@ -389,7 +394,10 @@ def _plan_of(value: Any) -> Plan:
         compiled=read_value(tuple[str, ...], value.get("compiled", []), "compiled"),
         kernels=read_value(tuple[str, ...], value.get("kernels", []), "kernels"),
         without_effect=read_value(tuple[str, ...], value.get("without_effect", []), "without_effect"),
+        states_bytes=read_value(int, value.get("states_bytes", 0), "states_bytes"),
     )
+    if not 0 <= plan.states_bytes <= plan.graph.static_bytes:
+        raise PlanError(f"{plan.states_bytes=}: expected 0 to {plan.graph.static_bytes}")
     if min(plan.budget_bytes, plan.planning_seconds, plan.checkpoints) < 0:
         raise PlanError(f"{plan.budget_bytes=}, {plan.planning_seconds=}, {plan.checkpoints=}: expected 0 or more")
     if plan.graph.fingerprint != value.get("fingerprint"):

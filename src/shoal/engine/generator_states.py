@@ -34,8 +34,7 @@ def counting_states(planner: Planner, each_bytes: int) -> Planner:
                 counted = most  # of that many the least budget that it names is enough
                 continue
             needed = states_of(made) if each_bytes else 0
-            static_bytes = graph.static_bytes + needed * each_bytes
-            found = made if needed == counted else with_static(made, static_bytes)
+            found = _with_states(made, graph.static_bytes, needed * each_bytes)
             if needed <= counted or not budget_bytes or found.predicted_peak_bytes <= budget_bytes:
                 return found
             counted = needed
@@ -58,10 +57,11 @@ def _random(graph: StepGraph, storages: Iterable[Storage]) -> int:
     return sum(graph.ops[op].random for op in {graph.producer[storage.id] for storage in storages})
 
 
-def with_static(plan: Plan, static_bytes: int) -> Plan:
-    """The plan with that many bytes in use all step in addition to its storages."""
+def _with_states(plan: Plan, static_bytes: int, states_bytes: int) -> Plan:
+    static_bytes += states_bytes
     exact = plan.exact_graph and replace(plan.exact_graph, static_bytes=static_bytes)
-    return replace(plan, graph=replace(plan.graph, static_bytes=static_bytes), exact_graph=exact)
+    graph = replace(plan.graph, static_bytes=static_bytes)
+    return replace(plan, graph=graph, exact_graph=exact, states_bytes=states_bytes)
 
 
 def _kept(again: int) -> int:

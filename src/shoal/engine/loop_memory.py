@@ -85,7 +85,8 @@ class Basis:
         """The plan's residences in such a loop."""
 
         def now(graph: StepGraph) -> StepGraph:
-            return in_loop(graph, loop, self.outputs)
+            found = in_loop(graph, loop, self.outputs)
+            return replace(found, static_bytes=found.static_bytes + plan.states_bytes)
 
         exact_graph = self.exact_graph and now(self.exact_graph)
         if not plan.captured_order:

@@ -285,6 +285,7 @@ def _adopt(
         graph=ordered,
         exact_graph=exact if said is not None else None,
         captured_order=op_names(graph) if plan.captured_order else (),
+        states_bytes=states_bytes,
     )
     if budget_bytes is None and 0 < plan.budget_bytes < adopted.predicted_peak_bytes:
         log.warning(
