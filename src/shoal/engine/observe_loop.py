@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from shoal.engine.generator_states import states_of
 from shoal.engine.iteration.metered import Fates, Iteration, Measured
 from shoal.engine.iteration.record import Metered
 from shoal.engine.loop_memory import LoopMemory, dropped_bytes
@@ -62,6 +63,8 @@ def observe_loop(
         if not plan or not at_loss or not gradient_bytes:
             continue
         rest_bytes = at_loss.total_bytes - at_loss.workspace_bytes
+        if plan.states_bytes:  # of these, the one that the backward pass puts back is not there yet
+            rest_bytes -= plan.states_bytes // states_of(plan)
         left_bytes = rest_bytes - dropped_bytes(plan.graph)
         backward_bytes = measured.before_backward_bytes
         kept_bytes = max(0, backward_bytes + awaited_bytes - left_bytes) if backward_bytes else 0
