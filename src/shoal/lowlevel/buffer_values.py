@@ -14,7 +14,6 @@ import dis
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
@@ -28,6 +27,8 @@ from torch._dynamo.variables import ConstantVariable, LazyVariableTracker, Tenso
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from shoal.lowlevel.asked import Asked
+
 _dynamo: Any = utils
 _MOST_VALUES = 4  # each is a capture and a plan, which take seconds: one that has had more is taken for a counter
 _KINDS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -36,7 +37,7 @@ _JUMPS = [  # of opcodes that translators have a place for
     for name, code in dis.opmap.items()
     if "JUMP_" in name and ("_IF_TRUE" in name or "_IF_FALSE" in name) and code < 256
 ]
-_asked: ContextVar[bool] = ContextVar("knowing_buffers", default=False)
+_asked = Asked("knowing_buffers")
 Number = int | float
 
 _values: weakref.WeakKeyDictionary[nn.Module, dict[str, set[int]]] = weakref.WeakKeyDictionary()
@@ -55,11 +56,8 @@ def knowing_buffers() -> Iterator[None]:
     as is one that the same code changes later.
     """
     _let_dynamo_ask()
-    before = _asked.set(True)
-    try:
+    with _asked.within():
         yield
-    finally:
-        _asked.reset(before)
 
 
 @cache
@@ -108,7 +106,7 @@ def _known_jump(jump: Callable[..., Any]) -> Callable[..., Any]:
 
 def _reading_numbers(run_node: Callable[..., Any]) -> Callable[..., Any]:
     def run(output: Any, node: fx.Node, args: Any, kwargs: Any, module: Any) -> Any:
-        if not _asked.get() or not _is_call(node) or not any(map(_may_be_known, node.all_input_nodes)):
+        if not _asked or not _is_call(node) or not any(map(_may_be_known, node.all_input_nodes)):
             return run_node(output, node, args, kwargs, module)
         with _Reading(node, output) as reading:
             result = run_node(output, node, args, kwargs, module)
@@ -167,7 +165,7 @@ class _Repeatable(TorchDispatchMode):
 
 
 def _number_of(variable: Any, output: Any) -> Number | None:
-    if type(variable) is not TensorVariable or not _asked.get():
+    if type(variable) is not TensorVariable or not _asked:
         return None
     node = variable.as_proxy().node
     return _known(node, output) if _may_be_known(node) else None

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
 from copy import deepcopy
 from dis import opmap
 from functools import cache
@@ -34,9 +33,11 @@ from torch._dynamo.resume_execution import ContinueExecutionCache
 from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 from torch._dynamo.variables.lists import ListIteratorVariable, RangeIteratorVariable, TupleIteratorVariable
 
+from shoal.lowlevel.asked import Asked
+
 _resume: Any = ContinueExecutionCache
 _VALUES = "__shoal_frame_values"  # the argument that is the list
-_asked: ContextVar[bool] = ContextVar("releasing_arguments", default=False)
+_asked = Asked("releasing_arguments")
 _ITERATORS = (ListIteratorVariable, TupleIteratorVariable, RangeIteratorVariable)  # what a resume function can be given
 _MOST_ITERATIONS = 32  # each that breaks is a capture of the same function, and Dynamo takes 64 of one
 
@@ -45,11 +46,8 @@ _MOST_ITERATIONS = 32  # each that breaks is a capture of the same function, and
 def releasing_arguments() -> Iterator[None]:
     """While the block runs, Dynamo makes resume functions that release each argument after its last use."""
     _let_dynamo_release()
-    before = _asked.set(True)
-    try:
+    with _asked.within():
         yield
-    finally:
-        _asked.reset(before)
 
 
 @cache
@@ -67,7 +65,7 @@ def _taking_a_list(generate: Callable[..., CodeType]) -> Callable[..., CodeType]
             return code
         *_, inner, _pops_result = args  # the resume functions of the calls within, of which it calls the last
         given = code.co_varnames[2 : code.co_argcount]  # in a list already: by 2.13, where a variable is deleted
-        asked = _asked.get() and given not in ((), ("__resume_frame_values",))
+        asked = _asked and given not in ((), ("__resume_frame_values",))
         passes = bool(inner) and _takes_a_list(inner[-1])
         if not asked and not passes:
             return code

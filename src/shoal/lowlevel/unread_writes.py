@@ -11,25 +11,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
 from torch._dynamo.output_graph import OutputGraph
 
+from shoal.lowlevel.asked import Asked
+
 _METHOD = "remove_tensorify_specialized_graphargs"
-_asked: ContextVar[bool] = ContextVar("keeping_unread_writes", default=False)
+_asked = Asked("keeping_unread_writes")
 
 
 @contextmanager
 def keeping_unread_writes() -> Iterator[None]:
     """Around a call that Dynamo may capture."""
     _let_dynamo_ask()
-    before = _asked.set(True)
-    try:
+    with _asked.within():
         yield
-    finally:
-        _asked.reset(before)
 
 
 @cache
@@ -42,7 +40,7 @@ def _let_dynamo_ask() -> None:
 
 def _of_inputs(remove: Callable[[Any], None]) -> Callable[[Any], None]:
     def remove_inputs(output: Any) -> None:
-        unread = [node for node in output.graph.nodes if _asked.get() and node.op != "placeholder" and not node.users]
+        unread = [node for node in output.graph.nodes if _asked and node.op != "placeholder" and not node.users]
         for node in unread:
             node.users[node] = None  # what is read stays
         remove(output)
