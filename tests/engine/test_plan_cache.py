@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,9 @@ from shoal.core.plan import Plan
 from shoal.core.step import StepGraph
 from shoal.engine import plan_cache
 from shoal.engine.plan_cache import remembered
+from shoal.errors import BudgetError
 from shoal.planners.keep_all import keep_all
+from shoal.planners.smallest_plan import smallest_plan
 from tests.random_steps import HARDWARE, resnet_like
 
 STEP = resnet_like((1, 1))
@@ -176,3 +180,24 @@ def test_a_plan_in_an_order_with_fewer_waits_for_launches_is_kept_though_its_bou
     again = planned(launched)
     assert len(made) == 1
     assert again == replace(first, lower_bound_seconds=-1e-6)
+
+
+def test_a_refusal_is_searched_for_once_and_raised_again_with_a_traceback_of_its_own(
+    made: list[Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_cache, "_refused", {})
+    searched = []
+    monkeypatch.setattr("shoal.planners.joint.smallest_plan", partial(_noting, searched, smallest_plan))
+    errors = []
+    for _ in range(2):
+        with pytest.raises(BudgetError) as refused:
+            planned(budget_bytes=STEP.resident_bytes + 1)
+        errors.append(refused.value)
+    assert len(searched) == 1
+    assert errors[0] is not errors[1] and errors[0].least_feasible_bytes == errors[1].least_feasible_bytes
+    assert planned(budget_bytes=errors[1].least_feasible_bytes).predicted_peak_bytes <= errors[1].least_feasible_bytes
+
+
+def _noting(calls: list[Any], function: Callable[..., Any], *arguments: Any) -> Any:
+    calls.append(arguments)
+    return function(*arguments)

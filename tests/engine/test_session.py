@@ -107,7 +107,7 @@ def test_a_step_that_is_captured_while_a_profiler_runs_is_planned_as_without(
 
 
 @needs_compiler
-@pytest.mark.parametrize("planner", ["chain", "examples.planners.sqrt:sqrt"])
+@pytest.mark.parametrize("planner", ["examples.planners.chain:chain", "examples.planners.sqrt:sqrt"])
 def test_so_it_is_with_the_other_planners(planner: str) -> None:
     net, batches = large_enough()
     budget = int(0.8 * peak_of_a_step(net, batches[0]))

@@ -25,7 +25,7 @@ from shoal.planners.keep_all import keep_all
 from shoal.planners.least_prefix import least_prefix
 from shoal.planners.limits import DEFAULT, Effort, Guard, Limits
 from shoal.planners.order import best_order, lower_peak
-from shoal.planners.pass_tasks import bytes_during, pass_tasks
+from shoal.planners.pass_tasks import bytes_during, least_peak, pass_tasks
 from tests.random_steps import HARDWARE, SLOW_LINK, Builder, inception_like, joined_steps, resnet_like, steps
 
 seeds = st.integers(0, 10_000)
@@ -63,6 +63,12 @@ def test_an_order_can_run_and_is_between_the_best_and_the_given_one(seed: int, n
     assert all(order.index(earlier) < order.index(task) for task in order for earlier in tasks.after[task])
     found = max(bytes_during(tasks, order))
     assert least_peak_bytes(tasks) <= found <= max(bytes_during(tasks, range(n)))
+
+
+@given(seeds, st.integers(1, 8))
+def test_no_order_is_below_the_bound_that_ends_the_search(seed: int, n: int) -> None:
+    tasks = random_tasks(seed, n)
+    assert least_peak(tasks) <= least_peak_bytes(tasks)
 
 
 def test_orders_of_small_graphs_are_within_a_percent_of_the_best_on_average() -> None:

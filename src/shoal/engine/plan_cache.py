@@ -12,6 +12,7 @@ import logging
 import os
 import time
 from collections.abc import Iterable
+from copy import copy
 from dataclasses import replace
 from functools import cache, partial
 from importlib.metadata import version
@@ -27,12 +28,14 @@ from shoal.core.residence import residence_from_json, residence_to_json
 from shoal.core.step import StepGraph
 from shoal.core.validate_order import check_order
 from shoal.core.validate_plan import check_plan
-from shoal.errors import InputError, PlanError, brief
+from shoal.errors import BudgetError, InputError, PlanError, brief
 from shoal.planners.limits import DEFAULT, Limits
 
 _FORMAT = "shoal-cached-plan 2"
 _WORTH_SECONDS = 0.5  # a plan that is made faster is made again
 _MAX_BYTES = 32 * 2**20  # of all files; the plans that were used last stay
+_MAX_REFUSED = 64  # a search tries some ten variants, each in three loops
+_refused: dict[str, BudgetError] = {}  # by the digest of what was asked for; of this process
 
 log = logging.getLogger("shoal")
 
@@ -60,9 +63,17 @@ def remembered(planner: str | planners.Planner, *, order: bool = True) -> planne
     def plan(graph: StepGraph, hardware: Hardware, budget_bytes: int) -> Plan:
         started = time.perf_counter()
         digest = _digest(planner, limits, graph, hardware, budget_bytes)
+        if digest in _refused:
+            raise copy(_refused[digest])  # with a traceback of its own
         found = _recall(digest, planner, graph, hardware, budget_bytes)
         if found is None:
-            found = make(graph, hardware, budget_bytes)
+            try:
+                found = make(graph, hardware, budget_bytes)
+            except BudgetError as error:
+                _refused[digest] = copy(error)
+                if len(_refused) > _MAX_REFUSED:
+                    del _refused[next(iter(_refused))]
+                raise
             whole = (
                 found.captured_graph.fingerprint == graph.fingerprint
                 and found.exact_graph is None

@@ -55,7 +55,7 @@ def least_seconds(graph: StepGraph, budget_bytes: int, *, limits: Limits = DEFAU
 
 def about_least_bytes(graph: StepGraph) -> int:
     """The peak of one plan on demand, with the ops in their order: within some percent of the smallest, in a moment."""
-    quick = replace(DEFAULT, order=False, kept_sets_ops=0, min_kept_sets=1)
+    quick = replace(DEFAULT, order=False, kept_sets=1)
     return plans_on_demand(replace(graph, link=None), quick)[0][0].peak_bytes
 
 

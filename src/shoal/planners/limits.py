@@ -23,7 +23,6 @@ class Limits:
         integer_program: the mixed-integer program that chooses a residence for every storage.
         hmms: the plan of the paper, where the step has a link.
         iterated_search: place the copies of offloaded storages and improve by iterated local search.
-        chain: the dynamic program, which may recompute a storage several times.
         local_search: give up once more, or recompute earlier, what fills the peak.
         fill_slack: keep more where a plan leaves room.
         order: run ops in an order that needs fewer bytes.
@@ -46,17 +45,16 @@ class Limits:
             the iterated search: a copy frees nothing until it has ended.
         close_enough, other_order, far_off: of the plain step's time. Nearer to the lower bound than `close_enough`
             nothing else is tried, and nearer than `other_order` no other order of ops; `local_search` is for plans
-            further off than `far_off`. A plan of `chain` that is slower than the plain step by more than `far_slower`
-            is not filled bit by bit. One that adds no more than `recomputes_little` computes nearly everything once
-            more at most, and is not held against those that recompute on demand.
+            further off than `far_off`. A plan that adds no more than `recomputes_little` computes nearly everything
+            once more at most, and is not held against those that recompute on demand.
         more_room: room beyond the budget, as shares of it, that linear programs get; the local search starts from what
             they choose.
         narrow_share: a storage this much smaller than the largest result on the way to it is kept for the smallest
             peak.
         way_shares: a storage this much smaller than all that is in use on the way to it may be kept for the smallest
             peak; each is tried.
-        kept_sets_ops, min_kept_sets: of these ways to choose what is kept, those with the lowest peaks are ordered: as
-            many as have that many ops together, but no fewer than that.
+        kept_sets: how many of these ways to choose what is kept, those with the lowest peaks, have their ops ordered.
+            With more, none of seven networks had a lower smallest peak.
         lower_peak_share: the peak that the search for the smallest peak asks for next, as a share of the last.
 
         iterated_search_ops, local_search_ops, fill_slack_ops, smallest_peak_ops, order_ops, hold_longer_ops: simulated
@@ -74,7 +72,7 @@ class Limits:
             The counts end a search long before it does; where it strikes, `Plan.stopped_early` says so.
 
     Example:
-        >>> Limits(chain=False).max_drops
+        >>> Limits(order=False).max_drops
         60
     """
 
@@ -82,7 +80,6 @@ class Limits:
     integer_program: bool = True
     hmms: bool = True
     iterated_search: bool = True
-    chain: bool = True
     local_search: bool = True
     fill_slack: bool = True
     order: bool = True
@@ -100,22 +97,20 @@ class Limits:
     close_enough: float = 0.002
     other_order: float = 0.01
     far_off: float = 0.03
-    far_slower: float = 1.0
     recomputes_little: float = 0.3
     large_ops: int = 2_000
     many_ops: int = 1_000
     more_room: tuple[float, ...] = (0.0, 0.01, 0.02, 0.04, 0.08)
     narrow_share: float = 1 / 3
     way_shares: tuple[float, ...] = (1 / 8, 1 / 16, 1 / 24, 1 / 40)
-    kept_sets_ops: int = 6_000
-    min_kept_sets: int = 2
+    kept_sets: int = 2
     lower_peak_share: float = 0.98
 
     iterated_search_ops: int = 2_000_000
     local_search_ops: int = 1_500_000
     fill_slack_ops: int = 300_000
     smallest_peak_ops: int = 1_500_000
-    order_ops: int = 400_000
+    order_ops: int = 100_000
     hold_longer_ops: int = 1_000_000
     max_restarts: int = 300
     restarts_per_storage: int = 4

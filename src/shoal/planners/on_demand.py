@@ -6,7 +6,7 @@ one patch is through before the next begins, and large weight gradients wait unt
 then fits in addition to the peak is held until it is read again (`hold_longer`), which saves most of the time.
 
 `smallest_plan` starts from these plans. They recompute a storage as often as it is read, which the integer program
-does not, and in a finer grain than the blocks of `chain`. What stays from the forward pass on: see `kept_on_demand`.
+does not. What stays from the forward pass on: see `kept_on_demand`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ROUNDS = 8  # of `hold_longer`
 _SMALL_SHARE = 0.002  # of the largest storage: what is smaller may stay longer than needed while an order is looked for
 
 
-@lru_cache(maxsize=8)  # asked for at every budget, of every form
+@lru_cache(maxsize=32)  # asked for at every budget, of every form
 def plans_on_demand(graph: StepGraph, limits: Limits) -> tuple[tuple[Simulated, ...], tuple[str, ...]]:
     """Plans of this module, the one with the smallest peak first, and what the time limit ended early.
 
@@ -50,12 +50,11 @@ def plans_on_demand(graph: StepGraph, limits: Limits) -> tuple[tuple[Simulated, 
         first = _ordered(replace(graph, storages=without), range(len(without)), limits, guard)
         starts.append(reordered(graph, op_names(first)))
     found: list[Simulated] = []
-    n_sets = max(limits.min_kept_sets, limits.kept_sets_ops // len(graph.ops))
     for start in dict.fromkeys(starts):
         choice = recompute_choice(start)
         sets = kept_sets(choice, limits.narrow_share, limits.way_shares)
         peaks = {kept: simulated(start, on_demand(start, kept)).peak_bytes for kept in sets}
-        for kept in sorted(sets, key=peaks.__getitem__)[:n_sets]:
+        for kept in sorted(sets, key=peaks.__getitem__)[: limits.kept_sets]:
             step = _ordered(start, kept, limits, guard)
             one = simulated(step, on_demand(step, kept))
             found.append(one if one.peak_bytes <= peaks[kept] else simulated(start, on_demand(start, kept)))

@@ -28,10 +28,11 @@ from shoal.core.simulate import peak_and_seconds
 from shoal.core.step import StepGraph
 from shoal.planners.least_prefix import least_prefix
 from shoal.planners.limits import Effort
-from shoal.planners.pass_tasks import PassTasks, bytes_during, pass_tasks
+from shoal.planners.pass_tasks import PassTasks, bytes_during, least_peak, pass_tasks
 
 _CUT = 10  # tasks played through take as long as one task of a minimum cut
 _MAX_DEPTH = 50  # of parts within parts
+_WORTH = 1 / 1000  # of a peak: an order that lowers it by less is not looked for
 
 
 @dataclass(frozen=True)
@@ -100,8 +101,13 @@ class _OrderSearch:
 
     def run(self) -> list[int]:
         order = list(range(len(self._tasks)))
+        least_bytes = least_peak(self._tasks)
         while order and not self._effort.is_spent:
-            better = self._split(order, 0, len(order), self._peak(order, 0, len(order))[0]) or self._moved(order)
+            peak_bytes, at = self._peak(order, 0, len(order))
+            below_bytes = int((1 - _WORTH) * peak_bytes)
+            if below_bytes <= least_bytes:
+                break
+            better = self._split(order, 0, len(order), below_bytes) or self._moved(order, at, below_bytes)
             if better is None:
                 break
             order = better
@@ -139,9 +145,8 @@ class _OrderSearch:
                 return changed
         return None
 
-    def _moved(self, order: list[int]) -> list[int] | None:
+    def _moved(self, order: list[int], at: int, below_bytes: int) -> list[int] | None:
         """The order with one op, and what must go with it, moved across the peak; None where that does not help."""
-        peak_bytes, at = self._peak(order, 0, len(order))
         for group in self._groups(order, at):
             rest = [task for task in order if task not in group]
             moved = [task for task in order if task in group]
@@ -149,7 +154,7 @@ class _OrderSearch:
                 if self._effort.is_spent:
                     return None
                 changed = [*rest[:place], *moved, *rest[place:]]
-                if self._peak(changed, 0, len(changed))[0] < peak_bytes:
+                if self._peak(changed, 0, len(changed))[0] < below_bytes:
                     return changed
         return None
 

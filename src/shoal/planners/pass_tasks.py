@@ -156,3 +156,16 @@ def bytes_during(tasks: PassTasks, order: Sequence[int]) -> list[int]:
             if not left[block]:
                 in_use -= freed_bytes[block]
     return found
+
+
+def least_peak(tasks: PassTasks) -> int:
+    """What no order has a lower peak than: each task's own blocks, and what is in use when the pass begins and ends."""
+    blocks = tasks.blocks
+    always = {index for index, block in enumerate(blocks) if block.producer < 0 and block.stays}
+    always_bytes = tasks.resident_bytes + sum(blocks[index].nbytes for index in always)
+    highest = tasks.resident_bytes + sum(block.nbytes for block in blocks if block.stays)
+    for task, (reads, writes) in enumerate(zip(tasks.reads, tasks.writes, strict=True)):
+        own = {*reads, *writes} - always - {tasks.overwrites[task]}
+        own_bytes = tasks.scratch_bytes[task] + sum(blocks[index].nbytes for index in own)
+        highest = max(highest, always_bytes + own_bytes)
+    return max(highest, tasks.bytes_at_first)
