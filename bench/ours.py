@@ -89,9 +89,9 @@ def run_within(
     exactness = check(model, who)
     for _ in range(_MAX_REPAIRS):
         repairs = status.repairs
-        if not brief or status.plan is None:
+        if not brief or not status.plans:
             exactness = check(model, who)
-        if status.repairs == repairs and status.plan is not None:
+        if status.repairs == repairs and status.plans:
             break
     else:
         raise Unsettled(f"{status.repairs} plans were over the budget when measured")

@@ -76,3 +76,19 @@ def test_a_step_that_was_planned_since_does_not_run() -> None:
     assert status.plans == before and not plans.any_is_to_be_metered() and not plans.have([since[0]])
     plans.end()
     assert status.plans == () and not plans.have([first[0]])
+
+
+def test_the_last_plan_is_shown_until_the_next_is_made() -> None:
+    status = Status(None)
+    plans = PlansInForce(status)
+    first, again = planned(conv_bn_relu_chain(3)), planned(conv_bn_relu_chain(4))
+    plans.put(*first)
+    status.measured_peak_bytes = 5
+    for _ in range(2):  # what ends twice has ended
+        plans.end()
+        assert status.plan is first[1] and status.measured_peak_bytes == 5
+        assert status.predicted_peak_bytes == first[1].predicted_peak_bytes
+        assert status.metrics()["shoal/plans"] == 0 and "predicted peak" in str(status)
+    plans.put(*again)
+    assert status.plan is again[1] and status.measured_peak_bytes is None
+    assert status.predicted_peak_bytes == again[1].predicted_peak_bytes

@@ -28,6 +28,8 @@ class PlansInForce:
         """Let a step run by a plan, which replaces that of the same step."""
         step.plan, step.basis = plan, basis
         self._steps.add(step)
+        if not self._status.plans:
+            self._status.measured_peak_bytes = None  # of the plans before this one
         others = (p for p in self._status.plans if not _is_same_step(p.exact_step, plan.exact_step))
         self._status.plans = (*others, plan)
         self._status.planning_seconds += plan.planning_seconds
@@ -73,8 +75,8 @@ class PlansInForce:
 
     def end(self) -> None:
         """No plan is in force."""
-        self._status.plans = ()
-        self._status.measured_peak_bytes = self._status.predicted_reserved_bytes = None
+        self._status.put(())
+        self._status.predicted_reserved_bytes = None
         self._steps.clear()
 
 

@@ -40,8 +40,9 @@ class Status:
         budget_bytes: the budget. None: everything is kept and the peak is only reported.
         budget_of: what it bounds, "allocated" or "reserved" bytes.
         plans: every plan in force: of the first shape, of all other shapes up to a largest one where sizes can be
-            symbols, else of each; and as many more where gradients are there before the step.
-        measured_peak_bytes: highest measured use of any metered step of the plans in force; None before the first.
+            symbols, else of each; and as many more where gradients are there before the step. None is while plans are
+            made again; `plan`, and the peaks with it, are those of the last until then.
+        measured_peak_bytes: highest measured use of any metered step of the plans; None before the first.
         reserved_peak_bytes: on CUDA, most that the allocator had reserved of the device in a metered step, for all that
             the process does; None on the CPU, and before the first.
         predicted_reserved_bytes: on CUDA, what the allocator is predicted to reserve in a step: under
@@ -73,6 +74,7 @@ class Status:
     encoded: dict[str, tuple[str, ...]] = field(default_factory=dict)
     variants: dict[str, Variant] = field(default_factory=dict)
     preparations: list[Preparation] = field(default_factory=list, compare=False)
+    _last: tuple[Plan, ...] = field(default=(), repr=False, compare=False)  # that were in force before `plans`
     _model: weakref.ref[nn.Module] | None = field(default=None, repr=False, compare=False)
     _compiled: Callable[[nn.Module, Plan], nn.Module] | None = field(default=None, repr=False, compare=False)
     _lossy: LossyOptions | None = field(default=None, repr=False, compare=False)
@@ -115,7 +117,7 @@ class Status:
             + ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in by_stage.items() if seconds),
             *(f"  again in {one.seconds:.1f} s: {one.why}" for one in self.preparations if one.why),
         ]
-        lines += aligned([_COLUMNS, *(_row(each) for each in self.plans)])
+        lines += aligned([_COLUMNS, *(_row(each) for each in self.plans or self._last)])
         return "\n".join(lines)
 
     def _reserved(self) -> str:
@@ -126,6 +128,10 @@ class Status:
         bounds = "; the budget bounds it" if self.budget_of == "reserved" else ""
         measured = format_bytes(self.reserved_peak_bytes or 0)
         return f"{measured} of the device, by the whole process{predicted}{bounds}; {how}"
+
+    def put(self, plans: tuple[Plan, ...]) -> None:
+        """Let these plans be in force."""
+        self._last, self.plans = self.plans or self._last, plans
 
     def note(self, measured: Measured) -> None:
         """Note what a metered step took."""
@@ -262,13 +268,14 @@ class Status:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of the largest step so far; None before the first training step, and between two where plans are
-        made again: `measured_peak_bytes` is None then, too."""
-        largest = _largest(self.plans)
+        """The plan of the largest step so far; None before the first training step. Where plans are made again, it is
+        the last one until the next is made."""
+        plans = self.plans or self._last
+        largest = _largest(plans)
         if largest is None or not largest.is_at_most:
             return largest
         # One that was made for these sizes, not for all up to them, is what steps of these sizes run by.
-        exact = (plan for plan in self.plans if not plan.is_at_most and _input(plan) == _input(largest))
+        exact = (plan for plan in plans if not plan.is_at_most and _input(plan) == _input(largest))
         return _largest(exact) or largest
 
     @property
@@ -288,8 +295,8 @@ class Status:
 
     @property
     def predicted_peak_bytes(self) -> int | None:
-        """The highest predicted peak of the plans in force; None while there is none, as of `plan`."""
-        return max((plan.predicted_peak_bytes for plan in self.plans), default=None)
+        """The highest predicted peak of the plans; None before the first training step, as of `plan`."""
+        return max((plan.predicted_peak_bytes for plan in self.plans or self._last), default=None)
 
     @property
     def lower_bound_seconds(self) -> float | None:

@@ -100,6 +100,7 @@ class PlannedGraphs(GraphSequence):
         self._keeps_little = shared or before is not None
         self._before = before  # until the first of these iterations has ended
         self._buffer_bytes: dict[str, int] | None = None  # before the iteration; None: no copies of buffers are kept
+        self._is_repaired = False  # a plan was over the budget, and the next is not made yet
         self._refused: BudgetError | None = None
         self._over: BudgetError | None = None  # why the iteration that goes on does not fit
         self._given = session.ready_plan
@@ -216,7 +217,7 @@ class PlannedGraphs(GraphSequence):
 
     def learn_errors(self) -> None:
         """Have the plans in force, each with what its graphs' encodings really lost once they all have measured it."""
-        self.session.status.plans = tuple(plan for known in self.known.values() for plan in known.learn_errors())
+        self.session.status.put(tuple(plan for known in self.known.values() for plan in known.learn_errors()))
 
     def _refuse_if_over(self, needed_bytes: int, more_bytes: int = 0) -> None:
         """Refuse an iteration that has run once with the minimum kept, and was over the budget.
@@ -324,6 +325,9 @@ class PlannedGraphs(GraphSequence):
         plans = [plan for known in self.known.values() if known.planned is not None for plan in known.planned.plans]
         new = [plan for plan in plans if all(plan is not before for before in status.plans)]
         status.planning_seconds += sum(plan.planning_seconds for plan in new)
+        if new and self._is_repaired:
+            status.measured_peak_bytes = None  # that is of the plan before
+            self._is_repaired = False
         self.learn_errors()  # a graph that goes on as it is compiled has measured them
         session.state_bytes = session.static.state_bytes()
 
@@ -453,7 +457,7 @@ class PlannedGraphs(GraphSequence):
         known.planned = None
         known.to_meter = max(1, known.to_meter)
         status.repairs += 1
-        status.measured_peak_bytes = None
+        self._is_repaired = True
 
     def _state_to_come_bytes(self) -> int:
         static = self.session.static

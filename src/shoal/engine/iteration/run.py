@@ -210,7 +210,7 @@ class Iterations(PlannedGraphs):
         self._unknown.clear()
         self._whose.clear()
         self._refused = self._over = None
-        self.session.status.plans = ()
+        self.session.status.put(())
 
     def meter_again(self) -> None:
         """Meter every iteration when it runs next: something else is in memory."""
