@@ -185,8 +185,24 @@ class MeasuredStep:
         return with_arguments(joined_step("", self._as_metered(), self.passes), self.eager_argument_bytes)
 
     def eager_use(self) -> tuple[EagerUse, ...]:
-        """What eager code was measured to use."""
-        return eager_use(self.as_it_ran(), self.residences, self.intervals_of_eager_code())
+        """What eager code was measured to use, and what it may use in another run."""
+        used = eager_use(self.as_it_ran(), self.residences, self.intervals_of_eager_code())
+        return tuple(
+            replace(one, workspace_bytes=one.workspace_bytes + self._freed_late_bytes(place))
+            for place, one in enumerate(used)
+        )
+
+    def _freed_late_bytes(self, place: int) -> int:
+        """What an eager interval may use in addition because gloo frees a tensor late.
+
+        FSDP2 reduces the gradients of the pass before, and then copies the parameters of the pass after it out of what
+        was gathered. On the CPU gloo reduces a copy, which its thread frees at any time after it has reported the end:
+        in one run before the parameters are copied, in the next one after that.
+        """
+        if self.device.type != "cpu" or not 0 < place < len(self.passes) or self.passes[place - 1][1] != "backward":
+            return 0
+        before, after = (self.parts[number] for number, _ in self.passes[place - 1 : place + 1])
+        return min(_gathered_bytes(before), _gathered_bytes(after))
 
     def as_it_ran(self) -> StepGraph:
         """`bare` in the order in which it was metered, in addition to what was in use when it began."""
@@ -231,6 +247,10 @@ class MeasuredStep:
         if not any(self.sizes):
             return self.parts
         return [sized(part, sizes) for part, sizes in zip(self.parts, self.sizes, strict=True)]
+
+
+def _gathered_bytes(part: Part) -> int:
+    return sum(part.graph.storages[s].nbytes for s in part.gathered)
 
 
 @dataclass(frozen=True)
