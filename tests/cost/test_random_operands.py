@@ -124,3 +124,22 @@ def test_what_is_asserted_holds(dtype):
     args, _ = OperandFactory(torch.device("cpu")).arguments(node)
     aten._assert_async.msg(*args)
     assert bool(args[0])
+
+
+@pytest.mark.parametrize("mode", [0, 1, 2])
+def test_bags_are_not_empty(mode):
+    """The scratch for the rows of an empty bag is none."""
+    table, indices, offsets = torch.zeros(5, 4), torch.zeros(12, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
+    given = arguments_of(lambda *args: aten._embedding_bag(*args, False, mode), table, indices, offsets)
+    assert set(given[1].tolist()) == set(range(5)) and given[2].tolist() == [0, 4, 8]
+
+    results = aten._embedding_bag(table, indices, offsets, False, mode)
+    back = arguments_of(
+        lambda *args: aten._embedding_bag_backward(*args, 5, False, mode, False, None),
+        results[0],
+        indices,
+        offsets,
+        *results[1:],
+    )
+    assert set(back[1].tolist()) == set(range(5)) and back[4].tolist() == [1] * len(results[2])
+    aten._embedding_bag_backward(*back)

@@ -26,6 +26,8 @@ _POOLS = {_aten.max_pool2d_with_indices.default: 2, _aten.max_pool3d_with_indice
 _KNOWN = ("aten", "prims", "shoal")  # namespaces of ops
 _WRITING = (_aten.index_put, _aten.index_put_, _aten._unsafe_index_put)
 _INDEXING = (_aten.index, _aten._unsafe_index, *_WRITING)
+_BAGS = (_aten._embedding_bag, _aten._embedding_bag_forward_only)
+_BAGS_BACKWARD = (_aten._embedding_bag_backward, _aten._embedding_bag_dense_backward)
 _ASSERTIONS = (_aten._assert_async, _aten._functional_assert_async)
 # Ops that read a probability, a rate, a deviation or a flag, of which 0 is one: PyTorch's, and ours in their place.
 _OF_PROBABILITIES = (
@@ -44,7 +46,8 @@ class OperandFactory:
     Floats are standard normal; one-dimensional ones (variances, scales) are above 0.5. Booleans are random, but a mask
     among indices selects what the other operands are for, and what is asserted holds: on CUDA an assertion that fails
     ends the process's use of the device. Probabilities, and flags that are floats, are 0. Integers are valid for the
-    op: indices in their windows for max pooling, classes for losses, rows for embeddings, else 0. Operands of another
+    op: indices in their windows for max pooling, classes for losses, rows for embeddings, bags of equal sizes, else 0:
+    what is scratch for those that are not empty would be missed with empty ones. Operands of another
     library's op are all 0: what its numbers say is unknown, and places among floats, as of torchvision's `roi_align`,
     are written to unchecked. Sizes, strides, dtypes and lazy conjugations and negations are those of the fake tensors.
     """
@@ -150,11 +153,29 @@ def _integers_for(node: fx.Node, operand: fx.Node) -> Callable[[torch.Tensor], N
         return _first_places(_pool_arguments(pool, 0), _POOLS[pool.target])
     if node.target in _POOL_BACKWARDS and operand is node.args[-1]:
         return _first_places(_pool_arguments(node, 1), _POOL_BACKWARDS[node.target])
+    if getattr(node.target, "overloadpacket", None) in (*_BAGS, *_BAGS_BACKWARD):
+        return _of_bags(node, operand)
     selected = _selected(node, operand)
     if selected is not None:
         return _selecting(selected)
     bound = _bound(node, operand)
     return None if bound is None else lambda tensor: _count_up(tensor, bound)
+
+
+def _of_bags(node: fx.Node, operand: fx.Node) -> Callable[[torch.Tensor], None] | None:
+    """As `_integers_for`, where rows of a table are added up bag by bag."""
+    args = dict(zip((one.name for one in node.target._schema.arguments), node.args, strict=False))
+    if operand is args["indices"]:
+        n_rows = args["num_weights"] if "num_weights" in args else _shape(args["weight"])[0]
+        return lambda tensor: _count_up(tensor, int(concrete(n_rows)))
+    if operand is args.get("bag_size"):
+        return _holding
+    n_indices = _shape(args["indices"])[0]
+
+    def begin_evenly(tensor: torch.Tensor) -> None:
+        tensor.copy_(torch.arange(tensor.numel(), device=tensor.device) * n_indices // max(tensor.numel(), 1))
+
+    return begin_evenly if operand is args.get("offsets") else None
 
 
 def _selected(node: fx.Node, operand: fx.Node) -> int | None:
