@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import shoal
 from shoal.core.plan import Plan
@@ -38,6 +39,17 @@ def gated() -> nn.Module:
     return nn.Sequential(*(layer for _ in range(4) for layer in (nn.Conv2d(16, 16, 1), nn.SiLU(inplace=True))))
 
 
+class Folded(nn.Module):
+    """Eager PyTorch leaves what it folds, and the gradient of what it unfolds, in the memory of all windows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.fold(F.unfold(x, 7, padding=3), x.shape[2:], 7, padding=3)
+
+
+def folded() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(16, 4, 1), Folded(), nn.Sigmoid(), nn.Conv2d(4, 4, 1))
+
+
 def peak_of_plain_pytorch(model: nn.Module, x: torch.Tensor) -> int:
     """By the allocator's events in the second step, without Shoal's meter."""
 
@@ -57,7 +69,7 @@ def peak_of_plain_pytorch(model: nn.Module, x: torch.Tensor) -> int:
 
 
 @pytest.mark.parametrize(
-    ("network", "shape"), [(leaky, SIGNALS), (clipped, IMAGES), (dropped, IMAGES), (gated, IMAGES)]
+    ("network", "shape"), [(leaky, SIGNALS), (clipped, IMAGES), (dropped, IMAGES), (gated, IMAGES), (folded, IMAGES)]
 )
 def test_the_peak_of_the_step_as_it_is_written(network: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
     x = torch.randn(shape)

@@ -79,3 +79,12 @@ def test_each_op_computes_what_it_stands_for(op: Callable[..., torch.Tensor]) ->
     arguments = (x, [4, 4], [3, 3], [1, 1], [1, 1], [1, 1]) if "col2im" in str(op) else (x, y)
     result = OWN[op](*arguments)
     assert torch.equal(result, op(*arguments)) and result.untyped_storage().nbytes() == result.nbytes
+
+
+@pytest.mark.parametrize("shape", [(2, 18, 16), (18, 16)])
+def test_what_is_folded_is_computed_in_a_tensor_of_its_size(shape: tuple[int, ...]) -> None:
+    arguments = (torch.rand(shape), [4, 4], [3, 3], [1, 1], [1, 1], [1, 1])
+    op = torch.ops.aten.col2im.default
+    result, changes = allocations.record(lambda: OWN[op](*arguments))
+    assert torch.equal(result, op(*arguments))
+    assert allocations.peak_bytes(changes) == result.nbytes == arguments[0].nbytes // 9

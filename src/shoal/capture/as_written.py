@@ -7,6 +7,8 @@ from collections.abc import Collection
 import torch
 from torch import fx
 
+from shoal.kernels.own_storage import OWN
+
 _DROPOUT = torch.ops.aten.native_dropout.default
 
 
@@ -14,7 +16,8 @@ def as_written(joint: fx.GraphModule) -> fx.GraphModule:
     """A copy of a joint graph, whose nodes have the same names, with the tensors that eager PyTorch makes.
 
     What takes less when it is traced than when it runs is described as it runs: dropout on the CPU keeps noise of the
-    input's type, while `native_dropout`, as which it is traced, has a mask of 1 byte per element.
+    input's type, while `native_dropout`, as which it is traced, has a mask of 1 byte per element; and the results of
+    `shoal.kernels.own_storage` lie in storages of what they were computed from.
     """
     graph = fx.Graph()
     graph.output(graph.graph_copy(joint.graph, {}))
@@ -26,6 +29,12 @@ def as_written(joint: fx.GraphModule) -> fx.GraphModule:
             node.meta["val"] = output, noise
             for item in node.users:
                 item.meta["val"] = node.meta["val"][item.args[1]]
+    for target in OWN:
+        for node in graph.find_nodes(op="call_function", target=target):
+            result = node.meta["val"]
+            n_elems = max(operand.meta["val"].numel() for operand in node.all_input_nodes)
+            if n_elems > result.numel():
+                node.meta["val"] = result.new_empty(n_elems)[: result.numel()].view(result.shape)
     return fx.GraphModule(joint, graph)
 
 

@@ -26,7 +26,7 @@ from shoal.lowlevel.native import fingerprint, vector_flags
 from shoal.memory import cpu_allocator
 
 _MAX_DEPTH = 8  # of lists and objects in a cached value
-_FORMAT = 7
+_FORMAT = 8
 _MOST_ENTRIES = 20_000  # of a subject: 2.5 MB, of which json makes text in 27 ms (EPYC); the oldest are dropped
 # What the files had when they were last read, and by which they are known to be the same still. They have every op that
 # was ever measured here, and each step asks for some 50 of them.

@@ -5,6 +5,8 @@ The mean of all squares is a number that holds the memory of all squares, and `F
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -32,13 +34,15 @@ def binary_cross_entropy(*args: Any) -> torch.Tensor:
     return _aten.binary_cross_entropy.default(*args).clone()
 
 
-def col2im(*args: Any) -> torch.Tensor:
-    """`aten.col2im`, which `F.fold` and the gradient of `F.unfold` are.
+def col2im(windows: torch.Tensor, output_size: Sequence[int], kernel_size: Sequence[int], *args: Any) -> torch.Tensor:
+    """`aten.col2im`, which `F.fold` and the gradient of `F.unfold` are, computed in a tensor of the result's size.
 
     >>> col2im(torch.ones(1, 9, 16), [4, 4], [3, 3], [1, 1], [1, 1], [1, 1]).untyped_storage().nbytes()
     64
     """
-    return _aten.col2im.default(*args).clone()
+    *batch, rows, _ = windows.shape
+    result = windows.new_empty((*batch, rows // prod(kernel_size), *output_size))
+    return _aten.col2im.out(windows, output_size, kernel_size, *args, out=result)
 
 
 OWN = {
