@@ -293,3 +293,29 @@ def test_a_gradient_of_the_result_that_is_a_parameters_too_counts_in_a_plan_for_
     for _ in range(3):
         step(net)
     assert net.shoal.measured_peak_bytes <= net.shoal.predicted_peak_bytes <= plain_bytes
+
+
+class Bags(nn.Module):
+    """Its backward pass needs scratch for the rows of bags that are not empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags, self.last = nn.EmbeddingBag(50, 64, mode="max"), nn.Linear(64, 4)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.bags(words)))
+
+
+def test_what_is_named_for_embedding_bags_runs() -> None:
+    words = torch.randint(0, 50, (64, 12), generator=torch.Generator().manual_seed(0))
+    with pytest.raises(BudgetError) as error:
+        shoal.compile(Bags(), 60_000, optimizer="sgd")(words)
+    named = error.value.least_feasible_bytes
+    assert named is not None
+    model = shoal.compile(Bags(), named, optimizer="sgd")
+    for _ in range(3):
+        model(words).square().mean().backward()
+        model.zero_grad()
+    status = model.shoal
+    assert status.repairs == 0
+    assert status.measured_peak_bytes <= min(named, 1.02 * status.predicted_peak_bytes)
