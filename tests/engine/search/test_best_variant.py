@@ -325,6 +325,26 @@ def test_a_block_of_convnext_runs_on_slices(monkeypatch: pytest.MonkeyPatch) -> 
     assert trained_in_less(network, x, 0.6) == Variant(depth=0.75, slices=2)
 
 
+def test_at_the_minimum_a_dropout_between_convolutions_draws_as_it_does_in_plain_pytorch() -> None:
+    """On overlapping patches it would draw more numbers, and others for the pixels that two patches share."""
+
+    def network() -> nn.Module:
+        first, relu, *rest = wide_at_first()  # type: ignore[misc]
+        return nn.Sequential(first, relu, nn.Dropout(0.2), *rest)
+
+    model, plain = network(), network()
+    allow = "bitwise, exact_split"
+    outputs_bytes = 1024  # and what the loss takes
+    shoal.compile(model, least_bytes(network(), allow=allow) + outputs_bytes, allow=allow)
+    states = []
+    for one in (model, plain):
+        step(one, batches(1)[0])
+        states.append(torch.get_rng_state())
+    assert states[0].equal(states[1])
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+
+
 def test_independent_patches_are_those_of_split() -> None:
     model, by_hand = wide_at_first(), split(wide_at_first(), 0.5, (2, 2), join="auto")
     model = shoal.compile(model, int(0.8 * least_bytes_of_the_whole()), allow="bitwise, split")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -159,6 +159,43 @@ def test_overlapping_patches_are_the_unsplit_network(
     ours = forward_or_skip(divided, x)
     assert_equal([ours, *gradients(whole, x, ours)], [theirs, *gradients(again, x, theirs)], 1e-7)
     assert_equal(list(whole.buffers()), list(again.buffers()))
+
+
+@pytest.mark.parametrize("drop", [nn.Dropout(0.5), nn.Dropout2d(0.5), nn.AlphaDropout(0.5), nn.RReLU(), F.dropout])
+def test_overlapping_patches_end_at_what_draws_random_numbers(drop: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Each patch would draw its own for the pixels that two of them compute."""
+
+    class Drawing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.drop = convolution(3, 4), convolution(4, 4), drop
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(self.drop(self.first(x)))
+
+    net = Drawing()
+    x = torch.randn(2, 3, 12, 12, dtype=torch.float64, requires_grad=True)
+    divided = split(net, 1.0, halo="exact", join="auto")
+    assert divided.plan is not None
+    assert [divided.plan.name_of(tensor) for tensor in divided.plan.leaving] == ["first"]
+    found = []
+    for network in (divided, net):
+        torch.manual_seed(1)
+        y = network(x)
+        found.append([y, *gradients(net, x, y), torch.get_rng_state().double()])
+    assert_equal(*found, 1e-8)
+    with raising(CaptureError, "depth asks for 2 convolutions and 1 can run in patches"):
+        split(net, 1.0, halo="exact")
+
+
+def test_overlapping_patches_run_a_dropout_that_drops_nothing() -> None:
+    net = nn.Sequential(convolution(3, 4), EvalDropout(), convolution(4, 4))
+    assert split(net, 1.0, halo="exact").plan is not None
+
+
+class EvalDropout(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(x, 0.5, training=False)
 
 
 class Residual(nn.Module):

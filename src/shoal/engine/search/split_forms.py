@@ -202,14 +202,15 @@ def _cut(source: LayeredGraph, variant: Variant) -> _Cut:
     images = next(iter(source.graph.nodes)).meta["example_value"]
     sizes = tuple(int(size) for size in images.shape[2:])
     try:
-        region = choose_region(source.graph, modules, dims=len(variant.grid), depth=variant.depth, join="auto")
+        dims, exact = len(variant.grid), variant.exact
+        region = choose_region(source.graph, modules, dims=dims, depth=variant.depth, join="auto", exact=exact)
         if region is None:
             raise Refused("nothing in it can run patch by patch")
-        plan = plan_split(region, modules, variant.grid, exact=variant.exact)
+        plan = plan_split(region, modules, variant.grid, exact=exact)
         cores = plan.cores(sizes, plan.even_cuts(sizes))
         regions = plan.regions(sizes, cores)
         measuring = Measuring()
-        if images.shape[0] == 1 and not variant.exact:
+        if images.shape[0] == 1 and not exact:
             measuring = Measuring(tuple(n for n, step in enumerate(plan.steps) if step.normalises))
         check_patches(plan, sizes, regions, measuring)
     except (CaptureError, InputError) as error:

@@ -177,9 +177,10 @@ def kind_by_sample(node: fx.Node, modules: Mapping[str, nn.Module]) -> SpatialKi
         return "batch norm" if measures(layer) else "pointwise"
     if isinstance(layer, _ConvNd):
         return "convolution"
+    if draws(node, modules):
+        return None
     if layer is not None:
-        is_random = "Dropout" in type(layer).__name__ or isinstance(layer, nn.RReLU)
-        return None if is_random else _kind_of_layer(layer)
+        return _kind_of_layer(layer)
     if node.op not in ("call_function", "call_method"):
         return None
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
@@ -189,7 +190,16 @@ def kind_by_sample(node: fx.Node, modules: Mapping[str, nn.Module]) -> SpatialKi
     if node.target in _ALONE or _normalises_samples(node) or _drops_nothing(node) or _leaves_samples_apart(node):
         return "pointwise"
     known = (_POINTWISE_NAMES | _BY_SAMPLE_NAMES) if node.op == "call_function" else _POINTWISE_NAMES
-    return "pointwise" if name.removesuffix("_") in known and "dropout" not in name else None
+    return "pointwise" if name.removesuffix("_") in known else None
+
+
+def draws(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
+    """Whether it draws random numbers: on parts of an image or of a batch these are not the numbers of the whole, and
+    patches that overlap would each draw their own for the pixels that they share."""
+    layer = layer_of(node, modules)
+    if layer is not None:
+        return "Dropout" in type(layer).__name__ or isinstance(layer, nn.RReLU)
+    return "dropout" in getattr(node.target, "__name__", "") and not _drops_nothing(node)
 
 
 def _normalises_samples(node: fx.Node) -> bool:

@@ -61,7 +61,7 @@ def split(
         join: name of the module to join after, instead of `depth`; "auto" for the last possible place where an op that
             cannot run patch by patch comes first.
         halo: "exact" for overlapping patches with joint batch norm statistics that reproduce the unsplit network to
-            rounding; what overlaps is computed twice.
+            rounding; what overlaps is computed twice, and a dropout cannot run patch by patch.
 
     Returns:
         A module that runs split while it trains, and as the unsplit network in eval mode.
@@ -143,7 +143,13 @@ class SplitModule(StandIn):
         graph = traced(model, fx.Tracer(), training=True, instead="split a part of it")
         modules = dict(model.named_modules())
         region = choose_region(
-            graph, modules, dims=len(grid), depth=depth, join=join, before_pooling=stochastic is not None
+            graph,
+            modules,
+            dims=len(grid),
+            depth=depth,
+            join=join,
+            exact=exact,
+            before_pooling=stochastic is not None,
         )
         if region is not None and any(parts > 1 for parts in grid):
             self._plan = plan_split(region, modules, grid, exact=exact)

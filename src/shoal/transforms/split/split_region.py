@@ -12,6 +12,7 @@ from shoal.errors import CaptureError, InputError
 from shoal.transforms.split.spatial_ops import (
     SpatialKind,
     dims_of,
+    draws,
     is_convolution,
     is_pointwise,
     is_transposed,
@@ -46,6 +47,7 @@ def choose_region(
     dims: int | None,
     depth: float,
     join: str | None,
+    exact: bool = False,
     before_pooling: bool = False,
 ) -> SplitRegion | None:
     """The region that holds the first `depth` of the convolutions, up to the next place where few tensors cross.
@@ -57,6 +59,7 @@ def choose_region(
         depth: share of the convolutions, 0 to 1.
         join: None for the next block boundary; a module's name to join after it; "auto" for the last block boundary
             before an op that cannot run patch by patch, where that comes first.
+        exact: whether the result is that of the whole, so that what draws random numbers runs on the whole.
         before_pooling: join no later than at the next pooling: after it there are fewer places to cut at.
 
     Returns:
@@ -68,7 +71,8 @@ def choose_region(
     """
     source = _source(graph)
     order = list(graph.nodes)
-    can_split = _splittable(order, source, modules, dims)
+    random = {node for node in order if exact and draws(node, modules)}
+    can_split = _splittable(order, source, modules, dims, random)
     convolutions = [node for node in order if is_convolution(node, modules)]
     if join is not None and join != AUTO:
         last = _last_of(order, join)
@@ -95,11 +99,14 @@ def _source(graph: fx.Graph) -> fx.Node:
 
 
 def _splittable(
-    order: Sequence[fx.Node], source: fx.Node, modules: Mapping[str, nn.Module], dims: int | None
+    order: Sequence[fx.Node],
+    source: fx.Node,
+    modules: Mapping[str, nn.Module],
+    dims: int | None,
+    whole: set[fx.Node],
 ) -> dict[fx.Node, SpatialKind]:
     """What can run patch by patch, and is written over by nothing else: that runs later, on tensors that are joined."""
     writes = Writes(source.graph, modules)
-    whole: set[fx.Node] = set()
     while True:
         found = _pass(order, source, modules, dims, writes, whole)
         more = {node for node in found if not set(writes.all_over(node)) <= found.keys()}
