@@ -1,4 +1,4 @@
-"""Writing a learned value through a boolean mask breaks no graph, as a masked autoencoder's tokens ask for."""
+"""Writing a learned value through a boolean mask or an index breaks no graph, as a masked autoencoder's tokens need."""
 
 from __future__ import annotations
 
@@ -56,3 +56,31 @@ def test_it_trains_with_plain_pytorchs_bits_in_the_bytes_that_were_predicted(
     assert len(planned.shoal.plan.breaks) == breaks and planned.shoal.captures == 1 + breaks
     assert planned.shoal.plan.added_seconds > 0
     assert 0 <= planned.shoal.predicted_peak_bytes - planned.shoal.measured_peak_bytes <= 512
+
+
+class Filling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.behind = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.token = nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        x = self.before(x).tanh().index_fill(1, places, self.token)
+        return self.behind(x).square().mean()
+
+
+def test_a_learned_value_at_an_index_trains_with_plain_pytorchs_bits() -> None:
+    torch.manual_seed(0)
+    plain, planned = Filling(), Filling()
+    planned.load_state_dict(plain.state_dict())
+    shoal.compile(planned, budget=200_000, allow="bitwise")
+    for places in ([1, 3, 3], [0, 0, 0], [5, 2, 7]):
+        x = torch.randn(8, 24, 16)
+        for model in (plain, planned):
+            model.zero_grad()
+            model(x, torch.tensor(places)).backward()
+        for expected, got in zip(plain.parameters(), planned.parameters(), strict=True):
+            assert expected.grad is not None and got.grad is not None
+            assert same_bits(got.grad, expected.grad)
+    assert planned.shoal.plan.breaks == () and planned.shoal.captures == 1
+    assert planned.shoal.measured_peak_bytes <= planned.shoal.predicted_peak_bytes

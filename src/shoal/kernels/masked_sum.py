@@ -1,4 +1,4 @@
-"""The sum over what a boolean mask selects, in as many bytes whatever it selects."""
+"""The sum over what a boolean mask or an index selects, in as many bytes whatever it selects."""
 
 from __future__ import annotations
 
@@ -22,5 +22,23 @@ def masked_sum(x: torch.Tensor, mask: torch.Tensor, dims: Sequence[int] | None, 
     selected = x[places.unbind(1)]
     values_left_out = x.new_empty(left_out * math.prod(x.shape[mask.dim() :]))
     total = selected.sum() if dims is None else selected.sum(list(dims), keepdim)
+    del places_left_out, values_left_out
+    return total
+
+
+def indexed_sum(x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+    """The sum of what `index` selects along `dim`, each place once, with the bits of autograd's for `index_fill`.
+
+    What repeated places leave out is allocated too, as in `masked_sum`.
+
+    >>> indexed_sum(torch.arange(6.0).view(3, 2), 0, torch.tensor([2, 2, 0]))
+    tensor(10.)
+    """
+    places = torch.ops.aten._unique.default(index, False)[0]
+    left_out = index.numel() - len(places)
+    places_left_out = places.new_empty(left_out)
+    selected = x.index_select(dim, places)
+    values_left_out = x.new_empty(left_out * (selected.numel() // max(1, len(places))))
+    total = selected.sum()
     del places_left_out, values_left_out
     return total
