@@ -124,3 +124,21 @@ def test_a_backend_of_torch_compile_refuses_an_lstm_by_its_line() -> None:
         raising(CaptureError, "test_sizes_of_values.py"),
     ):
         model(*images(1, 2, 3, 8, 8))
+
+
+class Narrowing(nn.Module):
+    """A window of an image that begins where a tensor says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*blocks(3, 4, 4))
+
+    def forward(self, x: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+        return self.body(x).narrow(3, start, 2).square().mean()
+
+
+def test_a_view_that_begins_where_a_tensor_says_is_named() -> None:
+    torch._dynamo.reset()
+    model = shoal.compile(Narrowing(), "1GiB", options=shoal.Options(strict=True))
+    with raising(CaptureError, "test_sizes_of_values.py", "where a view begins depends on a tensor's values"):
+        model(*images(1, 2, 3, 8, 8), torch.tensor(2))

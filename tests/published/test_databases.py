@@ -23,6 +23,7 @@ if importlib.util.find_spec("expecttest") is None:
     pytest.skip("torch.testing._internal needs expecttest", allow_module_level=True)
 
 _SLICE = 12
+_LIMITS = {"narrow", "narrow_complex64"}  # of docs/explain/limits.md: a view that begins where a tensor says
 
 
 @cache
@@ -38,8 +39,8 @@ def cases() -> list[Case]:
 def test_an_entry_trains_as_in_plain_pytorch(place: int) -> None:
     case = cases()[place]
     found = outcome(case.build)
-    if found.startswith("refused: CaptureError: no graph of "):
-        assert is_broken(case), f"{case.name}: {found}"
+    if found.startswith("refused: CaptureError: "):
+        assert case.name in _LIMITS or is_broken(case), f"{case.name}: {found}"
     else:
         assert found in ("right", "not trained"), f"{case.name}: {found}"
 

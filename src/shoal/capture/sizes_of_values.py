@@ -42,14 +42,17 @@ def break_at_unknown_sizes(gm: fx.GraphModule) -> None:
 
 
 def break_at_unknown_gradients(joint: fx.Graph) -> None:
-    """Take a model for broken where its gradients have such a size.
+    """Take a model for broken where its gradients have such a size, or a view begins where a tensor says.
 
     Raises:
         GraphBreak: there is one.
     """
     for node in joint.nodes:
-        if any(isinstance(v, torch.Tensor) and free_unbacked_symbols(v) for v in tree_leaves(node.meta.get("val"))):
-            raise GraphBreak("a gradient's size depends on a tensor's values", place_in(node.stack_trace or ""))
+        tensors = [v for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)]
+        if any(map(free_unbacked_symbols, tensors)):
+            is_view = all(not free_unbacked_symbols(v.shape) for v in tensors)
+            what = "where a view begins" if is_view else "a gradient's size"
+            raise GraphBreak(f"{what} depends on a tensor's values", place_in(node.stack_trace or ""))
 
 
 def _unknown(node: fx.Node) -> str:
