@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.common_modules import module_db
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from tests.published.training import Network
 
@@ -66,6 +66,10 @@ class EvalPart(nn.Module):
         return self.part(*args, **kwargs)
 
 
+def _narrowed(value: Any) -> Any:
+    return value.float() if isinstance(value, torch.Tensor) and value.dtype is torch.float64 else value
+
+
 def _trains(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
 
@@ -111,6 +115,8 @@ def _module_inputs(info: Any, training: bool) -> list[Any]:
 
 def _module_network(info: Any, training: bool, place: int) -> Network:
     sample = _module_inputs(info, training)[place]
-    module = info.module_cls(*sample.constructor_input.args, **sample.constructor_input.kwargs)
+    own = sample.constructor_input.args, sample.constructor_input.kwargs
+    args, kwargs = tree_map(_narrowed, own)  # random samples of FractionalMaxPool, which has to have its input's dtype
+    module = info.module_cls(*args, **kwargs)
     given = sample.forward_input
     return Network(module if training else EvalPart(module), tuple(given.args), dict(given.kwargs))
