@@ -164,7 +164,8 @@ def _integers_for(node: fx.Node, operand: fx.Node) -> Callable[[torch.Tensor], N
 
 def _of_bags(node: fx.Node, operand: fx.Node) -> Callable[[torch.Tensor], None] | None:
     """As `_integers_for`, where rows of a table are added up bag by bag."""
-    args = dict(zip((one.name for one in node.target._schema.arguments), node.args, strict=False))
+    target: Any = node.target
+    args = dict(zip((one.name for one in target._schema.arguments), node.args, strict=False))
     if operand is args["indices"]:
         n_rows = args["num_weights"] if "num_weights" in args else _shape(args["weight"])[0]
         return lambda tensor: _count_up(tensor, int(concrete(n_rows)))
