@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import time
 
-from examples.planners.cuts import evenly_cut, keep_everything
 from shoal.core.hardware import Hardware
 from shoal.core.plan import Plan
 from shoal.core.step import StepGraph
+from shoal.planners.cuts import evenly_cut, keep_everything
 from shoal.planners.infeasible import infeasible
 
 

@@ -298,17 +298,7 @@ def test_a_folder_that_is_not_there_is_reported(here: Path) -> None:
 @pytest.fixture
 def planned(here: Path, tiny: None) -> Callable[..., Result]:
     def plan(*more: str) -> Result:
-        arguments = [
-            "plan",
-            "--model",
-            "resnet34",
-            "--batch",
-            "8",
-            "--image",
-            "32",
-            "--planner",
-            "examples.planners.chain:chain",
-        ]
+        arguments = ["plan", "--model", "resnet34", "--batch", "8", "--image", "32", "--planner", "chain"]
         return invoke(*arguments, "--budget", "1GiB", "--hardware", "p100-nvlink", *more)
 
     return plan
@@ -406,7 +396,7 @@ ALEXNET = ["plan", "--model", "alexnet", "--batch", "256", "--image", "32", "--h
 
 @pytest.mark.usefixtures("tiny")
 def test_the_largest_batch_is_that_of_fit(here: Path) -> None:
-    arguments = [*ALEXNET, "--planner", "examples.planners.chain:chain", "--allow", "bitwise", "--budget", "1GiB"]
+    arguments = [*ALEXNET, "--planner", "chain", "--allow", "bitwise", "--budget", "1GiB"]
     done = invoke(*arguments, "--max-batch", "--json")
     assert done.exit_code == 0, done.output
     assert done.stderr == ""  # where nothing watches
@@ -482,10 +472,7 @@ def test_a_plan_may_be_permitted_to_encode_and_tells_what_that_comes_to(here: Pa
             ["--codec", "one_bit", "--allow", "encode"],
             "--codec one_bit is not for activations; type one of ",
         ),
-        (
-            ["--allow", "encode", "--planner", "keep_all"],
-            "may encode, which needs --planner joint; 'keep_all' does not",
-        ),
+        (["--allow", "encode", "--planner", "chain"], "may encode, which needs --planner joint; 'chain' does not"),
     ],
 )
 @pytest.mark.usefixtures("tiny")

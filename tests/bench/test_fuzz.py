@@ -114,7 +114,7 @@ def test_allocations_are_counted_at_their_peak() -> None:
     ("network", "settings"),
     [
         (PARTLY_FROZEN, [Setting("joint", "least", "device"), Setting("hmms", "least", "host")]),
-        (draw(0, 5), [Setting("examples.planners.chain:chain", "least", "device"), Setting("joint", "plain", "file")]),
+        (draw(0, 5), [Setting("chain", "least", "device"), Setting("joint", "plain", "file")]),
         (draw(0, 10), [Setting(NAMES["sqrt"], "between", "device"), Setting(NAMES["hascoet"], "plain", "host")]),
     ],
 )

@@ -80,7 +80,7 @@ def test_statistics_that_something_else_reads_leave_as_new_tensors(model: type[n
 
 
 @pytest.mark.parametrize("model", [blocks, Twice, Watching])
-@pytest.mark.parametrize("planner", ["keep_all", "examples.planners.chain:chain"])
+@pytest.mark.parametrize("planner", ["keep_all", "chain"])
 def test_buffers_are_moved_as_in_plain_pytorch(model: Callable[[], nn.Module], planner: str) -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Conv2d(3, 3, 1), model())

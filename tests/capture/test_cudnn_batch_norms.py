@@ -100,9 +100,7 @@ def test_results_gradients_and_statistics_are_those_of_plain_pytorch(norm: str) 
     dtype, same = (torch.float64, torch.allclose) if norm == "transposed" else (torch.float32, torch.equal)
     plain = network(norm).to(dtype)
     planned = copy.deepcopy(plain)
-    step = shoal.compile(
-        planned, budget="1GiB", options=shoal.Options(planner="examples.planners.chain:chain")
-    )  # recomputes
+    step = shoal.compile(planned, budget="1GiB", options=shoal.Options(planner="chain"))  # recomputes
     for _ in range(2):
         plain.zero_grad(), planned.zero_grad()
         x = torch.randn(4, 3, 9, 7, dtype=dtype)

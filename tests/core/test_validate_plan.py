@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 import shoal
-from examples.planners.chain import chain
 from shoal import planners
 from shoal.core import validate_plan
 from shoal.core.hardware import Hardware
@@ -153,7 +152,7 @@ def test_nothing_runs_of_a_broken_plan(make: Callable[[StepGraph], Any]) -> None
 def test_a_sound_plan_of_ones_own_planner_runs_with_the_costs_it_was_given() -> None:
     def mine(graph: StepGraph, hardware: Hardware, budget_bytes: int) -> Plan:
         without_link = replace(graph, link=None)
-        return replace(chain(without_link, hardware, budget_bytes), planner="mine")
+        return replace(planners.get("chain")(without_link, hardware, budget_bytes), planner="mine")
 
     net, plain = _net(), _net()
     plain.load_state_dict(net.state_dict())

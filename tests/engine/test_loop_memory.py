@@ -221,7 +221,7 @@ def test_an_output_that_the_backward_pass_reads_stays_as_long_as_it_does() -> No
     assert less_bytes == output.nbytes
 
 
-@given(steps(), st.sampled_from(["examples.planners.chain:chain", "joint"]))
+@given(steps(), st.sampled_from(["chain", "joint"]))
 def test_no_planner_gives_up_an_output_before_the_loss_has_read_it(graph: StepGraph, planner: str) -> None:
     outputs = outputs_of(graph)
     seen = in_loop(graph, best_case(WORST, outputs), outputs)

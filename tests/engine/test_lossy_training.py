@@ -270,7 +270,7 @@ def test_too_small_a_budget_is_told_with_the_least_that_would_do() -> None:
         ({"codec_seed": -1}, InputError, "codec_seed=-1"),
         ({"codec_exempt": "batch_norm"}, InputError, "codec_exempt='batch_norm'"),
         ({"codec_exempt": ["loss"]}, InputError, "batch_norm, first_layer"),
-        ({"planner": "keep_all"}, InputError, "needs planner='joint'; 'keep_all' does not"),
+        ({"planner": "chain"}, InputError, "needs planner='joint'; 'chain' does not"),
         ({"codec": "linear", "allow": "exact"}, InputError, "codec= is for convolution inputs that are encoded; type "),
         ({"budget": None}, InputError, "give budget="),
     ],

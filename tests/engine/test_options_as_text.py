@@ -158,7 +158,7 @@ def command(*arguments: str) -> Any:
 def test_commands_take_them_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SHOAL_BUDGET", "50%")
     monkeypatch.setenv("SHOAL_ALLOW", "recompute,order")
-    planned = command("plan", "--batch", "2", "--planner", "examples.planners.chain:chain", "--out", str(tmp_path))
+    planned = command("plan", "--batch", "2", "--planner", "chain", "--out", str(tmp_path))
     assert planned["budget_bytes"] == P100_BYTES // 2
     plan = Plan.load(tmp_path / "plan.json")
     assert plan.options["means"] == ["order", "recompute"]

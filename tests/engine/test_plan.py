@@ -173,7 +173,7 @@ def test_a_network_too_large_for_this_machine_can_be_planned() -> None:
     assert plan.recomputed
 
 
-@pytest.mark.parametrize("planner", ["joint", "examples.planners.chain:chain", "examples.planners.sqrt:sqrt"])
+@pytest.mark.parametrize("planner", ["joint", "chain", "examples.planners.sqrt:sqrt"])
 def test_a_plan_is_inside_its_budget_by_the_independent_check(planner: str) -> None:
     net, most = classifier(3, 8, 8, 8, 8), most_bytes()
     plan = shoal.plan(net, BATCH, int(0.7 * most), hardware=P100, options=shoal.Options(planner=planner))

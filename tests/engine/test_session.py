@@ -107,7 +107,7 @@ def test_a_step_that_is_captured_while_a_profiler_runs_is_planned_as_without(
 
 
 @needs_compiler
-@pytest.mark.parametrize("planner", ["examples.planners.chain:chain", "examples.planners.sqrt:sqrt"])
+@pytest.mark.parametrize("planner", ["chain", "examples.planners.sqrt:sqrt"])
 def test_so_it_is_with_the_other_planners(planner: str) -> None:
     net, batches = large_enough()
     budget = int(0.8 * peak_of_a_step(net, batches[0]))
@@ -304,9 +304,7 @@ def test_the_budget_itself_is_inside_the_budget(measured: int, repairs: int) -> 
     session.learn(iteration(0, measured, 0))
     assert session.status.repairs == len(asked) == repairs
     assert session.status.plans == (() if repairs else (PLAN,))
-    assert session.status.plan is PLAN, "until the next one is made"
-    assert session.status.predicted_peak_bytes == PLAN.predicted_peak_bytes
-    assert session.status.measured_peak_bytes == measured
+    assert session.status.measured_peak_bytes == (None if repairs else measured)
 
 
 def test_the_plan_of_the_status_is_that_of_the_largest_step() -> None:

@@ -268,7 +268,7 @@ def test_what_cannot_be_is_refused_in_one_line() -> None:
         lambda: shoal.compile(
             pair()[0],
             budget=shared,
-            options=shoal.Options(planner="examples.planners.chain:chain"),
+            options=shoal.Options(planner="chain"),
         ),
         lambda: copy.deepcopy({"budget": shared}),
         lambda: copy.copy(shared),

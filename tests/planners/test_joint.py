@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from examples.planners.chain import chain, smallest_peak
 from examples.planners.sqrt import sqrt
 from shoal.core.hardware import Device, Hardware, Link
 from shoal.core.schedule import schedule
@@ -21,6 +20,7 @@ from shoal.core.validate import check_runs
 from shoal.cost.roofline import roofline
 from shoal.errors import BudgetError
 from shoal.planners import joint as joint_module
+from shoal.planners.chain import chain, smallest_peak
 from shoal.planners.estimates import least_peak_bytes
 from shoal.planners.infeasible import fewest_bytes
 from shoal.planners.integer_program import relaxed_choices, solve
@@ -205,7 +205,7 @@ def test_a_plan_that_computes_little_again_is_not_searched_further_in_a_large_st
     monkeypatch.setattr("shoal.planners.joint.plans_on_demand", lambda *args: pytest.fail("it recomputes little"))
     for large_ops in (0, 10**6):
         searches.clear()
-        limits = Limits(close_enough=0.0, far_off=0.0, large_ops=large_ops)
+        limits = Limits(integer_program=False, close_enough=0.0, far_off=0.0, large_ops=large_ops)
         plan = joint(graph, HERE, int(0.8 * plain_peak_bytes(graph)), limits=limits)
         assert 0 < plan.added_seconds <= limits.recomputes_little * plan.plain_seconds
         assert bool(searches) == (large_ops > 0)

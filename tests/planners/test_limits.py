@@ -29,6 +29,7 @@ PARTS: dict[str, tuple[tuple[ModuleType, str], ...]] = {  # switch → what it k
     "integer_program": (),
     "hmms": ((planning, "hmms"),),
     "iterated_search": ((planning, "IteratedSearch"),),
+    "chain": ((planning, "chain"), (smallest_plan, "smallest_peak")),
     "local_search": ((planning, "local_search"), (smallest_plan, "local_search")),
     "fill_slack": ((planning, "fill_slack"),),
     "order": ((simulated, "lower_peak"), (on_demand, "best_order")),

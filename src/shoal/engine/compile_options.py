@@ -20,7 +20,7 @@ from shoal.errors import InputError, brief
 from shoal.memory.optimizer_state import Declared, declared_optimizer
 from shoal.offload.policy import AUTO, OFFERED, Offloading, offloading, rehearsed
 
-WITHOUT_LINK = ("keep_all",)  # planners that offload nothing
+WITHOUT_LINK = ("chain", "keep_all")  # planners that offload nothing
 # Keys of the options of torch.compile. Its step runs no given plan, and its model has to come as one graph.
 _OF_A_BACKEND = (
     *("budget", "optimizer", "allow", "offload_to"),

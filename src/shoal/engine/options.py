@@ -30,7 +30,7 @@ class Options:
     and `strict`, as keys.
 
     Args:
-        planner: "joint" (default), "keep_all", "hmms", or a function (StepGraph, Hardware, budget_bytes) →
+        planner: "joint" (default), "chain", "keep_all", "hmms", or a function (StepGraph, Hardware, budget_bytes) →
             Plan, as such or as "MODULE:FUNCTION", whose plans are validated by `shoal.core.validate` before they run
             (PlanError).
         kernels: what runs the planned step. "eager": PyTorch's kernels and ours one by one, with PyTorch's bits.
@@ -68,8 +68,8 @@ class Options:
 
     Example:
         >>> import shoal
-        >>> shoal.Options(planner="keep_all", host_budget="16GiB").planner
-        'keep_all'
+        >>> shoal.Options(planner="chain", host_budget="16GiB").planner
+        'chain'
         >>> shoal.Options(planer="chain")
         Traceback (most recent call last):
         shoal.errors.InputError: shoal.Options has no 'planer'; type 'planner'
@@ -150,9 +150,9 @@ def options_of(options: object) -> Options:
     Raises:
         InputError: it is something else.
 
-    >>> options_of({"planner": "keep_all"})
+    >>> options_of({"planner": "chain"})
     Traceback (most recent call last):
-    shoal.errors.InputError: options is a dict; type options=shoal.Options(planner='keep_all')
+    shoal.errors.InputError: options is a dict; type options=shoal.Options(planner='chain')
     """
     if options is None:
         return Options()

@@ -21,7 +21,7 @@ from shoal.core.validate_plan import check_plan
 from shoal.errors import InputError, PlanError, brief
 
 Planner = Callable[[StepGraph, Hardware, int], Plan]
-NAMES = ("joint", "keep_all", "hmms")
+NAMES = ("joint", "chain", "keep_all", "hmms")
 
 
 def get(name: str | Planner) -> Planner:

@@ -10,9 +10,10 @@ Without a link to the host, inside a budget that keeping everything does not fit
 2. *Integer program.* The fastest plan that recomputes each storage at most once. Its memory is what `simulate` adds up,
    but for the scratch of the reruns; so each solution is simulated, and where its peak is over the budget the program
    is solved again with the difference set aside. Where nothing fits so, local search begins with the first solution.
-3. *Local search* (`local_search`), further off: it starts from what linear programs with more room choose, recomputes
+3. *Dynamic program* (`chain`), where that plan is far from the bound or there is none: it may recompute several times.
+4. *Local search* (`local_search`), further off: it starts from what linear programs with more room choose, recomputes
    more than once, and earlier than it must. Not for a large step whose plan computes little again.
-4. *On demand* (`on_demand`), where the plan computes much again or there is none: everything right before what reads
+5. *On demand* (`on_demand`), where the plan computes much again or there is none: everything right before what reads
    it, and held where there is room. The local search is tried in the order of that plan too, which has room for the
    most.
 
@@ -48,6 +49,8 @@ from shoal.core.order import op_names
 from shoal.core.plan import Plan
 from shoal.core.residence import Offload, Residence
 from shoal.core.step import StepGraph
+from shoal.errors import BudgetError
+from shoal.planners.chain import chain
 from shoal.planners.fill_slack import fill_slack
 from shoal.planners.hmms import hmms, within_limit
 from shoal.planners.infeasible import fewest_bytes, infeasible
@@ -226,6 +229,14 @@ class _JointSearch:
         is_far = self._is_off(best, bound_seconds, limits.far_off)
         if self._is_off(best, bound_seconds, limits.close_enough) and not (is_far and self._is_large(choice.graph)):
             bound_seconds = max(bound_seconds, self.tight_bound_seconds(choice.graph))
+        in_vain = searched and limits.on_demand and self._is_large(choice.graph)  # it takes long, and that is next
+        if limits.chain and not in_vain and self._is_off(best, bound_seconds, limits.close_enough):
+            found = self._dynamic_program(choice.graph)
+            if found is not None and self._is_off(found, 0.0, limits.far_slower):
+                found = self.held_longer(found)  # there is too much for `fill_slack` to take back bit by bit
+            else:
+                found = self._filled(found)
+            best = _faster(best, found)
         enough = searched or (self._is_large(choice.graph) and self._recomputes_little(best))
         if limits.local_search and self._is_off(best, bound_seconds, limits.far_off) and not enough:
             best = _faster(best, self._local_searches(choice))
@@ -344,6 +355,14 @@ class _JointSearch:
         if first is None or not limits.local_search:
             return None
         return self._searched(first, self._effort("local search", limits.local_search_ops))
+
+    def _dynamic_program(self, graph: StepGraph) -> Simulated | None:
+        """The fastest plan of `chain`."""
+        try:
+            plan = chain(graph, self._hardware, self._budget_bytes)
+        except BudgetError:
+            return None
+        return simulated(graph, plan.residences)
 
     def _local_searches(self, choice: RecomputeChoice) -> Simulated | None:
         """The fastest of what local search makes of what linear programs choose, or else of what is narrow kept."""

@@ -23,6 +23,7 @@ class Limits:
         integer_program: the mixed-integer program that chooses a residence for every storage.
         hmms: the plan of the paper, where the step has a link.
         iterated_search: place the copies of offloaded storages and improve by iterated local search.
+        chain: the dynamic program, which may recompute a storage several times.
         local_search: give up once more, or recompute earlier, what fills the peak.
         fill_slack: keep more where a plan leaves room.
         order: run ops in an order that needs fewer bytes.
@@ -45,8 +46,9 @@ class Limits:
             the iterated search: a copy frees nothing until it has ended.
         close_enough, other_order, far_off: of the plain step's time. Nearer to the lower bound than `close_enough`
             nothing else is tried, and nearer than `other_order` no other order of ops; `local_search` is for plans
-            further off than `far_off`. A plan that adds no more than `recomputes_little` computes nearly everything
-            once more at most, and is not held against those that recompute on demand.
+            further off than `far_off`. A plan of `chain` that is slower than the plain step by more than `far_slower`
+            is not filled bit by bit. One that adds no more than `recomputes_little` computes nearly everything once
+            more at most, and is not held against those that recompute on demand.
         more_room: room beyond the budget, as shares of it, that linear programs get; the local search starts from what
             they choose.
         narrow_share: a storage this much smaller than the largest result on the way to it is kept for the smallest
@@ -72,7 +74,7 @@ class Limits:
             The counts end a search long before it does; where it strikes, `Plan.stopped_early` says so.
 
     Example:
-        >>> Limits(order=False).max_drops
+        >>> Limits(chain=False).max_drops
         60
     """
 
@@ -80,6 +82,7 @@ class Limits:
     integer_program: bool = True
     hmms: bool = True
     iterated_search: bool = True
+    chain: bool = True
     local_search: bool = True
     fill_slack: bool = True
     order: bool = True
@@ -97,6 +100,7 @@ class Limits:
     close_enough: float = 0.002
     other_order: float = 0.01
     far_off: float = 0.03
+    far_slower: float = 1.0
     recomputes_little: float = 0.3
     large_ops: int = 2_000
     many_ops: int = 1_000

@@ -6,7 +6,7 @@ one patch is through before the next begins, and large weight gradients wait unt
 then fits in addition to the peak is held until it is read again (`hold_longer`), which saves most of the time.
 
 `smallest_plan` starts from these plans. They recompute a storage as often as it is read, which the integer program
-does not. What stays from the forward pass on: see `kept_on_demand`.
+does not, and in a finer grain than the blocks of `chain`. What stays from the forward pass on: see `kept_on_demand`.
 """
 
 from __future__ import annotations

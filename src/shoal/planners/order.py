@@ -32,7 +32,7 @@ from shoal.planners.pass_tasks import PassTasks, bytes_during, least_peak, pass_
 
 _CUT = 10  # tasks played through take as long as one task of a minimum cut
 _MAX_DEPTH = 50  # of parts within parts
-_WORTH = 1 / 1000  # of a peak: an order that lowers it by less is not looked for
+_WORTH = 1 / 1000  # of a peak that is this near to what every order needs: no lower one is looked for
 
 
 @dataclass(frozen=True)
@@ -104,10 +104,9 @@ class _OrderSearch:
         least_bytes = least_peak(self._tasks)
         while order and not self._effort.is_spent:
             peak_bytes, at = self._peak(order, 0, len(order))
-            below_bytes = int((1 - _WORTH) * peak_bytes)
-            if below_bytes <= least_bytes:
+            if (1 - _WORTH) * peak_bytes <= least_bytes:
                 break
-            better = self._split(order, 0, len(order), below_bytes) or self._moved(order, at, below_bytes)
+            better = self._split(order, 0, len(order), peak_bytes) or self._moved(order, at, peak_bytes)
             if better is None:
                 break
             order = better

@@ -13,6 +13,7 @@ from shoal.core.plan import Plan
 from shoal.core.residence import Keep, Offload, Recompute, Residence
 from shoal.core.sizes import MAX_BYTES
 from shoal.core.step import Again, StepGraph
+from shoal.planners.chain import smallest_peak
 from shoal.planners.infeasible import fewest_bytes, infeasible
 from shoal.planners.integer_program import Chosen, lower_bound, relaxed_choices, solve
 from shoal.planners.just_in_time import just_in_time
@@ -27,6 +28,7 @@ from shoal.planners.transfer_places import with_offloads
 
 _NEAR = 0.02  # of what every plan needs: a plan this near is not searched for a smaller one
 _LESS_WHERE_NOTHING_FITS = 10  # the search only tells what would fit then
+_SMALL_OPS = 200  # of a step whose blocks are tried then too
 
 
 def smallest_plan(graph: StepGraph, hardware: Hardware, budget_bytes: int, limits: Limits) -> Plan:
@@ -44,7 +46,7 @@ def smallest_plan(graph: StepGraph, hardware: Hardware, budget_bytes: int, limit
         return on_demand
     if budget_bytes < fewest:
         less_ops = limits.smallest_peak_ops // _LESS_WHERE_NOTHING_FITS
-        limits = replace(limits, smallest_peak_ops=less_ops)
+        limits = replace(limits, smallest_peak_ops=less_ops, chain=limits.chain and len(graph.ops) <= _SMALL_OPS)
     searched = _smallest_in_either_order(graph, hardware, budget_bytes, below_bytes, limits)
     return searched if on_demand is None or searched.predicted_peak_bytes < below_bytes else on_demand
 
@@ -125,7 +127,7 @@ def _smallest(graph: StepGraph, hardware: Hardware, below_bytes: int, limits: Li
 
 
 def _lowered(graph: StepGraph, hardware: Hardware, below_bytes: int, limits: Limits, guard: Guard) -> Plan:
-    starts = _starts(recompute_choice(graph), limits, guard)
+    starts = _starts(recompute_choice(graph), hardware, limits, guard)
     plans = [Plan(graph, start, "joint", hardware.name) for start in starts]
     least = min(plans, key=lambda plan: plan.predicted_peak_bytes)
     effort = Effort("search for the smallest peak", limits.smallest_peak_ops, guard)
@@ -212,9 +214,11 @@ def in_order_for_copies(
     return None if ordered is None else reordered(graph, op_names(ordered.graph))
 
 
-def _starts(choice: RecomputeChoice, limits: Limits, guard: Guard) -> list[Mapping[str, Residence]]:
-    """Plans with small peaks: of the program with the least room, and by a rule of thumb."""
+def _starts(choice: RecomputeChoice, hardware: Hardware, limits: Limits, guard: Guard) -> list[Mapping[str, Residence]]:
+    """Plans with small peaks: of the dynamic program, of the program with the least room, and by a rule of thumb."""
     found: list[Mapping[str, Residence]] = []
+    if limits.chain:
+        found.append(smallest_peak(choice.graph, hardware).residences)
     if limits.integer_program:
         least_room = replace(limits, more_room=(0.0,))
         found += [as_chosen(choice, one).residences for one in relaxed_choices(choice, 1, least_room, guard)]

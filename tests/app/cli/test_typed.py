@@ -31,7 +31,7 @@ TRAIN, PLAN, FRONTIER = (
         ((*TRAIN, "--host-budget", "-1"), "--host-budget -1 is not a size;"),
         ((*TRAIN, "--offload-to", "none", "--rehearse", "p100-nvlink"), "--rehearse p100-nvlink is for what"),
         ((*TRAIN, "--batch", "0"), "--batch 0: it must be at least 1"),
-        ((*TRAIN, "--codec", "linear", "--planner", "keep_all", "--allow", "encode"), "--allow encode"),
+        ((*TRAIN, "--codec", "linear", "--planner", "chain", "--allow", "encode"), "--allow encode"),
         ((*TRAIN, "--split", "2"), "--split 2.0: expected a share"),
         ((*PLAN, "--hardware", "x"), "--hardware x is not a preset;"),
         ((*PLAN, "--budget", "1GiB", "--split", "1", "--grid", "99x1", "--image", "64"), "--grid 99x1 is finer than"),

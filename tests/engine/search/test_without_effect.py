@@ -78,7 +78,7 @@ def test_what_applies_is_not_named(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_another_planner_looks_for_no_order_and_another_machine_for_no_pieces(caplog: pytest.LogCaptureFixture) -> None:
     step = plain_layers(), torch.randn(8, 16), "1MiB"
-    shoal.plan(*step, allow="recompute, order", options=shoal.Options(planner="keep_all"))
+    shoal.plan(*step, allow="recompute, order", options=shoal.Options(planner="chain"))
     shoal.plan(*step, hardware=PRESET, allow="recompute, pieces, direct")
     assert [said.partition(":")[0] for said in lines(caplog)] == [
         "'order' is without effect",
@@ -118,9 +118,9 @@ def test_several_graphs_say_it_too_when_they_are_planned(caplog: pytest.LogCaptu
 
 
 def test_a_planner_of_several_graphs_may_offload_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    model = shoal.compile(Breaking(), "1MiB", offload_to="host", options=shoal.Options(planner="keep_all"))
+    model = shoal.compile(Breaking(), "1MiB", offload_to="host", options=shoal.Options(planner="chain"))
     model(torch.randn(8, 16)).sum().backward()
-    said = "'offload' is without effect: the planner 'keep_all' offloads nothing"
+    said = "'offload' is without effect: the planner 'chain' offloads nothing"
     assert lines(caplog) == [said]
     assert model.shoal.plan.without_effect == (said,)
     assert said in str(model.shoal) and said in model.shoal.plan.explain()
@@ -129,8 +129,9 @@ def test_a_planner_of_several_graphs_may_offload_nothing(caplog: pytest.LogCaptu
 def test_a_keyword_names_offload_and_a_planner_may_have_no_use_for_it(caplog: pytest.LogCaptureFixture) -> None:
     step = plain_layers(), torch.randn(8, 16), "1MiB"
     assert shoal.plan(*step, offload_to="host").without_effect == ()
-    assert len(shoal.plan(*step, offload_to="host", options=shoal.Options(planner="keep_all")).without_effect) == 1
-    assert len(lines(caplog)) == 1
+    for planner in ("chain", "keep_all"):
+        assert len(shoal.plan(*step, offload_to="host", options=shoal.Options(planner=planner)).without_effect) == 1
+    assert len(lines(caplog)) == 2
 
 
 def test_fit_says_it(caplog: pytest.LogCaptureFixture) -> None:

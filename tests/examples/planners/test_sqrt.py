@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from examples.planners.cuts import evenly_cut, keep_everything
 from examples.planners.sqrt import sqrt
 from shoal.core.schedule import schedule
 from shoal.core.step import StepGraph
 from shoal.core.validate import check_runs
 from shoal.errors import BudgetError
+from shoal.planners.cuts import evenly_cut, keep_everything
 from shoal.planners.keep_all import keep_all
 from tests.random_steps import HARDWARE, conv_bn_relu_chain, plain_chain, steps
 

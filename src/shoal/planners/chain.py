@@ -27,13 +27,13 @@ from __future__ import annotations
 import time
 from functools import lru_cache
 
-from examples.planners.chain_blocks import Blocks, members
-from examples.planners.chain_table import ChainTable, Held
-from examples.planners.cuts import CutPlan, candidate, choose_cuts, evenly_cut, keep_everything
 from shoal.core.hardware import Hardware
 from shoal.core.plan import Plan
 from shoal.core.residence import Keep, Recompute, Residence
 from shoal.core.step import StepGraph
+from shoal.planners.chain_blocks import Blocks, members
+from shoal.planners.chain_table import ChainTable, Held
+from shoal.planners.cuts import CutPlan, candidate, choose_cuts, evenly_cut, keep_everything
 from shoal.planners.infeasible import infeasible
 
 MAX_BLOCKS = 60

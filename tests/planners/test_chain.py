@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from examples.planners.chain import chain, frontier, smallest_peak
-from examples.planners.cuts import numbers_of_segments
 from examples.planners.sqrt import sqrt
 from shoal.core.schedule import schedule
 from shoal.core.simulate import peak_and_seconds, simulate
 from shoal.core.step import StepGraph
 from shoal.core.validate import check_runs
 from shoal.errors import BudgetError
+from shoal.planners.chain import chain, frontier, smallest_peak
+from shoal.planners.cuts import numbers_of_segments
 from shoal.planners.just_in_time import just_in_time
 from shoal.planners.keep_all import keep_all
 from tests.random_steps import HARDWARE, Builder, conv_bn_relu_chain, plain_chain, resnet_like, steps, unet_like

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from examples.planners.chain_blocks import Blocks, Option
+from shoal.planners.chain_blocks import Blocks, Option
 
 WITH, WITHOUT = 0, 1  # what the last block handed on
 

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from examples.planners.cuts import crossing_sets
 from shoal.core.schedule import schedule
 from shoal.core.step import StepGraph
+from shoal.planners.cuts import crossing_sets
 
 SMALL_SHARE = 0.002  # the smallest saved storages that together are under this share of all are always kept
 MAX_OPTIONS = 8  # on the way from keeping least to keeping all
