@@ -304,7 +304,9 @@ def test_the_budget_itself_is_inside_the_budget(measured: int, repairs: int) -> 
     session.learn(iteration(0, measured, 0))
     assert session.status.repairs == len(asked) == repairs
     assert session.status.plans == (() if repairs else (PLAN,))
-    assert session.status.measured_peak_bytes == (None if repairs else measured)
+    assert session.status.plan is PLAN, "until the next one is made"
+    assert session.status.predicted_peak_bytes == PLAN.predicted_peak_bytes
+    assert session.status.measured_peak_bytes == measured
 
 
 def test_the_plan_of_the_status_is_that_of_the_largest_step() -> None:
