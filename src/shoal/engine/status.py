@@ -40,8 +40,8 @@ class Status:
         budget_bytes: the budget. None: everything is kept and the peak is only reported.
         budget_of: what it bounds, "allocated" or "reserved" bytes.
         plans: every plan in force: of the first shape, of all other shapes up to a largest one where sizes can be
-            symbols, else of each; and as many more where gradients are there before the step. None is while plans are
-            made again; `plan`, and the peaks with it, are those of the last until then.
+            symbols, else of each; and as many more where gradients are there before the step. Empty while plans
+            are made again; `plan` and the peaks are those of the last plans until then.
         measured_peak_bytes: highest measured use of any metered step of the plans; None before the first.
         reserved_peak_bytes: on CUDA, most that the allocator had reserved of the device in a metered step, for all that
             the process does; None on the CPU, and before the first.

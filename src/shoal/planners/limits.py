@@ -60,7 +60,8 @@ class Limits:
         lower_peak_share: the peak that the search for the smallest peak asks for next, as a share of the last.
 
         iterated_search_ops, local_search_ops, fill_slack_ops, smallest_peak_ops, order_ops, hold_longer_ops: simulated
-            ops of one search each; `smallest_peak_ops` is for the smallest peak.
+            ops of one search each; `smallest_peak_ops` is for the smallest peak. With four times the `order_ops` the
+            plans on demand of five networks had the same peaks, and with half of them one had a peak 0.5 % higher.
         max_restarts, restarts_per_storage: random restarts of the iterated search, at most.
         max_moves_per_restart: storages that a restart moves at most.
         recompute_share: of these, those that are recomputed instead of moved between device and host.

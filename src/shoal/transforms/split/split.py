@@ -61,7 +61,7 @@ def split(
         join: name of the module to join after, instead of `depth`; "auto" for the last possible place where an op that
             cannot run patch by patch comes first.
         halo: "exact" for overlapping patches with joint batch norm statistics that reproduce the unsplit network to
-            rounding; what overlaps is computed twice, and a dropout cannot run patch by patch.
+            rounding; what overlaps is computed twice, and dropout runs on whole images.
 
     Returns:
         A module that runs split while it trains, and as the unsplit network in eval mode.
