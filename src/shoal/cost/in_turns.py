@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-_MIN_RUNS = 3
+_MIN_RUNS = 2
 _MAX_RUNS = 30
 _ENOUGH_SECONDS = 0.003  # of runs of one op, after the fewest runs
 _MAX_SECONDS = 0.06  # of runs of one op, even if they are few

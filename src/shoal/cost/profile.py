@@ -38,7 +38,7 @@ from shoal.lowlevel import allocations
 from shoal.lowlevel.torch_internals import isolated
 from shoal.memory.cpu_allocator import release_unused
 
-_FIRST_COUNTS_SECONDS = 0.02  # a first run that takes longer is a time too: what it selects is a small part of it
+_FIRST_COUNTS_SECONDS = 0.005  # a first run that takes longer is a time too: what it selects is a small part of it
 _LONGEST_SECONDS = 3600.0  # of one op; a longer cached time is ignored
 _UNDISTURBED_SECONDS = 1e-3  # the fastest of runs as short as this was not interrupted; processor clocks are coarser
 _SLOW_SECONDS = 0.5  # an op whose first run takes longer is timed once
@@ -80,8 +80,8 @@ def profile(
     """Time each op in isolation, on random operands of its shapes, strides and dtypes.
 
     The first run warms up (kernel selection, oneDNN primitives) and shows the workspace; its time counts where it is
-    long. Then the op runs until a second run confirms the fastest within 3 %, or three runs took 3 ms, or all took
-    60 ms: two or three runs of a large op, a few more of a small one. The fastest counts: other load only adds time.
+    long. Then the op runs until a second run confirms the fastest within 3 %, or two runs took 3 ms, or all took 60 ms:
+    one or two runs of a large op, a few more of a small one. The fastest counts: other load only adds time.
 
     Between runs on the CPU other memory goes through the caches of its cores, as other ops' does in a step; where
     operands and results are larger than 1 MiB, through the cache that cores share as well: ops of a step are timed in

@@ -15,6 +15,7 @@ from shoal.engine.search.priced import Made
 from shoal.engine.search.variants import Graph
 from shoal.errors import BudgetError
 from shoal.planners.infeasible import fewest_bytes
+from shoal.planners.limits import DEFAULT
 
 GOOD_ENOUGH = 0.02  # of the plain step: a plan that adds no more is not looked at in patches
 WORTH_A_PLAN = 0.005  # of the best plan's step: a form that may gain no more is not planned
@@ -74,6 +75,14 @@ class SearchState(Generic[Graph, Made]):
     def may_gain(self, bound_seconds: float) -> bool:
         """Whether a form with this lower bound may be faster than the best plan so far, by more than a little."""
         return self.best is None or bound_seconds < (1 - WORTH_A_PLAN) * self.best_seconds
+
+    def is_near(self, variant: Variant) -> bool:
+        """Whether the plan of a form is so near to its bound that a plan without a bound would not be searched further
+        (`Limits.far_off`)."""
+        row = self.row(variant)
+        if row is None or row.seconds is None or row.bound_seconds is None:
+            return False
+        return row.seconds - row.bound_seconds <= DEFAULT.far_off * self.whole.plain_seconds
 
     def must_come_nearer(self, bound_seconds: float) -> bool:
         """Whether a form is the fastest only if its plan is much nearer to its bound than that of the step as it is."""
