@@ -9,10 +9,11 @@ Re-materialization in PyTorch", 2023 (several options a block).
 
 The step is cut into at most `MAX_BLOCKS` blocks where few bytes cross, or, where no plan fits so, into as many as
 `MAX_BLOCKS_OF_SMALLEST`. A cut is the set of storages that cross it, so skips and concatenations need nothing special;
-options cover several neighbouring blocks, so that long residual sums can come back as one. One table holds the answer for every amount of memory. Its model is approximate (bytes in slots,
-shared storages not always seen as shared), so every distinct plan on it is played by the exact simulator, next to the
-evenly cut ones of `sqrt`, and a budget gets the fastest of those that truly fit. What is considered in one table does
-not depend on the budget: of plans that fit with few blocks, more bytes never give a slower one.
+options cover several neighbouring blocks, so that long residual sums can come back as one. One table holds the answer
+for every amount of memory. Its model is approximate (bytes in slots, shared storages not always seen as shared), so
+every distinct plan on it is played by the exact simulator, next to the evenly cut ones of `sqrt`, and a budget gets the
+fastest of those that truly fit. What is considered in one table does not depend on the budget: of plans that fit with
+few blocks, more bytes never give a slower one.
 
 It meets Revolve's counts on equal layers, and on chains of convolutions, up to the width of a slot, no choice of what
 to keep and what to compute once more is better; the tests compare with every one.
@@ -36,8 +37,8 @@ from shoal.planners.chain_table import ChainTable, Held
 from shoal.planners.cuts import CutPlan, candidate, choose_cuts, evenly_cut, keep_everything
 from shoal.planners.infeasible import infeasible
 
-# The table grows with the cube of the blocks. With 60 the smallest peaks of two residual steps of some 60 ops were 3 and
-# 12 % lower than with 30; plans at a quarter of the way to plain of five networks were not faster.
+# The table grows with the cube of the blocks. With 60 the smallest peaks of two residual steps of some 60 ops were 3
+# and 12 % lower than with 30; plans of five networks at a quarter of the way to plain PyTorch's peak were not faster.
 MAX_BLOCKS = 30
 MAX_BLOCKS_OF_SMALLEST = 60
 SLOTS = 400

@@ -46,9 +46,9 @@ class Limits:
             the iterated search: a copy frees nothing until it has ended.
         close_enough, other_order, far_off: of the plain step's time. Nearer to the lower bound than `close_enough`
             nothing else is tried, and nearer than `other_order` neither another order of ops nor `chain`;
-            `local_search` is for plans further off than `far_off`. A plan of `chain` that is slower than the plain step by more than `far_slower`
-            is not filled bit by bit. One that adds no more than `recomputes_little` computes nearly everything once
-            more at most, and is not held against those that recompute on demand.
+            `local_search` is for plans further off than `far_off`. A plan of `chain` that is slower than the plain step
+            by more than `far_slower` is not filled bit by bit. One that adds no more than `recomputes_little` computes
+            nearly everything once more at most, and is not held against those that recompute on demand.
         more_room: room beyond the budget, as shares of it, that linear programs get; the local search starts from what
             they choose.
         narrow_share: a storage this much smaller than the largest result on the way to it is kept for the smallest
