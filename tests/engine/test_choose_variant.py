@@ -66,11 +66,11 @@ def test_forms_that_have_graphs_of_their_own_are_traced_each_and_the_chosen_one_
 
 
 def test_where_its_own_form_is_chosen_that_is_traced_once(traces: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def own(variants: Any, price: Any, budget_bytes: int, name: str) -> Best[Any, Any]:
+    def own(variants: Any, price: Any, budget_bytes: int) -> Best[Any, Any]:
         price(variants.graph(FUSED))
         return Best(WHOLE, variants.own, *price(variants.own).plan(budget_bytes))
 
-    monkeypatch.setattr(choose_variant, "best_variant", own)
+    monkeypatch.setattr(choose_variant, "fitting_variant", own)
     budget_bytes = share_of_plain(normalised, 0.9)
     model = shoal.compile(normalised(), budget=budget_bytes, allow="recompute, fuse")
     found = train(model, batches(1))

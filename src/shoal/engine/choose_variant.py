@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -23,7 +24,7 @@ from shoal.core.variant import Variant
 from shoal.engine import form_cache
 from shoal.engine.loop_memory import LoopMemory
 from shoal.engine.plan_kernels import check_kernels
-from shoal.engine.search.best_variant import best_variant
+from shoal.engine.search.best_variant import best_variant, fitting_variant
 from shoal.engine.search.encoding import EncodeNothing, Encoding
 from shoal.engine.search.priced import Encodable, InVariant, Priced, Prices
 from shoal.engine.search.search_state import Best
@@ -216,23 +217,20 @@ def _best_form(
 
     traced: dict[fx.GraphModule, Captured] = {}
 
-    def search() -> Best[fx.GraphModule, _Made]:
-        prices = Prices(means, session.in_regions, other, costs)
+    prices = Prices(means, session.in_regions, other, costs)
+    budget_bytes = session.options.budget_bytes or 0
 
-        def price(graph: fx.GraphModule) -> Priced[_Made]:
-            if graph not in traced:
-                traced[graph] = capture(graph)
-            return prices.price(InVariant(traced[graph]))
+    def price(graph: fx.GraphModule) -> Priced[_Made]:
+        if graph not in traced:
+            traced[graph] = capture(graph)
+        return prices.price(InVariant(traced[graph]))
 
-        return best_variant(variants, price, session.options.budget_bytes or 0, session.name)
-
-    try:
-        with session.for_the_worst_loop():
-            best = search()
-    except BudgetError:
-        if not session.may_hope:
-            raise
-        best = search()
+    best: Best[fx.GraphModule, _Made] | None = None
+    if session.may_hope:
+        with session.for_the_worst_loop(), suppress(BudgetError):  # a hopeless budget is refused for both loops
+            best = fitting_variant(variants, price, budget_bytes)
+    if best is None:
+        best = best_variant(variants, price, budget_bytes, session.name)
     if key:
         session.status.variants[key] = best.variant
     in_it, laid_out, planned, loop = best.made

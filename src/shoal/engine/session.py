@@ -337,22 +337,22 @@ class Session:
             NotFaster: see `StepPlanning.plan`.
             PlanError: the ready plan belongs to another step.
         """
-        try:
-            return planning.plan(self.loop, encoding), self.loop
-        except BudgetError as refused:
-            error = self._hinted(refused, planning)
-        if not self.may_hope:
-            raise error
-        least = error
-        for hoped in (usual_case(self.loop), best_case(self.loop, planning.outputs)):
+        hopeful = (usual_case(self.loop), best_case(self.loop, planning.outputs)) if self.may_hope else ()
+        loops = (self.loop, *hopeful)
+        may_fit = [loop for loop in loops if planning.may_fit(loop)]
+        rest = [loop for loop in (loops[0], loops[-1]) if loop not in may_fit]  # for what they need
+        refused: dict[LoopMemory, BudgetError] = {}
+        for loop in dict.fromkeys((*may_fit, *rest)):
             try:
-                made = planning.plan(hoped, encoding)
-            except BudgetError as refused:
-                least = refused
-            else:
+                made = planning.plan(loop, encoding)
+            except BudgetError as error:
+                refused[loop] = error
+                continue
+            if loop != self.loop:
                 log.info("%s: fits if the loop holds less than it may; the first step is metered", self.name)
-                return made, hoped
-        raise with_optimistic(error, least) from None
+            return made, loop
+        needed = self._hinted(refused[self.loop], planning)
+        raise with_optimistic(needed, refused[loops[-1]]) if hopeful else needed
 
     def make_plan(
         self, captured: Captured, device: torch.device, step: Metered, form: CompiledVariant = WHOLE_FORM

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from copy import copy
@@ -37,6 +38,7 @@ from shoal.errors import BudgetError, PlanError
 from shoal.kernels.generator import state_bytes
 from shoal.memory.limit import no_memory_limit
 from shoal.offload.policy import Offloading
+from shoal.planners.estimates import least_seconds
 
 log = logging.getLogger("shoal")
 InLoop = Callable[[StepGraph], StepGraph]  # a step by itself → the same with what the training loop holds
@@ -154,6 +156,13 @@ class StepPlanning:
     def priced(self, loop: LoopMemory) -> StepGraph:
         """The step by itself in a training loop, with nothing encoded."""
         return in_loop(self._costs_of(self._captured), loop, self.outputs)
+
+    def may_fit(self, loop: LoopMemory) -> bool:
+        """Whether the step fits in a loop by its bound, which holds for the ops in two orders and nothing encoded."""
+        options = self._options
+        if self._ready_plan is not None or options.budget_bytes is None or options.lossy is not None:
+            return True
+        return math.isfinite(least_seconds(self.priced(loop), options.budget_bytes))
 
     def bounding_step(self, loop: LoopMemory, share: float) -> StepGraph:
         """The same with a share of what may be encoded: see `choose_encoded.bounding_step`."""

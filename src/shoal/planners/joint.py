@@ -204,7 +204,8 @@ class _JointSearch:
         fitting = sorted((one for one in found if one.peak_bytes <= self._budget_bytes), key=lambda one: one.seconds)
         held: list[Simulated | None] = [self.held_longer(one) for one in fitting[:_MAX_HELD]]
         lowest = found[0].graph
-        if best is None or self._plain_seconds + self.bound(lowest).bound_seconds < best.seconds:
+        least_seconds = self._plain_seconds + self.bound(lowest).bound_seconds
+        if least_seconds < (best.seconds if best is not None else math.inf):
             held.append(self._local_searches(recompute_choice(lowest)))
         fastest = reduce(_faster, held, None)
         if fastest is None or (best is not None and fastest.seconds >= best.seconds):

@@ -55,23 +55,19 @@ def best_variant(
         CaptureError: the step cannot be captured as it is.
     """
     search = _BestVariantSearch(variants, price, budget_bytes)
-    search.consider_norms()
-    search.consider_shrunk()
-    if search.state.is_short_of_room:
-        search.consider_pieces()
-    else:
-        search.consider_faster()
-    if search.state.is_slowed:
-        search.consider_split()
-    encoded = EncodeForms(search.state)
-    encoded.plan()
-    if search.state.is_slowed:
-        plan_unfit(search.state, encoded.has_planned)
-    best = search.state.answer()
+    best = search.run(unfit=True)
     if best is None:
         raise nearest(search.state)
     log.info("%s: %s inside %s", name or "model", best.variant, format_bytes(budget_bytes))
     return best
+
+
+def fitting_variant(
+    variants: Forms[Graph], price: Callable[[Graph], Priced[Made]], budget_bytes: int
+) -> Best[Graph, Made] | None:
+    """`best_variant`, None if no form fits by its bound. What may fit nevertheless takes far longer to find, and is
+    slow: it recomputes again and again."""
+    return _BestVariantSearch(variants, price, budget_bytes).run(unfit=False)
 
 
 class _BestVariantSearch(Generic[Graph, Made]):
@@ -84,6 +80,27 @@ class _BestVariantSearch(Generic[Graph, Made]):
         self._cut: set[str] = set()  # forms that were asked for pieces
         self._shrunk: set[str] = set()  # forms that were asked to be shrunk
         self._unasked_slices = list(takewhile(lambda one: one.slices, variants.split()))
+
+    def run(self, *, unfit: bool) -> Best[Graph, Made] | None:
+        """The fastest form; None if there is none.
+
+        Args:
+            unfit: whether forms that do not fit by their bounds are planned if nothing else fits.
+        """
+        state = self.state
+        self.consider_norms()
+        self.consider_shrunk()
+        if state.is_short_of_room:
+            self.consider_pieces()
+        else:
+            self.consider_faster()
+        if state.is_slowed:
+            self.consider_split()
+        encoded = EncodeForms(state)
+        encoded.plan()
+        if state.is_slowed and (unfit or state.best is not None):
+            plan_unfit(state, encoded.has_planned)
+        return state.answer()
 
     def _form(self, variant: Variant) -> list[PricedVariant[Graph, Made]]:
         """The form, captured and priced; none where the step does not have it."""

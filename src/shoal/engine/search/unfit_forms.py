@@ -19,24 +19,29 @@ from shoal.planners.infeasible import fewest_bytes
 def plan_unfit(state: SearchState[Graph, Made], is_encoded: Callable[[Variant], bool]) -> None:
     """Plan them, exact and with storages encoded.
 
-    While nothing fits, a form is asked that is expected to need fewer bytes than are known to be enough; then one of
-    which a plan was found in a moment that fits. One that was asked with storages encoded might have been exact.
+    While nothing fits, a form is asked that is expected to need fewer bytes than are known to be enough: than it was
+    found to need in a moment, by as much as those that were asked. Then one of which a plan was found in a moment that
+    fits. One that was asked with storages encoded might have been exact.
 
     Args:
         state: what is known; the best plan is noted there, and what each form needs.
         is_encoded: whether a form was planned with storages encoded already.
     """
     planned: set[Variant] = set()
+    lowest_share = 0.0  # of what a form was found to need in a moment: what it needs, of those that were asked
     for way in _ways_to_the_least(state, is_encoded):
         variant = way.form.variant
         is_known = variant in planned or {(variant, way.encoded), (variant, True)} & state.refused.keys()
-        may_fit = way.expected_bytes < _enough_bytes(state) if state.best is None else state.fits(way.found_bytes)
+        expected_bytes = max(way.expected_bytes, lowest_share * way.found_bytes)
+        may_fit = expected_bytes < _enough_bytes(state) if state.best is None else state.fits(way.found_bytes)
         if is_known or not may_fit or not state.may_gain(way.step.plain_seconds):
             continue
         try:
             found = _planned(way, state.budget_bytes)
         except BudgetError as error:
             state.refuse(variant, error, encoded=way.encoded)
+            share = min(1.0, (error.least_feasible_bytes or 0) / way.found_bytes)
+            lowest_share = min(lowest_share, share) if lowest_share else share
             continue
         planned.add(variant)
         state.note_plan(found)
