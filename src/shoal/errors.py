@@ -81,6 +81,7 @@ class BudgetError(ShoalError):
         op, phase, layer: the op at the peak of the plan with the minimum, its pass and the layer it belongs to.
         workspace_bytes: scratch memory of that op.
         largest: the largest storages alive at that op, as (name, layer, bytes), the dominant one first.
+        stopped_early: parts of the search for a plan that a time limit ended. Searched again, less may be enough.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class BudgetError(ShoalError):
         layer: str = "",
         workspace_bytes: int = 0,
         largest: tuple[tuple[str, str, int], ...] = (),
+        stopped_early: tuple[str, ...] = (),
     ) -> None:
         super().__init__(message, details=details)
         self.budget_bytes = budget_bytes
@@ -106,6 +108,7 @@ class BudgetError(ShoalError):
         self.layer = layer
         self.workspace_bytes = workspace_bytes
         self.largest = largest
+        self.stopped_early = stopped_early
 
 
 class CaptureError(ShoalError):

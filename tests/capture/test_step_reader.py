@@ -303,3 +303,21 @@ class Branching(nn.Module):
 def test_what_dynamo_cannot_capture_is_refused_in_one_line() -> None:
     with pytest.raises(CaptureError):
         captured_step(nn.Sequential(nn.Conv2d(3, 4, 1), Branching()))
+
+
+VIEWS: dict[str, tuple[Callable[[torch.Tensor], Any], float]] = {
+    "one view": (lambda x: x.exp().flatten(1), 0),
+    "a part": (lambda x: x.exp()[:, 0], 0),
+    "two views": (lambda x: (y := x.exp(), (y.flatten(1), y.transpose(1, 2)))[1], 1),
+    "a result and parts of it": (lambda x: (y := x.exp(), y[:1], y[1:]), 1),
+    "chunks, each with its own gradient": (lambda x: x.exp().chunk(2, 1), 0),
+    "without a gradient": (lambda x: (x.exp(), (x > 0).flatten(1), (x + 1).detach()), 0),
+}
+
+
+@pytest.mark.parametrize("case", VIEWS)
+def test_results_that_share_a_gradient_count_as_often_as_there_are(case: str) -> None:
+    function, times = VIEWS[case]
+    graph = captured_step(Calls(function)).graph
+    (nbytes, *_) = (s.nbytes for s in graph.storages if s.kind == "output" and s.dtype == "float32")
+    assert graph.shared_result_bytes == times * nbytes

@@ -127,6 +127,15 @@ def test_the_worst_is_the_step_as_it_is_captured() -> None:
     assert (held.name, held.nbytes) == (HELD_RESULTS, sum(s.nbytes for s in graph.storages if s.kind == "output"))
 
 
+def test_what_the_loss_keeps_and_is_given_counts_for_each_result_that_shares_a_gradient() -> None:
+    alone = conv_bn_relu_chain(3)
+    shared = replace(alone, shared_result_bytes=1000)
+    one, other = (in_loop(graph, replace(WORST, given_share=2.0), outputs_of(alone)) for graph in (alone, shared))
+    assert other.storage_called[KEPT_OF_LOSS].nbytes == one.storage_called[KEPT_OF_LOSS].nbytes + 1000
+    assert other.static_bytes == one.static_bytes + 2000
+    assert [op.workspace_bytes for op in other.ops] == [op.workspace_bytes for op in one.ops]
+
+
 def test_what_the_loss_is_given_is_there_all_step() -> None:
     graph = conv_bn_relu_chain(3)
     tangent_bytes = sum(s.nbytes for s in graph.storages if s.kind == "tangent")

@@ -19,6 +19,7 @@ from shoal.engine import plan_cache
 from shoal.engine.plan_cache import remembered
 from shoal.errors import BudgetError
 from shoal.planners.keep_all import keep_all
+from shoal.planners.limits import DEFAULT
 from shoal.planners.smallest_plan import smallest_plan
 from tests.random_steps import HARDWARE, resnet_like
 
@@ -196,6 +197,21 @@ def test_a_refusal_is_searched_for_once_and_raised_again_with_a_traceback_of_its
     assert len(searched) == 1
     assert errors[0] is not errors[1] and errors[0].least_feasible_bytes == errors[1].least_feasible_bytes
     assert planned(budget_bytes=errors[1].least_feasible_bytes).predicted_peak_bytes <= errors[1].least_feasible_bytes
+
+
+def test_a_refusal_whose_search_a_time_limit_ended_is_searched_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_cache, "_refused", {})
+    refusals = []
+    for guard_seconds in (0.0, 600.0, 600.0):
+        monkeypatch.setattr(plan_cache, "DEFAULT", replace(DEFAULT, guard_seconds=guard_seconds))
+        monkeypatch.setattr(plan_cache, "_digest", lambda *_: "the same")  # the limit is of the clock, not of the step
+        with pytest.raises(BudgetError) as refused:
+            planned(budget_bytes=STEP.resident_bytes + 1)
+        refusals.append(refused.value)
+    assert refusals[0].stopped_early and "by a time limit" in refusals[0].details["stopped early"]
+    assert not refusals[1].stopped_early and not refusals[2].stopped_early
+    assert refusals[1].least_feasible_bytes == refusals[2].least_feasible_bytes
+    assert refusals[1].least_feasible_bytes <= refusals[0].least_feasible_bytes
 
 
 def _noting(calls: list[Any], function: Callable[..., Any], *arguments: Any) -> Any:

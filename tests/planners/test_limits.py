@@ -20,7 +20,7 @@ from shoal.planners import integer_program, on_demand, simulated, smallest_plan
 from shoal.planners import joint as planning
 from shoal.planners.joint import joint
 from shoal.planners.keep_all import keep_all
-from shoal.planners.limits import Effort, Guard, Limits
+from shoal.planners.limits import Effort, Guard, Limits, cached_unless_stopped
 from tests.random_steps import HARDWARE, conv_bn_relu_chain, densenet_like, resnet_like
 
 SWITCHES = [field.name for field in fields(Limits) if field.type == "bool"]
@@ -101,6 +101,17 @@ def test_a_guard_that_struck_is_noted_in_the_plan_and_its_file(
     assert "stopped early   " in plan.explain() and "iterated search" in plan.explain()
     assert Plan.load(plan.save(tmp_path / "plan.json")).stopped_early == plan.stopped_early
     assert check_runs(plan.graph, plan.residences, schedule(plan.graph, plan.residences), plan.budget_bytes)
+
+
+def test_what_a_time_limit_ended_is_searched_again_in_the_same_process() -> None:
+    struck = [True, False, False]
+
+    @cached_unless_stopped(4, lambda found: found)
+    def search(step: int) -> tuple[str, ...]:
+        return ("order of ops",) if struck.pop(0) else ()
+
+    assert [search(1), search(1), search(1)] == [("order of ops",), (), ()]
+    assert struck == [False]
 
 
 def test_a_plan_that_was_not_stopped_says_nothing_of_it() -> None:

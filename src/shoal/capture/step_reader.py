@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
+from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput, PlainAOTOutput, TangentAOTInput
 from torch.utils._pytree import tree_leaves
 
 from shoal.capture import inplace
@@ -127,7 +127,9 @@ def read_joint(joint: fx.GraphModule, backward_names: Collection[str], options: 
         for node in graph.nodes:
             reader.visit(node)
         leaves = [n for n in graph.find_nodes(op="placeholder") if not n.name.startswith("tangents")]
-        step = StepGraph(options.model, *reader.finish(), options.static_bytes)
+        step = StepGraph(
+            options.model, *reader.finish(), options.static_bytes, shared_result_bytes=reader.shared_result_bytes(graph)
+        )
         left: Collection[int] = ()
         if options.early:
 
@@ -400,6 +402,21 @@ class _StepReader:
             ops.append(Op(**{**op, "id": place, "overwrites": overwrites}))
         storages = tuple(Storage(**{**s, "tensors": tuple(s["tensors"])}) for s in self._storages)
         return tuple(ops), storages
+
+    def shared_result_bytes(self, graph: fx.Graph) -> int:
+        """As of `StepGraph`, by the notes AOTAutograd puts next to results and gradients."""
+        output: Any = graph.output_node()
+        noted: dict[Any, Any] = dict(zip(output.meta.get("desc") or (), output.args[0], strict=False))
+        more: dict[int, int] = {}  # id of a storage with a gradient → bytes of results in addition to its gradients
+        for node in graph.find_nodes(op="placeholder"):
+            if isinstance(note := node.meta.get("desc"), TangentAOTInput) and node in self.storage_of:
+                storage = self.storage_of.get(noted.get(note.output), -1)
+                more[storage] = more.get(storage, 0) - self._storages[self.storage_of[node]]["nbytes"]
+        for node in {node for note, node in noted.items() if isinstance(note, PlainAOTOutput)}:
+            value, storage = node.meta["val"], self.storage_of.get(node, -1)
+            if storage in more and (value.is_floating_point() or value.is_complex()):
+                more[storage] += allocated_bytes(int(value.numel()) * value.element_size(), value.device)
+        return sum(max(0, nbytes) for nbytes in more.values())
 
 
 def _own_bytes(value: torch.Tensor) -> int:

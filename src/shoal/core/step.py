@@ -171,6 +171,8 @@ class StepGraph:
         link: the way to the host, by which storages may be offloaded; None where nothing may leave the device.
         as_written: the step before the lossless rewrites; None if they changed nothing, and in a plan that was loaded.
         rewrites_save_bytes: with everything kept, its peak is higher by this than that of the step itself.
+        shared_result_bytes: of results that are views of one storage with one gradient, in addition to the gradient:
+            what the loss keeps and is given for each, it keeps and is given for all of them.
     """
 
     model: str
@@ -180,6 +182,7 @@ class StepGraph:
     link: Link | None = None
     as_written: StepGraph | None = field(default=None, compare=False, repr=False)
     rewrites_save_bytes: int = field(default=0, compare=False, repr=False)
+    shared_result_bytes: int = 0
 
     @cached_property
     def n_forward(self) -> int:
@@ -247,6 +250,14 @@ class StepGraph:
         only_scalars = self._returns_its_loss(results)
         tangents = (s for s in self.storages if s.kind == "tangent")
         return sum(s.nbytes for s in tangents if not only_scalars or s.is_scalar)
+
+    def loss_operand_bytes(self, results: Collection[str]) -> int:
+        """Bytes of the results that the loss is computed from.
+
+        Args:
+            results: as of `loss_gradient_bytes`.
+        """
+        return self.loss_gradient_bytes(results) + (0 if self._returns_its_loss(results) else self.shared_result_bytes)
 
     def undefined_gradients(self, results: Collection[str]) -> frozenset[str]:
         """Names of gradients of results that `backward()` on the model's own loss does not compute, each read once.
@@ -395,4 +406,6 @@ def at_largest(usual: StepGraph, others: Sequence[StepGraph]) -> StepGraph:
         return max(storages, key=lambda storage: storage.nbytes)
 
     ops = tuple(map(op_of, zip(*(graph.ops for graph in every), strict=True)))
-    return replace(usual, ops=ops, storages=tuple(map(largest, zip(*(g.storages for g in every), strict=True))))
+    storages = tuple(map(largest, zip(*(g.storages for g in every), strict=True)))
+    shared_result_bytes = max(graph.shared_result_bytes for graph in every)
+    return replace(usual, ops=ops, storages=storages, shared_result_bytes=shared_result_bytes)

@@ -42,12 +42,14 @@ class LoopMemory:
             by an optimizer that steps in them.
         replays: whether the step is replayed as CUDA graphs, in a pool of its own: what lies outside of it, as the
             loss's own memory, never takes what is free in the pool, so that it counts all step.
-        kept_share: what the loss keeps for the whole backward pass, as a multiple of the outputs' gradients (see
-            `StepGraph.loss_gradient_bytes`). 1 is `F.mse_loss`, whose mean lies in the storage of all squares.
-        loss_share: its workspace in addition, as such a multiple. 3, with 1 kept, is `((y - t) ** 2).mean()`, as most
-            losses that are written out; few of PyTorch's own take more (`F.multilabel_soft_margin_loss`: 7).
-        given_share: what the loss reads in addition to the outputs, such as targets and class weights, as such a
-            multiple; alive during the whole step. 1 is a target of regression; a label map of two classes is as large.
+        kept_share: what the loss keeps for the whole backward pass, as a multiple of what it is computed from (see
+            `StepGraph.loss_operand_bytes`). 1 is `F.mse_loss`, whose mean lies in the storage of all squares.
+        loss_share: its workspace in addition, as a multiple of the outputs' gradients (see
+            `StepGraph.loss_gradient_bytes`). 3, with 1 kept, is `((y - t) ** 2).mean()`, as most losses that are
+            written out; few of PyTorch's own take more (`F.multilabel_soft_margin_loss`: 7).
+        given_share: what the loss reads in addition to the outputs, such as targets and class weights, as a multiple of
+            what it is computed from; alive during the whole step. 1 is a target of regression; a label map of
+            two classes is as large.
     """
 
     learnt: bool = False
@@ -168,7 +170,7 @@ def in_loop(graph: StepGraph, loop: LoopMemory, outputs: Mapping[int, str], *, i
     saved = {graph.storages[storage].name for storage in graph.saved}
     tangent_bytes = sum(s.nbytes for s in graph.storages if s.kind == "tangent")
     to_hooks = {s for op in graph.ops if op.target == HAND_OVER_TO_HOOK for s in op.reads}
-    loss_bytes = graph.loss_gradient_bytes(outputs.values())
+    loss_bytes, operand_bytes = (of(outputs.values()) for of in (graph.loss_gradient_bytes, graph.loss_operand_bytes))
     late: dict[int, int] = {}  # id of a gradient that the step allocates itself → its bytes
     if not (loop.gradients_given or loop.replays):
         undefined = graph.undefined_gradients(outputs.values())
@@ -189,7 +191,7 @@ def in_loop(graph: StepGraph, loop: LoopMemory, outputs: Mapping[int, str], *, i
 
     storages = list(map(seen, graph.storages))
     scratch_bytes = math.ceil(loop.loss_share * loss_bytes)
-    kept_bytes = math.ceil(loop.kept_share * loss_bytes)
+    kept_bytes = math.ceil(loop.kept_share * operand_bytes)
     outside_bytes = 0
     if loop.replays:
         # A loss that drops a result takes as much more outside: the result's block stays in the pool.
@@ -228,7 +230,7 @@ def in_loop(graph: StepGraph, loop: LoopMemory, outputs: Mapping[int, str], *, i
     if ops and loop.replays and tangent_bytes:  # they are outside of the pool, too: there all step
         last = next((op for op in reversed(ops) if op.phase == "forward"), ops[0])
         ops, storages = _with_held(ops, storages, GRADIENTS_TO_COME, tangent_bytes, last)
-    given_bytes = math.ceil(loop.given_share * loss_bytes)
+    given_bytes = math.ceil(loop.given_share * operand_bytes)
     static_bytes = graph.static_bytes + loop.small_bytes + outside_bytes + given_bytes
     found = replace(graph, ops=tuple(ops), storages=tuple(storages), static_bytes=static_bytes)
     if graph.as_written is None:

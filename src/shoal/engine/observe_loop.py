@@ -48,8 +48,8 @@ def observe_loop(
         hooks_free=freed and (loop.hooks_free or not loop.learnt),
         drops_late=loop.drops_late and not (fates.gradients_stayed and gradients_pass),
     )
-    gradient_bytes = sum(map(_loss_gradient_bytes, iteration.steps))
-    given_share = measured.given_bytes / gradient_bytes if gradient_bytes else 0.0
+    operand_bytes = sum(_loss_bytes(step)[1] for step in iteration.steps)
+    given_share = measured.given_bytes / operand_bytes if operand_bytes else 0.0
     seen = replace(seen, given_share=max(given_share, loop.given_share) if loop.learnt else given_share)
     # As it was metered: without what the loss keeps, and without graphs; before the first step nothing was held.
     metered = replace(seen, kept_share=0.0, replays=False, held_gradient_bytes=seen.held_gradient_bytes or 0)
@@ -59,7 +59,7 @@ def observe_loop(
         basis = step.basis_in_call()
         plan = step.plan and basis and basis.of(step.plan, metered)
         at_loss = plan and next((m for m in plan.timeline.moments if m.phase == "loss"), None)
-        gradient_bytes = _loss_gradient_bytes(step)
+        gradient_bytes, operand_bytes = _loss_bytes(step)
         if not plan or not at_loss or not gradient_bytes:
             continue
         rest_bytes = at_loss.total_bytes - at_loss.workspace_bytes
@@ -68,7 +68,7 @@ def observe_loop(
         left_bytes = rest_bytes - dropped_bytes(plan.graph)
         backward_bytes = measured.before_backward_bytes
         kept_bytes = max(0, backward_bytes + awaited_bytes - left_bytes) if backward_bytes else 0
-        kept_shares.append(kept_bytes / gradient_bytes)
+        kept_shares.append(kept_bytes / operand_bytes)
         if measured.loss_bytes:
             scratch_bytes = measured.loss_bytes + awaited_bytes - rest_bytes - kept_bytes
             loss_shares.append(max(0, scratch_bytes) / gradient_bytes)
@@ -92,12 +92,16 @@ def loss_takes_more(loop: LoopMemory, steps: Sequence[Metered], used_bytes: int)
     shares = [had := loop.loss_share + loop.kept_share + loop.given_share]
     for step in steps:
         at_loss = step.plan and next((m for m in step.plan.timeline.moments if m.phase == "loss"), None)
-        if at_loss and (gradient_bytes := _loss_gradient_bytes(step)):
+        if at_loss and (gradient_bytes := _loss_bytes(step)[0]):
             rest_bytes = at_loss.total_bytes - at_loss.workspace_bytes
             shares.append((used_bytes - rest_bytes) / gradient_bytes + had - loop.loss_share)
     return loop if max(shares) == had else replace(loop, loss_share=max(shares))
 
 
-def _loss_gradient_bytes(step: Metered) -> int:
+def _loss_bytes(step: Metered) -> tuple[int, int]:
+    """Of the gradients that the loss computes, and of what it is computed from."""
     basis = step.basis_in_call()
-    return basis.graph.loss_gradient_bytes(basis.outputs.values()) if basis is not None else 0
+    if basis is None:
+        return 0, 0
+    names = basis.outputs.values()
+    return basis.graph.loss_gradient_bytes(names), basis.graph.loss_operand_bytes(names)

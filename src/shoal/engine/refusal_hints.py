@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 from shoal.core.sizes import format_bytes
 from shoal.errors import MESSAGE_CHARACTERS, BudgetError
 from shoal.memory.static_memory import StaticMemory
+
+_ALTERNATIVES = re.compile(r"( Use budget='\S+') or .*$")
 
 
 def with_hint(error: BudgetError, static: StaticMemory, state_bytes: int) -> BudgetError:
@@ -31,7 +35,7 @@ def with_optimistic(refused: BudgetError, optimistic: BudgetError) -> BudgetErro
     """The error with what is enough for a loop that holds the minimum, if that is less.
 
     Which of the two the loop needs shows in its first step: a budget between them is tried. So the first line has both,
-    if it has room for them, and what it says to type is enough for either.
+    if it has room for them without what else could be made smaller, and what it says to type is enough for either.
 
     Args:
         refused: of the loop as far as it is known.
@@ -54,6 +58,8 @@ def with_optimistic(refused: BudgetError, optimistic: BudgetError) -> BudgetErro
         "minimum if the loss frees the outputs", f"{least}, as in criterion(model(x), y).backward()"
     )
     both = refused.message.replace(f"at least {enough}", f"{least} to {enough}, by what the loop holds", 1)
+    if len(both) > MESSAGE_CHARACTERS:
+        both = _ALTERNATIVES.sub(r"\1.", both)
     if least != enough and len(both) <= MESSAGE_CHARACTERS:
         error.message = both
     return error

@@ -26,7 +26,7 @@ def infeasible(least: Plan, budget_bytes: int, *, searched: bool = True) -> Budg
     """The error to raise when no plan was found inside `budget_bytes`.
 
     Args:
-        least: the plan with the smallest peak that is known.
+        least: the plan with the smallest peak that is known, and what a time limit ended of the search for one.
         budget_bytes: what was asked for.
         searched: whether it was searched for; if not, there may be smaller ones, and the error has fewer details.
 
@@ -49,7 +49,10 @@ def infeasible(least: Plan, budget_bytes: int, *, searched: bool = True) -> Budg
         details["largest there"] = ", ".join(f"{name} ({layer or '-'}) {format_bytes(n)}" for name, layer, n in largest)
         if op.workspace_bytes:
             details["workspace there"] = format_bytes(op.workspace_bytes)
-    else:
+    if least.stopped_early:
+        stopped = ", ".join(least.stopped_early)
+        details["stopped early"] = f"{stopped}: by a time limit; searched again, less may be enough"
+    if not searched:
         details["searched"] = "no; a budget of the minimum is searched in full, and so is shoal.plan"
     return over_budget(
         graph.model,
@@ -63,6 +66,7 @@ def infeasible(least: Plan, budget_bytes: int, *, searched: bool = True) -> Budg
         layer=op.layer,
         workspace_bytes=op.workspace_bytes,
         largest=largest,
+        stopped_early=least.stopped_early,
     )
 
 

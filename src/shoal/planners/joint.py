@@ -88,12 +88,12 @@ def joint(graph: StepGraph, hardware: Hardware, budget_bytes: int, *, limits: Li
         best, bound_seconds = _fastest(graph, hardware, budget_bytes, limits, guard)
     if best is None:
         least = smallest_plan(graph, hardware, budget_bytes, limits)
+        guard.note(*least.stopped_early)
         if least.predicted_peak_bytes > budget_bytes:
-            raise infeasible(least, budget_bytes)
+            raise infeasible(replace(least, stopped_early=tuple(guard.stopped)), budget_bytes)
         search = _JointSearch(hardware, budget_bytes, graph.plain_seconds, limits, guard)
         best = search.held_longer(simulated(least.graph, least.residences))
         bound_seconds = search.tight_bound_seconds(least.graph)
-        guard.note(*least.stopped_early)
     guard.warn(graph.model)
     return Plan(
         best.graph,

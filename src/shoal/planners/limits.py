@@ -8,7 +8,13 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import lru_cache, wraps
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -173,6 +179,42 @@ class Guard:
                 self._seconds,
                 ", ".join(self.stopped),
             )
+
+
+def cached_unless_stopped(
+    maxsize: int, stopped: Callable[[Any], Collection[str]]
+) -> Callable[[Callable[P, Found]], Callable[P, Found]]:
+    """`lru_cache` of a search, for what no time limit ended: searched again, another answer may be found.
+
+    Args:
+        maxsize: as of `lru_cache`.
+        stopped: the parts that were ended, of what was found.
+    """
+
+    def decorate(search: Callable[P, Found]) -> Callable[P, Found]:
+        @lru_cache(maxsize)
+        def whole(*arguments: Any) -> Found:
+            found = search(*arguments)  # type: ignore[call-arg]
+            if stopped(found):
+                raise _Stopped(found)  # what is raised is not cached
+            return found
+
+        @wraps(search, updated=())
+        def cached(*arguments: P.args, **_: P.kwargs) -> Found:
+            try:
+                return whole(*arguments)
+            except _Stopped as early:
+                return early.found
+
+        cached.cache_clear = whole.cache_clear  # type: ignore[attr-defined]
+        return cached
+
+    return decorate
+
+
+class _Stopped(Exception):
+    def __init__(self, found: Any) -> None:
+        self.found = found
 
 
 class Effort:

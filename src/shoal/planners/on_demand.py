@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import numpy as np
 
@@ -25,7 +24,7 @@ from shoal.core.step import StepGraph
 from shoal.planners.fill_slack import without_needless_runs
 from shoal.planners.just_in_time import just_in_time
 from shoal.planners.kept_on_demand import kept_sets
-from shoal.planners.limits import Effort, Guard, Limits
+from shoal.planners.limits import Effort, Guard, Limits, cached_unless_stopped
 from shoal.planners.order import best_order
 from shoal.planners.pass_tasks import bytes_during, pass_tasks
 from shoal.planners.recompute_choice import recompute_choice
@@ -35,7 +34,9 @@ _ROUNDS = 8  # of `hold_longer`
 _SMALL_SHARE = 0.002  # of the largest storage: what is smaller may stay longer than needed while an order is looked for
 
 
-@lru_cache(maxsize=32)  # for each variant, in each loop, at each budget: 15 to 19 in a first step of ResNet-50
+@cached_unless_stopped(
+    32, lambda found: found[1]
+)  # for each variant, in each loop, at each budget: 15 to 19 in a first step of ResNet-50
 def plans_on_demand(graph: StepGraph, limits: Limits) -> tuple[tuple[Simulated, ...], tuple[str, ...]]:
     """Plans of this module, the one with the smallest peak first, and what the time limit ended early.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import lru_cache
 
 from shoal.core.hardware import Hardware
 from shoal.core.order import op_names, reordered
@@ -18,7 +17,7 @@ from shoal.planners.infeasible import fewest_bytes, infeasible
 from shoal.planners.integer_program import Chosen, lower_bound, relaxed_choices, solve
 from shoal.planners.just_in_time import just_in_time
 from shoal.planners.kept_on_demand import narrow
-from shoal.planners.limits import DEFAULT, Effort, Guard, Limits
+from shoal.planners.limits import DEFAULT, Effort, Guard, Limits, cached_unless_stopped
 from shoal.planners.local_search import local_search
 from shoal.planners.on_demand import plans_on_demand
 from shoal.planners.order import lower_peak
@@ -48,7 +47,9 @@ def smallest_plan(graph: StepGraph, hardware: Hardware, budget_bytes: int, limit
         less_ops = limits.smallest_peak_ops // _LESS_WHERE_NOTHING_FITS
         limits = replace(limits, smallest_peak_ops=less_ops, chain=limits.chain and len(graph.ops) <= _SMALL_OPS)
     searched = _smallest_in_either_order(graph, hardware, budget_bytes, below_bytes, limits)
-    return searched if on_demand is None or searched.predicted_peak_bytes < below_bytes else on_demand
+    if on_demand is None:
+        return searched
+    return _smaller(on_demand, searched)
 
 
 def refuse_in_a_moment(graph: StepGraph, hardware: Hardware, budget_bytes: int) -> Plan:
@@ -101,14 +102,22 @@ def _smallest_in_either_order(
     if ordered is None:
         return _smallest(graph, hardware, below_bytes, limits)
     least = _smallest(ordered.graph, hardware, below_bytes, limits)
-    least = replace(least, captured_order=op_names(graph))
+    stopped = dict.fromkeys((*guard.stopped, *least.stopped_early))
+    least = replace(least, captured_order=op_names(graph), stopped_early=tuple(stopped))
     least_bytes = min(least.predicted_peak_bytes, below_bytes)
     if least_bytes <= budget_bytes or math.isinf(lower_bound(graph, least_bytes, limits, guard).bound_seconds):
         return least
-    return min(least, _smallest(graph, hardware, least_bytes, limits), key=lambda plan: plan.predicted_peak_bytes)
+    return _smaller(least, _smallest(graph, hardware, least_bytes, limits))
 
 
-@lru_cache(maxsize=4)  # one answer for every budget that does not fit
+def _smaller(one: Plan, other: Plan) -> Plan:
+    """The plan with the smaller peak, with what was ended early of the search for either."""
+    stopped = dict.fromkeys((*one.stopped_early, *other.stopped_early))
+    smaller = min(one, other, key=lambda plan: plan.predicted_peak_bytes)
+    return replace(smaller, stopped_early=tuple(stopped)) if stopped else smaller
+
+
+@cached_unless_stopped(4, lambda least: least.stopped_early)  # one answer for every budget that does not fit
 def _smallest(graph: StepGraph, hardware: Hardware, below_bytes: int, limits: Limits) -> Plan:
     """The plan with the smallest peak that is known in this order.
 

@@ -23,7 +23,7 @@ from shoal.memory.storage_bytes import distinct_bytes
 from tests.engine.training_laws import needs_compiler
 
 pytestmark = needs_compiler  # the loss is metered only with one
-Loss = Callable[[torch.Tensor], torch.Tensor]
+Loss = Callable[[Any], torch.Tensor]
 TOO_LITTLE = 300_000
 
 
@@ -42,7 +42,7 @@ class Views(nn.Module):
         return [y, y.flatten(1), y.transpose(0, 1), y[:1]][: self.views]
 
 
-def train(net: nn.Module, budget: int, loss_of: Loss, steps: int = 3) -> nn.Module:
+def train(net: nn.Module, budget: int, loss_of: Loss, steps: int = 3, reads_all: bool = False) -> nn.Module:
     """The ordinary loop: result and loss of a step are held until the next one has its own."""
     torch._dynamo.reset()
     batch = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
@@ -50,18 +50,18 @@ def train(net: nn.Module, budget: int, loss_of: Loss, steps: int = 3) -> nn.Modu
     shoal.compile(net, budget=budget, optimizer=optimizer, allow="recompute, order")
     for _ in range(steps):
         outputs = net(batch)
-        loss = loss_of(outputs[0])
+        loss = loss_of(outputs if reads_all else outputs[0])
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     return net
 
 
-def refused(net: nn.Module, budget: int, loss_of: Loss) -> int:
+def refused(net: nn.Module, budget: int, loss_of: Loss, reads_all: bool = False) -> int:
     """What the error names; no weight has changed."""
     trained = copy.deepcopy(net)
     with pytest.raises(BudgetError) as error:
-        train(trained, budget, loss_of)
+        train(trained, budget, loss_of, reads_all=reads_all)
     assert all(map(torch.equal, trained.parameters(), net.parameters()))
     assert error.value.least_feasible_bytes is not None
     return error.value.least_feasible_bytes
@@ -71,6 +71,16 @@ def refused(net: nn.Module, budget: int, loss_of: Loss) -> int:
 def test_what_is_named_runs(views: int, loss_of: Loss) -> None:
     named = refused(Views(views), TOO_LITTLE, loss_of)
     assert train(Views(views), named, loss_of).shoal.measured_peak_bytes <= named
+
+
+def test_what_is_named_runs_where_the_loss_reads_views_of_one_storage() -> None:
+    """It keeps what it needs of each, and computes the gradient of each."""
+
+    def loss_of(outputs: list[torch.Tensor]) -> torch.Tensor:
+        return sum((one.abs().square().mean() for one in outputs), start=torch.zeros(()))
+
+    named = refused(Views(4), TOO_LITTLE, loss_of, reads_all=True)
+    assert train(Views(4), named, loss_of, reads_all=True).shoal.measured_peak_bytes <= named
 
 
 def frozen_chain() -> nn.Module:

@@ -47,10 +47,18 @@ def scaled_step(one: StepGraph, one_batch: int, other: StepGraph, other_batch: i
     try:
         ops = tuple(_op(op, same, count) for op, same in zip(one.ops, other.ops, strict=True))
         storages = tuple(_storage(s, same, count) for s, same in zip(one.storages, other.storages, strict=True))
+        shared_result_bytes = count(one.shared_result_bytes, other.shared_result_bytes)
     except ValueError:
         return None
     saved_bytes = round(one.rewrites_save_bytes + share * (other.rewrites_save_bytes - one.rewrites_save_bytes))
-    return replace(one, ops=ops, storages=storages, as_written=None, rewrites_save_bytes=saved_bytes)
+    return replace(
+        one,
+        ops=ops,
+        storages=storages,
+        as_written=None,
+        rewrites_save_bytes=saved_bytes,
+        shared_result_bytes=shared_result_bytes,
+    )
 
 
 def _form(graph: StepGraph) -> StepGraph:
@@ -59,6 +67,7 @@ def _form(graph: StepGraph) -> StepGraph:
         graph,
         ops=tuple(replace(_bare(op), workspace_bytes=0, again=op.again and _bare(op.again)) for op in graph.ops),
         storages=tuple(replace(s, nbytes=0, shape=(0,) * len(s.shape)) for s in graph.storages),
+        shared_result_bytes=0,
     )
 
 
