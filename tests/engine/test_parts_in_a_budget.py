@@ -136,6 +136,35 @@ def test_one_budget_holds_for_all_parts(kind: type[Looping], between: Between, s
     assert abs(status.predicted_peak_bytes - status.measured_peak_bytes) <= 0.02 * budget
 
 
+class Spoken(nn.Module):
+    """The loss has sizes that depend on values: the graph breaks before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 32), nn.Linear(32, 11)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.last(torch.relu(self.first(x))).log_softmax(2).transpose(0, 1)
+        targets = torch.arange(8 * 6).view(8, 6) % 10 + 1
+        return F.ctc_loss(found, targets, torch.full((8,), 24), torch.full((8,), 6)).sqrt()
+
+
+@needs_compiler
+def test_what_was_measured_is_of_the_plan_and_the_iteration_before_it_is_said_by_itself() -> None:
+    x = torch.randn(8, 24, 16)
+    with pytest.raises(BudgetError) as refused:
+        mean_square(shoal.compile(Spoken(), budget=40_000, optimizer="sgd"), x)
+    budget = refused.value.least_feasible_bytes or 80_000
+    model = shoal.compile(Spoken(), budget=budget, optimizer="sgd")
+    for _ in range(3):
+        mean_square(model, x)
+        model.zero_grad()
+    status = model.shoal
+    assert status.measured_peak_bytes == pytest.approx(status.predicted_peak_bytes, rel=0.02)
+    assert status.measured_peak_bytes < status.first_peak_bytes <= budget
+    assert "in the first iteration of several graphs" in str(status)
+
+
 @needs_compiler
 def test_what_eager_code_uses_is_counted_where_a_part_saves_its_inputs_alone() -> None:
     model = shoal.compile(Chain(computes_eagerly, [*blocks(3, 4), nn.GELU()]), budget="2MiB")

@@ -13,6 +13,9 @@ from torch.nn import functional as F
 
 import shoal
 from shoal.core.plan import Plan
+from shoal.core.variant import WHOLE
+from shoal.errors import BudgetError
+from tests.engine.training_laws import needs_compiler
 
 SIGNALS = 4, 16, 4096
 IMAGES = 8, 16, 32, 32
@@ -78,6 +81,48 @@ def test_the_peak_of_the_step_as_it_is_written(network: Callable[[], nn.Module],
     plan = model.shoal.plan
     assert plan.plain_peak_bytes == pytest.approx(peak_of_plain_pytorch(network(), x), rel=0.02)
     assert plan.rewritten_peak_bytes == plan.plain_timeline.peak_bytes
+
+
+def volumes() -> nn.Module:
+    """Between volumes PyTorch's convolutions take scratch, which ours do not."""
+    layers = (layer for _ in range(3) for layer in (nn.Conv3d(8, 8, 3, padding=1), nn.LeakyReLU(0.1)))
+    return nn.Sequential(*layers)
+
+
+def bags() -> nn.Module:
+    """At the minimum its ops run in another order than captured."""
+
+    class Bags(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mean, self.max = nn.EmbeddingBag(50, 64, mode="mean"), nn.EmbeddingBag(50, 64, mode="max")
+            self.layers = nn.Sequential(nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4))
+
+        def forward(self, words: torch.Tensor) -> torch.Tensor:
+            return self.layers(self.mean(words) + self.max(words))
+
+    return Bags()
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("network", "x", "share"), [(volumes, torch.randn(4, 8, 12, 12, 12), 16), (bags, torch.randint(0, 50, (64, 12)), 2)]
+)
+def test_it_is_the_same_in_another_variant_or_order_once_the_loop_is_known(
+    network: Callable[[], nn.Module], x: torch.Tensor, share: int
+) -> None:
+    plain_bytes = peak_of_plain_pytorch(network(), x)
+    with pytest.raises(BudgetError) as refused:
+        shoal.compile(network(), plain_bytes // share, optimizer="sgd", allow="exact")(x)
+    torch._dynamo.reset()
+    model: Any = shoal.compile(network(), refused.value.least_feasible_bytes, optimizer="sgd", allow="exact")
+    for _ in range(3):
+        model(x).square().mean().backward()
+        model.zero_grad()
+        plan = model.shoal.plan
+    assert plan.plain_peak_bytes == pytest.approx(plain_bytes, rel=0.02)
+    if plan.variant != WHOLE:
+        assert any(one.variant == WHOLE for one in plan.candidates)
 
 
 @pytest.fixture(scope="module")

@@ -410,7 +410,7 @@ class _StepReader:
         more: dict[int, int] = {}  # id of a storage with a gradient → bytes of results in addition to its gradients
         for node in graph.find_nodes(op="placeholder"):
             if isinstance(note := node.meta.get("desc"), TangentAOTInput) and node in self.storage_of:
-                storage = self.storage_of.get(noted.get(note.output), -1)
+                storage = self.storage_of.get(noted.get(note.output, node), -1)
                 more[storage] = more.get(storage, 0) - self._storages[self.storage_of[node]]["nbytes"]
         for node in {node for note, node in noted.items() if isinstance(note, PlainAOTOutput)}:
             value, storage = node.meta["val"], self.storage_of.get(node, -1)

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -20,7 +21,7 @@ from shoal.capture.pieces import in_pieces
 from shoal.capture.shrunk import shrunk
 from shoal.core.plan import Plan
 from shoal.core.step import StepGraph
-from shoal.core.variant import Variant
+from shoal.core.variant import WHOLE, Variant
 from shoal.engine import form_cache
 from shoal.engine.loop_memory import LoopMemory
 from shoal.engine.plan_kernels import check_kernels
@@ -79,8 +80,10 @@ def compile_chosen(
     key = _inputs(gm)
     known = session.status.variants.get(key)
     if known is not None:
+        form = session.forms.get(key)
+        form = form if form is not None and form.variant == known else CompiledVariant(known)
         try:
-            return compile_form(variants.graph(known), CompiledVariant(known))
+            return compile_form(variants.graph(known), form)
         except (BudgetError, PlanError, Refused):
             pass  # there may be another that fits
     if not variants.has_other_graphs:  # its form is chosen while AOTAutograd waits for it, and nothing is traced twice
@@ -124,13 +127,13 @@ def _compile_best(
     with unset_fake_temporarily():
         digest = form_cache.digest(session, variants.own, example_inputs)
     if (chosen := form_cache.recall(digest)) is not None:
-        variant, candidates = chosen
+        form = CompiledVariant(*chosen)
         try:
-            compiled = compile_form(variants.graph(variant), CompiledVariant(variant, candidates))
+            compiled = compile_form(variants.graph(form.variant), form)
         except (BudgetError, PlanError, Refused) as reason:
-            log.debug("%s: %s does not fit any more (%s)", session.name, variant, reason)
+            log.debug("%s: %s does not fit any more (%s)", session.name, form.variant, reason)
         else:
-            session.status.variants[key] = variant
+            session.status.variants[key], session.forms[key] = form.variant, form
             return compiled
 
     autocast = autocast_state(example_inputs)
@@ -187,6 +190,7 @@ def _best_form(
         captured = steps[0].captured
         laid_out = session.in_traced_layouts(captured)
         planning = planning_of(laid_out)
+        plannings.append(planning)
         known = timed(planning)
 
         @unset_fake_temporarily()
@@ -216,7 +220,7 @@ def _best_form(
         return timed(planning_of(session.in_traced_layouts(captured)))
 
     traced: dict[fx.GraphModule, Captured] = {}
-
+    plannings: list[StepPlanning] = []
     prices = Prices(means, session.in_regions, other, costs)
     budget_bytes = session.options.budget_bytes or 0
 
@@ -231,11 +235,17 @@ def _best_form(
             best = fitting_variant(variants, price, budget_bytes)
     if best is None:
         best = best_variant(variants, price, budget_bytes, session.name)
-    if key:
-        session.status.variants[key] = best.variant
     in_it, laid_out, planned, loop = best.made
     candidates = best.plan.candidates if len(best.plan.candidates) > 1 else ()  # else there was no choice
-    form = CompiledVariant(best.variant, candidates, time.perf_counter() - started, (laid_out, planned, loop))
+    written = None
+    if best.variant != WHOLE and (whole := traced.get(variants.graph(WHOLE))) is not None:
+        fingerprint = session.in_traced_layouts(whole).graph.fingerprint
+        known = (each.unplanned for each in plannings if each.fingerprint == fingerprint)
+        written = next((one.with_static(-planned.basis.graph.static_bytes) for one in known), None)
+    form = CompiledVariant(best.variant, candidates, time.perf_counter() - started, written)
+    if key:
+        session.status.variants[key], session.forms[key] = best.variant, form
+    form = replace(form, found=(laid_out, planned, loop))
     return best.graph, form, in_it
 
 

@@ -10,9 +10,9 @@ from shoal.capture.accumulation import ACCUMULATE
 from shoal.capture.early_gradients import HAND_OVER, HAND_OVER_TO_HOOK
 from shoal.core.order import in_order_of, op_names
 from shoal.core.plan import Plan
-from shoal.core.simulate import rewritten
+from shoal.core.simulate import rewritten, simulate
 from shoal.core.step import Op, StepGraph, Storage, StorageKind
-from shoal.core.variant import WHOLE
+from shoal.core.variant import WHOLE, Candidate
 
 HELD_RESULTS = "results_of_the_step_before"
 HELD_GRADIENTS = "gradients_of_the_step_before"
@@ -76,25 +76,42 @@ class Basis:
         graph, exact_graph: as of `Plan`, with costs.
         outputs: names of the storages that the caller gets, by their places among the outputs.
         fingerprint: of the step as it was captured.
+        written: that of the step in the form in which its author wrote it, if that is another.
     """
 
     graph: StepGraph
     exact_graph: StepGraph | None
     outputs: Mapping[int, str]
     fingerprint: str
+    written: Basis | None = None
 
     def of(self, plan: Plan, loop: LoopMemory) -> Plan:
         """The plan's residences in such a loop."""
+        before = plan.graph
 
         def now(graph: StepGraph) -> StepGraph:
             found = in_loop(graph, loop, self.outputs)
             return replace(found, static_bytes=found.static_bytes + plan.states_bytes)
 
-        exact_graph = self.exact_graph and now(self.exact_graph)
+        graph, exact_graph = now(self.graph), self.exact_graph and now(self.exact_graph)
+        plan = replace(plan, graph=graph, exact_graph=exact_graph, candidates=self.candidates(plan.candidates, loop))
         if not plan.captured_order:
-            return replace(plan, graph=now(self.graph), exact_graph=exact_graph)
-        ordered, captured_order = now(in_order_of(self.graph, op_names(plan.graph))), op_names(now(self.graph))
-        return replace(plan, graph=ordered, exact_graph=exact_graph, captured_order=captured_order)
+            return plan
+        ordered = now(in_order_of(self.graph, op_names(before)))
+        # The step as written is held against the captured order.
+        ordered = replace(ordered, rewrites_save_bytes=graph.rewrites_save_bytes)
+        return replace(plan, graph=ordered, captured_order=op_names(graph))
+
+    def candidates(self, candidates: tuple[Candidate, ...], loop: LoopMemory) -> tuple[Candidate, ...]:
+        """The table of forms with what plain PyTorch takes in such a loop."""
+        if self.written is None:
+            return candidates
+        graph = in_loop(self.written.graph, loop, self.written.outputs)
+        peak_bytes, save_bytes = simulate(graph, {}).peak_bytes, graph.rewrites_save_bytes
+        return tuple(
+            replace(one, plain_peak_bytes=peak_bytes, rewrites_save_bytes=save_bytes) if one.variant == WHOLE else one
+            for one in candidates
+        )
 
     def resized(self, nbytes: Mapping[str, int]) -> Basis:
         """With storages of these sizes, by name: a step whose sizes vary, in one of its calls."""
@@ -112,7 +129,12 @@ class Basis:
         def more(graph: StepGraph) -> StepGraph:
             return replace(graph, static_bytes=graph.static_bytes + more_bytes)
 
-        return replace(self, graph=more(self.graph), exact_graph=self.exact_graph and more(self.exact_graph))
+        return replace(
+            self,
+            graph=more(self.graph),
+            exact_graph=self.exact_graph and more(self.exact_graph),
+            written=self.written and self.written.with_static(more_bytes),
+        )
 
 
 def best_case(loop: LoopMemory, places: Collection[int]) -> LoopMemory:

@@ -88,6 +88,7 @@ class Session:
         early: how the gradients of the call under way are used while its backward pass runs.
         replayed: its steps as CUDA graphs, where they are to be.
         state_bytes: of the optimizers' state, as the plans in force count it.
+        forms: by the shapes of the inputs, the form in which a step is compiled, with those that were considered.
         without_effect: a line for each means that was allowed by name and does not apply to the step.
         left_over: how many more calls wait, in the call under way, than in every iteration: backward passes that may
             never come, as of a batch that the loop skips.
@@ -106,6 +107,7 @@ class Session:
     metering: Metering = field(init=False)
     replayed: ReplayedSteps | None = None
     state_bytes: int = 0
+    forms: dict[str, CompiledVariant] = field(default_factory=dict)
     without_effect: tuple[str, ...] = ()
     left_over: int = 0
     _placement: Placement | None = None
@@ -379,6 +381,7 @@ class Session:
             made = self._within_reserved(captured, device, made)
         captured, plan = made.captured, made.plan
         self._plannings[step] = made.planning
+        basis = form.basis(made.basis)
         check_own_plan(plan.captured_graph, plan.graph, plan.residences, self.status.budget_bytes or 0)
         seconds = time.perf_counter() - started + form.seconds
         plan = replace(
@@ -386,7 +389,7 @@ class Session:
             planning_seconds=seconds,
             options=self.options.to_json(),
             variant=form.variant,
-            candidates=form.candidates,
+            candidates=basis.candidates(form.candidates, self.loop),
             checkpoints=captured.checkpoints,
             compiled=captured.read_with.compiled,
             without_effect=self.without_effect,
@@ -394,7 +397,7 @@ class Session:
         )
         if self.ready_plan is None:
             plan = replace(plan, kernels=kernels_of(plan, device.type))
-        self._in_force.put(step, plan, made.basis)
+        self._in_force.put(step, plan, basis)
         return replace(captured, graph=plan.graph)
 
     def _within_reserved(self, captured: Captured, device: torch.device, made: Planned) -> Planned:

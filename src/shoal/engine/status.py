@@ -42,7 +42,10 @@ class Status:
         plans: every plan in force: of the first shape, of all other shapes up to a largest one where sizes can be
             symbols, else of each; and as many more where gradients are there before the step. Empty while plans
             are made again; `plan` and the peaks are those of the last plans until then.
-        measured_peak_bytes: highest measured use of any metered step of the plans; None before the first.
+        measured_peak_bytes: highest measured use of any metered step of the plans; None before the first. Until the
+            plans of several graphs have run, that of the iterations before them.
+        first_peak_bytes: of several graphs, highest measured use of the iterations that ran before there was a plan
+            for them; 0 if there was none.
         reserved_peak_bytes: on CUDA, most that the allocator had reserved of the device in a metered step, for all that
             the process does; None on the CPU, and before the first.
         predicted_reserved_bytes: on CUDA, what the allocator is predicted to reserve in a step: under
@@ -63,6 +66,7 @@ class Status:
     budget_bytes: int | None
     plans: tuple[Plan, ...] = ()
     measured_peak_bytes: int | None = None
+    first_peak_bytes: int = 0
     reserved_peak_bytes: int | None = None
     predicted_reserved_bytes: int | None = None
     budget_of: str = "allocated"
@@ -74,6 +78,7 @@ class Status:
     encoded: dict[str, tuple[str, ...]] = field(default_factory=dict)
     variants: dict[str, Variant] = field(default_factory=dict)
     preparations: list[Preparation] = field(default_factory=list, compare=False)
+    _is_of_plans: bool = field(default=False, repr=False, compare=False)  # what was measured
     _last: tuple[Plan, ...] = field(default=(), repr=False, compare=False)  # that were in force before `plans`
     _model: weakref.ref[nn.Module] | None = field(default=None, repr=False, compare=False)
     _compiled: Callable[[nn.Module, Plan], nn.Module] | None = field(default=None, repr=False, compare=False)
@@ -104,6 +109,7 @@ class Status:
             f"budget          {_size(self.budget_bytes, 'none')}",
             f"predicted peak  {format_bytes(predicted)}{share}; plain PyTorch {plan.plain_peak}",
             f"measured peak   {_size(self.measured_peak_bytes, 'no step was measured yet')}",
+            *self._first(),
             *([f"reserved peak   {self._reserved()}"] if self.reserved_peak_bytes is not None else []),
             *([f"CUDA graphs     two, which keep {format_bytes(self.graph_bytes)}"] if self.graph_bytes else []),
             f"predicted step  {_milliseconds(plan.predicted_seconds)}, {slower} of plain PyTorch's "
@@ -119,6 +125,11 @@ class Status:
         ]
         lines += aligned([_COLUMNS, *(_row(each) for each in self.plans or self._last)])
         return "\n".join(lines)
+
+    def _first(self) -> list[str]:
+        if self.first_peak_bytes <= (self.measured_peak_bytes or 0):
+            return []
+        return [f"before plans    {format_bytes(self.first_peak_bytes)}, in the first iteration of several graphs"]
 
     def _reserved(self) -> str:
         how = "blocks cut to size (expandable_segments)" if self.expandable_segments else "blocks not cut to size"
@@ -138,6 +149,20 @@ class Status:
         self.measured_peak_bytes = max(self.measured_peak_bytes or 0, measured.peak_bytes)
         if measured.reserved_bytes:
             self.reserved_peak_bytes = max(self.reserved_peak_bytes or 0, measured.reserved_bytes)
+
+    def note_iteration(self, peak_bytes: int, *, runs_planned: bool) -> None:
+        """Note what a metered iteration of several graphs took so far.
+
+        Args:
+            peak_bytes: the most.
+            runs_planned: whether it runs under a plan of all its graphs.
+        """
+        if not runs_planned:
+            self.first_peak_bytes = max(self.first_peak_bytes, peak_bytes)
+        elif not self._is_of_plans:
+            self.measured_peak_bytes, self._is_of_plans = None, True
+        if runs_planned or not self._is_of_plans:
+            self.measured_peak_bytes = max(self.measured_peak_bytes or 0, peak_bytes)
 
     def prepared(self, preparation: Preparation) -> None:
         """Note how a step was prepared."""

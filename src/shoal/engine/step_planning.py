@@ -63,6 +63,8 @@ class CompiledVariant:
         variant: the form.
         candidates: the forms that were considered.
         seconds: how long that took.
+        written: what is known of the step in the form in which its author wrote it, if this is another; its static
+            bytes are those in addition to this form's.
         found: the step as it was captured to be considered, its plan, and the loop that the plan is for; None where
             nothing was considered.
     """
@@ -70,6 +72,7 @@ class CompiledVariant:
     variant: Variant = WHOLE
     candidates: tuple[Candidate, ...] = ()
     seconds: float = 0.0
+    written: Basis | None = None
     found: tuple[Captured, Planned, LoopMemory] | None = None
 
     def planned_for(self, captured: Captured) -> tuple[Planned, LoopMemory] | None:
@@ -83,6 +86,10 @@ class CompiledVariant:
         if planned.captured is not considered or considered.graph.fingerprint != captured.graph.fingerprint:
             return None
         return replace(planned, captured=captured), loop
+
+    def basis(self, made: Basis) -> Basis:
+        """What a plan was made for, with the form in which the author wrote the step."""
+        return replace(made, written=self.written and self.written.with_static(made.graph.static_bytes))
 
 
 WHOLE_FORM = CompiledVariant()
@@ -145,7 +152,12 @@ class StepPlanning:
         """
         captured, plan = self._plan_one(lambda graph: in_loop(graph, loop, self.outputs), encoding)
         exact = self._costs_of(self._captured) if plan.exact_graph is not None else None
-        return Planned(captured, plan, Basis(self._costs_of(captured), exact, self.outputs, self.fingerprint), self)
+        return Planned(captured, plan, replace(self.unplanned, graph=self._costs_of(captured), exact_graph=exact), self)
+
+    @property
+    def unplanned(self) -> Basis:
+        """The step by itself, with nothing encoded."""
+        return Basis(self._costs_of(self._captured), None, self.outputs, self.fingerprint)
 
     def by(self, planner: planners.Planner) -> StepPlanning:
         """The same step, planned by another planner."""

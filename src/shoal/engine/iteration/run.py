@@ -493,9 +493,10 @@ class Iterations(PlannedGraphs):
     def _note_back(self, step: Metered, peak_bytes: int) -> None:
         if isinstance(step, GraphStep):
             self._used.discard(self._whose.get(step.node, ""))
-        status = self.session.status
+        path = tuple(self.node.path())
+        runs_planned = any(k.planned is not None for nodes, k in self.known.items() if nodes[: len(path)] == path)
         if peak_bytes:
-            status.measured_peak_bytes = max(status.measured_peak_bytes or 0, peak_bytes)
+            self.session.status.note_iteration(peak_bytes, runs_planned=runs_planned)
 
     def _say_over(self, peak_bytes: int, when: str) -> None:
         budget_bytes = self._budget_bytes
