@@ -12,6 +12,7 @@ from torch.fx.passes.shape_prop import ShapeProp
 from torch.nn import functional as F
 
 from shoal.transforms.split.slab_graph import SlabRegion, choose_slabs, slab_graph
+from tests.transforms.split.drawing import DRAWING
 
 
 class Network(nn.Module):
@@ -113,6 +114,25 @@ def test_what_needs_all_rows_runs_whole() -> None:
     expected = network(x)
     torch.manual_seed(1)
     torch.testing.assert_close(sliced(x), expected)
+
+
+@pytest.mark.parametrize("name", [name for name in DRAWING if name != "FractionalMaxPool2d"])
+def test_what_draws_does_so_once_for_all_rows(name: str) -> None:
+    class Drawing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second, self.draw = nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 4, 1), DRAWING[name]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(self.draw(self.first(x)) + 1)
+
+    network, x = Drawing(), torch.randn(2, 1, 12, 12)
+    divided, _ = slabs_of(network, x, 4)
+    found = []
+    for one in (network, divided):
+        torch.manual_seed(1)
+        found.append((one(x), torch.get_rng_state()))
+    torch.testing.assert_close(found[1], found[0])
 
 
 def test_small_networks_and_those_with_few_rows_have_none() -> None:

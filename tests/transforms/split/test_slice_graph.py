@@ -21,6 +21,7 @@ from shoal.kernels.norm.joined_statistics import (
 from shoal.transforms.split.slice_graph import slice_graph
 from shoal.transforms.split.sliced_batch_norm import sliced_batch_norm
 from shoal.transforms.split.split_region import SplitRegion, choose_region
+from tests.transforms.split.drawing import DRAWING
 
 
 class Network(nn.Module):
@@ -188,6 +189,21 @@ def test_what_moves_statistics_or_draws_does_not(mixing: Callable[[torch.Tensor,
 
     network = Drawing()
     graph = fx.Tracer().trace(network)
+    assert [node.name for node in region_of(graph, network, 1.0).nodes] == ["first"]
+
+
+@pytest.mark.parametrize("name", DRAWING)
+def test_what_draws_runs_on_the_whole_batch(name: str) -> None:
+    class Drawing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.draw = nn.Conv2d(1, 4, 1), DRAWING[name]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.draw(self.first(x)) + 1
+
+    network = Drawing()
+    graph = traced(network, torch.randn(4, 1, 12, 12))
     assert [node.name for node in region_of(graph, network, 1.0).nodes] == ["first"]
 
 

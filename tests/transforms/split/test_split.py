@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from shoal.errors import CaptureError, InputError
 from shoal.transforms.split.patches import Region
 from shoal.transforms.split.split import SplitModule, split
 from tests.raising import raising
+from tests.transforms.split.drawing import DRAWING
 
 
 def convolution(inputs: int, outputs: int, kernel: int = 3, **changes: Any) -> nn.Conv2d:
@@ -161,14 +162,14 @@ def test_overlapping_patches_are_the_unsplit_network(
     assert_equal(list(whole.buffers()), list(again.buffers()))
 
 
-@pytest.mark.parametrize("drop", [nn.Dropout(0.5), nn.Dropout2d(0.5), nn.AlphaDropout(0.5), nn.RReLU(), F.dropout])
-def test_overlapping_patches_end_at_what_draws_random_numbers(drop: Callable[[torch.Tensor], torch.Tensor]) -> None:
+@pytest.mark.parametrize("name", DRAWING)
+def test_overlapping_patches_end_at_what_draws_random_numbers(name: str) -> None:
     """Each patch would draw its own for the pixels that two of them compute."""
 
     class Drawing(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.second, self.drop = convolution(3, 4), convolution(4, 4), drop
+            self.first, self.second, self.drop = convolution(3, 4), convolution(4, 4), DRAWING[name]
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.second(self.drop(self.first(x)))
