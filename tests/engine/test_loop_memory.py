@@ -127,13 +127,20 @@ def test_the_worst_is_the_step_as_it_is_captured() -> None:
     assert (held.name, held.nbytes) == (HELD_RESULTS, sum(s.nbytes for s in graph.storages if s.kind == "output"))
 
 
-def test_what_the_loss_keeps_and_is_given_counts_for_each_result_that_shares_a_gradient() -> None:
+@pytest.mark.parametrize("shares", [1, 3])
+def test_of_results_that_share_a_gradient_the_loss_keeps_each_and_reads_one_after_another(shares: int) -> None:
     alone = conv_bn_relu_chain(3)
-    shared = replace(alone, shared_result_bytes=1000)
-    one, other = (in_loop(graph, replace(WORST, given_share=2.0), outputs_of(alone)) for graph in (alone, shared))
-    assert other.storage_called[KEPT_OF_LOSS].nbytes == one.storage_called[KEPT_OF_LOSS].nbytes + 1000
-    assert other.static_bytes == one.static_bytes + 2000
-    assert [op.workspace_bytes for op in other.ops] == [op.workspace_bytes for op in one.ops]
+    tangent_bytes = sum(s.nbytes for s in alone.storages if s.kind == "tangent")
+    shared = replace(alone, shared_result_bytes=shares * tangent_bytes)
+
+    def taken(graph: StepGraph, loop: LoopMemory) -> tuple[int, int]:
+        seen = in_loop(graph, loop, outputs_of(graph))
+        return seen.storage_called[KEPT_OF_LOSS].nbytes, max(op.workspace_bytes for op in seen.ops)
+
+    assert taken(alone, WORST) == (tangent_bytes, 3 * tangent_bytes)
+    assert taken(shared, WORST) == ((1 + shares) * tangent_bytes, 3 * tangent_bytes)
+    learnt = replace(WORST, learnt=True, loss_share=2.0)
+    assert taken(shared, learnt) == ((1 + shares) * tangent_bytes, 2 * tangent_bytes)
 
 
 def test_what_the_loss_is_given_is_there_all_step() -> None:

@@ -172,7 +172,7 @@ class StepGraph:
         as_written: the step before the lossless rewrites; None if they changed nothing, and in a plan that was loaded.
         rewrites_save_bytes: with everything kept, its peak is higher by this than that of the step itself.
         shared_result_bytes: of results that are views of one storage with one gradient, in addition to the gradient:
-            what the loss keeps and is given for each, it keeps and is given for all of them.
+            the loss may keep something of each.
     """
 
     model: str

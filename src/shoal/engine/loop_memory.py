@@ -48,8 +48,8 @@ class LoopMemory:
             `StepGraph.loss_gradient_bytes`). 3, with 1 kept, is `((y - t) ** 2).mean()`, as most losses that are
             written out; few of PyTorch's own take more (`F.multilabel_soft_margin_loss`: 7).
         given_share: what the loss reads in addition to the outputs, such as targets and class weights, as a multiple of
-            what it is computed from; alive during the whole step. 1 is a target of regression; a label map of
-            two classes is as large.
+            the outputs' gradients; alive during the whole step. 1 is a target of regression; a label map of two
+            classes is as large.
     """
 
     learnt: bool = False
@@ -214,6 +214,11 @@ def in_loop(graph: StepGraph, loop: LoopMemory, outputs: Mapping[int, str], *, i
     storages = list(map(seen, graph.storages))
     scratch_bytes = math.ceil(loop.loss_share * loss_bytes)
     kept_bytes = math.ceil(loop.kept_share * operand_bytes)
+    if operand_bytes > loss_bytes and not loop.learnt:
+        # Results that share a gradient are read one after another: what is kept of each takes room of the workspace.
+        largest_bytes = max(s.nbytes for s in graph.storages if s.kind == "tangent")
+        free_bytes = scratch_bytes - math.ceil(loop.kept_share * (operand_bytes - loss_bytes))
+        scratch_bytes = max(math.ceil(loop.loss_share * largest_bytes), free_bytes)
     outside_bytes = 0
     if loop.replays:
         # A loss that drops a result takes as much more outside: the result's block stays in the pool.
@@ -252,7 +257,7 @@ def in_loop(graph: StepGraph, loop: LoopMemory, outputs: Mapping[int, str], *, i
     if ops and loop.replays and tangent_bytes:  # they are outside of the pool, too: there all step
         last = next((op for op in reversed(ops) if op.phase == "forward"), ops[0])
         ops, storages = _with_held(ops, storages, GRADIENTS_TO_COME, tangent_bytes, last)
-    given_bytes = math.ceil(loop.given_share * operand_bytes)
+    given_bytes = math.ceil(loop.given_share * loss_bytes)
     static_bytes = graph.static_bytes + loop.small_bytes + outside_bytes + given_bytes
     found = replace(graph, ops=tuple(ops), storages=tuple(storages), static_bytes=static_bytes)
     if graph.as_written is None:

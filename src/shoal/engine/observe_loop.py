@@ -48,8 +48,8 @@ def observe_loop(
         hooks_free=freed and (loop.hooks_free or not loop.learnt),
         drops_late=loop.drops_late and not (fates.gradients_stayed and gradients_pass),
     )
-    operand_bytes = sum(_loss_bytes(step)[1] for step in iteration.steps)
-    given_share = measured.given_bytes / operand_bytes if operand_bytes else 0.0
+    gradient_bytes = sum(_loss_bytes(step)[0] for step in iteration.steps)
+    given_share = measured.given_bytes / gradient_bytes if gradient_bytes else 0.0
     seen = replace(seen, given_share=max(given_share, loop.given_share) if loop.learnt else given_share)
     # As it was metered: without what the loss keeps, and without graphs; before the first step nothing was held.
     metered = replace(seen, kept_share=0.0, replays=False, held_gradient_bytes=seen.held_gradient_bytes or 0)

@@ -325,15 +325,25 @@ def test_a_block_of_convnext_runs_on_slices(monkeypatch: pytest.MonkeyPatch) -> 
     assert trained_in_less(network, x, 0.6) == Variant(depth=0.75, slices=2)
 
 
-def test_at_the_minimum_a_dropout_between_convolutions_draws_as_it_does_in_plain_pytorch() -> None:
+class Gumbel(nn.Module):
+    """Multiplies by what two functions draw."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.gumbel_softmax(x, dim=1) * torch.bernoulli(torch.full_like(x, 0.5))
+
+
+@pytest.mark.parametrize("allow", ["bitwise, exact_split", "exact"])
+@pytest.mark.parametrize("drawing", [nn.Dropout(0.2), nn.RReLU(), nn.FeatureAlphaDropout(0.2), Gumbel()])
+def test_at_the_minimum_what_stands_between_convolutions_draws_as_it_does_in_plain_pytorch(
+    drawing: nn.Module, allow: str
+) -> None:
     """On overlapping patches it would draw more numbers, and others for the pixels that two patches share."""
 
     def network() -> nn.Module:
         first, relu, *rest = wide_at_first()  # type: ignore[misc]
-        return nn.Sequential(first, relu, nn.Dropout(0.2), *rest)
+        return nn.Sequential(first, relu, drawing, *rest)
 
     model, plain = network(), network()
-    allow = "bitwise, exact_split"
     outputs_bytes = 1024  # and what the loss takes
     shoal.compile(model, least_bytes(network(), allow=allow) + outputs_bytes, allow=allow)
     states = []
