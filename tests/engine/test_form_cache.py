@@ -13,6 +13,7 @@ from torch import nn
 
 import shoal
 from shoal.engine import choose_variant, form_cache
+from shoal.engine.step_planning import CompiledVariant
 from tests.engine.search.test_best_variant import FUSED, batches, normalised, share_of_plain, step
 from tests.engine.test_choose_variant import traces  # noqa: F401  # a fixture
 from tests.scratch import needs_little_scratch
@@ -45,6 +46,7 @@ def test_a_later_run_traces_the_chosen_form_alone_and_trains_as_the_first(traces
     assert all(map(torch.equal, gradients(first), gradients(later)))
     assert later.shoal.plan.variant == FUSED
     assert later.shoal.plan.candidates == first.shoal.plan.candidates
+    assert later.shoal.plan.plain_peak_bytes == pytest.approx(plain_bytes(), rel=0.02)  # as this loop holds it
     assert later.shoal.plan.residences == first.shoal.plan.residences
 
 
@@ -94,5 +96,5 @@ def test_a_damaged_file_costs_only_time(
 def test_without_a_folder_to_write_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SHOAL_CACHE", str(tmp_path / "file"))
-    form_cache.remember("0123", FUSED, ())
+    form_cache.remember("0123", CompiledVariant(FUSED))
     assert form_cache.recall("0123") is None and form_cache.recall("") is None

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.core.variant import Variant
 from shoal.cost import measurement_cache
 from shoal.engine import form_cache, plan_cache
+from shoal.engine.step_planning import WHOLE_FORM
 from shoal.planners.keep_all import keep_all
 from tests.random_steps import HARDWARE, resnet_like
 
@@ -32,8 +32,8 @@ def planned() -> object:
 
 def chosen() -> object:
     known = form_cache.recall("0123")
-    form_cache.remember("0123", Variant(), ())
-    return known or (Variant(), ())
+    form_cache.remember("0123", WHOLE_FORM)
+    return known or WHOLE_FORM
 
 
 @pytest.mark.timeout(120)  # to read a FIFO waits for a writer

@@ -126,8 +126,7 @@ def _compile_best(
     """Trace all forms of the step for the one that trains fastest, or only that one if an earlier run chose it."""
     with unset_fake_temporarily():
         digest = form_cache.digest(session, variants.own, example_inputs)
-    if (chosen := form_cache.recall(digest)) is not None:
-        form = CompiledVariant(*chosen)
+    if (form := form_cache.recall(digest)) is not None:
         try:
             compiled = compile_form(variants.graph(form.variant), form)
         except (BudgetError, PlanError, Refused) as reason:
@@ -151,7 +150,7 @@ def _compile_best(
         with unset_fake_temporarily():
             graph, form, in_it = _best_form(session, variants, key, captured, session.options.form_means)
         if form.seconds > _WORTH_SECONDS:
-            form_cache.remember(digest, form.variant, form.candidates)
+            form_cache.remember(digest, form)
         if graph is not variants.own:
             raise _Other(graph, form)
         return form, in_it

@@ -12,7 +12,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -22,15 +22,18 @@ import torch
 from torch import fx, nn
 
 from shoal.core.files import cache_dir, write_json
-from shoal.core.records import read_json, read_object, read_record
+from shoal.core.records import read_json, read_object, read_record, read_value
+from shoal.core.step import StepGraph
 from shoal.core.variant import Candidate, Variant
 from shoal.cost.measure import measure
 from shoal.cost.measurement_cache import describe
+from shoal.engine.loop_memory import Basis
 from shoal.engine.plan_cache import drop_oldest
 from shoal.engine.session import Session
+from shoal.engine.step_planning import CompiledVariant
 from shoal.errors import InputError
 
-_FORMAT = "shoal-cached-form 1"
+_FORMAT = "shoal-cached-form 2"  # 2: with the step as its author wrote it
 
 log = logging.getLogger("shoal")
 
@@ -59,8 +62,8 @@ def digest(session: Session, gm: fx.GraphModule, example_inputs: Sequence[Any]) 
     return hashlib.sha256(repr(everything).encode()).hexdigest()[:32]
 
 
-def recall(digest: str) -> tuple[Variant, tuple[Candidate, ...]] | None:
-    """The form that was chosen in an earlier run, and what was considered then."""
+def recall(digest: str) -> CompiledVariant | None:
+    """The form that was chosen in an earlier run, with what was considered then."""
     try:
         path = cache_dir() / "forms" / f"{digest}.json"
         if not digest or not path.is_file():
@@ -70,25 +73,43 @@ def recall(digest: str) -> tuple[Variant, tuple[Candidate, ...]] | None:
             raise InputError("it is of another format")
         variant = read_record(Variant, value.get("variant"), "variant")
         candidates = tuple(read_record(Candidate, one, "candidates") for one in value["candidates"])
+        form = CompiledVariant(variant, candidates, written=_basis(value["written"]) if value.get("written") else None)
         os.utime(path)
     except (OSError, InputError) as error:
         log.debug("ignored the cached form %s (%s); searching again", digest, error)
         return None
-    return variant, candidates
+    return form
 
 
-def remember(digest: str, variant: Variant, candidates: Sequence[Candidate]) -> None:
+def remember(digest: str, form: CompiledVariant) -> None:
     """Keep which form was chosen for a later run."""
     if not digest:
         return
+    written: dict[str, Any] | None = None
+    if form.written is not None:
+        graph, outputs = form.written.graph, form.written.outputs
+        graphs = [one.to_json() for one in (graph, graph.as_written) if one is not None]
+        written = {"graphs": graphs, "places": list(outputs), "names": list(outputs.values())}
     try:
         folder = cache_dir() / "forms"
         folder.mkdir(parents=True, exist_ok=True)
-        value = {"format": _FORMAT, "variant": asdict(variant), "candidates": [asdict(one) for one in candidates]}
+        candidates = [asdict(one) for one in form.candidates]
+        value = {"format": _FORMAT, "variant": asdict(form.variant), "candidates": candidates, "written": written}
         write_json(folder / f"{digest}.json", value)
         drop_oldest(folder.glob("*.json"))
     except (OSError, InputError) as error:
         log.debug("cannot cache a form: %s", error)
+
+
+def _basis(value: Any) -> Basis:
+    value = read_object(value, "written")
+    places = read_value(tuple[int, ...], value.get("places"), "places")
+    names = read_value(tuple[str, ...], value.get("names"), "names")
+    graph, *as_written = read_value(tuple[StepGraph, ...], value.get("graphs"), "graphs") or (None,)
+    if graph is None:
+        raise InputError("written has no graph")
+    graph = replace(graph, as_written=as_written[0] if as_written else None)
+    return Basis(graph, None, dict(zip(places, names, strict=False)), graph.fingerprint)
 
 
 def _described(value: Any) -> object:
