@@ -555,8 +555,9 @@ class Session:
                 try:
                     planning.plan(seen)
                 except BudgetError as refused:
+                    error = planning.enough_as_written(refused, basis.written, seen)
                     self._plan_anew()
-                    raise self._hinted(refused, planning) from None
+                    raise self._hinted(error, planning) from None
 
     def _ended(self, iteration: Iteration) -> None:
         waits = self.static.awaits_optimizer and self._waits < _MOST_WAITS

@@ -29,7 +29,7 @@ from shoal.cost.measure_links import link_to
 from shoal.cost.profile import profile_step
 from shoal.engine.compile_options import CompileOptions
 from shoal.engine.generator_states import counting_states, states_of
-from shoal.engine.loop_memory import Basis, LoopMemory, by_itself, in_loop
+from shoal.engine.loop_memory import Basis, LoopMemory, best_case, by_itself, in_loop
 from shoal.engine.plan_cache import remembered
 from shoal.engine.search.choose_encoded import bounding_step, choose_encoded, encoded_by
 from shoal.engine.search.encoded_steps import EncodedSteps
@@ -158,6 +158,30 @@ class StepPlanning:
     def unplanned(self) -> Basis:
         """The step by itself, with nothing encoded."""
         return Basis(self._costs_of(self._captured), None, self.outputs, self.fingerprint)
+
+    def enough_as_written(self, refused: BudgetError, written: Basis | None, loop: LoopMemory) -> BudgetError:
+        """The refusal of a form, or of the one in which the author wrote the step if a new training would take that one
+        in the budget that is named: in which form a step is compiled is chosen before its loop is known.
+
+        Args:
+            refused: of this step in the loop.
+            written: of the step as its author wrote it; None if it is this one.
+            loop: the memory that it holds.
+        """
+        options, named_bytes = self._options, refused.least_feasible_bytes
+        if written is None or named_bytes is None or options.lossy is not None or options.budget_bytes is None:
+            return refused
+        planner = allowed(options.means, options.planner, state_bytes(self._device))
+        hoped, seen = (
+            in_loop(written.graph, one, written.outputs) for one in (best_case(LoopMemory(), written.outputs), loop)
+        )
+        with suppress(BudgetError):
+            planner(hoped, self._hardware, named_bytes)
+            try:
+                planner(seen, self._hardware, options.budget_bytes)
+            except BudgetError as error:
+                return max(refused, error, key=lambda one: one.least_feasible_bytes or 0)
+        return refused
 
     def by(self, planner: planners.Planner) -> StepPlanning:
         """The same step, planned by another planner."""

@@ -112,6 +112,55 @@ def test_what_is_named_is_met_by_the_first_step_of_a_loop_that_holds_its_result(
     assert model.shoal.measured_peak_bytes <= named
 
 
+class Twice(nn.Module):
+    """Returns its result as it is and rectified. On slices it takes less than unmodified, in any loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), nn.ReLU()),
+            nn.Conv2d(16, 8, 3, padding=1),
+        )
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = self.layers(x)
+        return y, y.flatten(1), F.relu(y)
+
+
+def test_what_is_named_once_the_loss_is_known_runs_in_the_variant_that_is_chosen_for_it() -> None:
+    """The choice is made before the loss is known: with the budget that slices need it is the step as it is written."""
+    x = torch.randn(6, 3, 20, 20, generator=torch.Generator().manual_seed(0))
+
+    def steps(budget: int) -> nn.Module:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        net = Twice()
+        optimizer = torch.optim.SGD(net.parameters(), 0.01, momentum=0.9)
+        shoal.compile(net, budget=budget, optimizer=optimizer)
+        for _ in range(2):
+            outputs = net(x)
+            outputs = *outputs, outputs[0]
+            loss = sum((one.abs().square().mean() for one in outputs), start=torch.zeros(()))
+            loss.backward()
+            del outputs, loss
+            optimizer.step()
+            optimizer.zero_grad()
+        return net
+
+    def named(budget: int) -> int:
+        try:
+            steps(budget)
+        except BudgetError as error:
+            assert error.least_feasible_bytes is not None
+            return error.least_feasible_bytes
+        return budget
+
+    unknown = named(TOO_LITTLE)
+    held = named(int(0.52 * unknown))
+    assert held <= unknown
+    assert named(held) == held
+
+
 def test_a_loss_that_takes_more_than_is_assumed_is_refused_before_a_weight_changes() -> None:
     def loss_of(y: torch.Tensor) -> torch.Tensor:
         return F.multilabel_soft_margin_loss(y, torch.ones_like(y))
