@@ -254,7 +254,7 @@ class _Run:
         if self.meter is not None:
             self.peak_bytes = max(self.peak_bytes or 0, self.meter.peak_bytes - self.before_bytes)
         elif (state := self._state()) is not None:
-            self.peak_bytes = state.measured_peak_bytes
+            self.peak_bytes = max(state.measured_peak_bytes or 0, state.first_peak_bytes) or None
 
     def _images_per_second(self) -> float:
         """The median over the full batches of this process after its first, which may have waited for a plan."""
