@@ -65,6 +65,23 @@ class Captured:
     largest_nodes: Mapping[str, fx.Node]
     read_with: ReadOptions
 
+    def can_replace(self, other: Captured) -> bool:
+        """Whether AOTAutograd, which has traced the other step, can be given the graphs of this one: they take the same
+        inputs, hand back the same results, and update the same buffers."""
+        own, its = self._interface, other._interface
+        return own is not None and own == its
+
+    @cached_property
+    def _interface(self) -> object:
+        """What AOTAutograd notes of the inputs and outputs, and how those of the forward pass are laid out; None where
+        it notes nothing."""
+        notes = self.joint.graph.output_node().meta.get("desc")
+        inputs = self.joint.graph.find_nodes(op="placeholder")
+        nodes = [*inputs, *(output for output in self.forward_outputs if isinstance(output, fx.Node))]
+        values = [node.meta.get("val") for node in nodes]
+        layouts = [(v.shape, v.stride(), v.dtype, v.device) if isinstance(v, torch.Tensor) else type(v) for v in values]
+        return None if notes is None else ([node.meta.get("desc") for node in inputs], notes, layouts)
+
     @cached_property
     def checkpoints(self) -> int:
         """How many regions of the model stand under `torch.utils.checkpoint`: AOTAutograd numbers their nodes."""

@@ -151,7 +151,7 @@ def _compile_best(
             graph, form, in_it = _best_form(session, variants, key, captured, session.options.form_means)
         if form.seconds > _WORTH_SECONDS:
             form_cache.remember(digest, form)
-        if graph is not variants.own:
+        if graph is not variants.own and not in_it.can_replace(whole):
             raise _Other(graph, form)
         return form, in_it
 
@@ -162,7 +162,7 @@ def _compile_best(
 
 
 class _Other(Exception):
-    """Ends the compilation of a step in its own form: it trains faster in another one."""
+    """Ends the compilation of a step in its own form: it trains faster in another one, which has to be traced again."""
 
     def __init__(self, graph: fx.GraphModule, form: CompiledVariant) -> None:
         self.graph, self.form = graph, form
