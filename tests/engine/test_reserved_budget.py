@@ -10,12 +10,15 @@ import torch
 from torch import nn
 
 import shoal
+from shoal.core import plan as core_plan
+from shoal.engine import loop_memory, reserved_budget
 from shoal.engine.compile_options import CompileOptions
 from shoal.engine.reserved_budget import within_reserved
 from shoal.errors import BudgetError, InputError
 from shoal.memory.layout.reserved import Reserved
 from tests.engine.keywords import keywords
 from tests.raising import raising
+from tests.random_steps import Builder
 
 
 def test_on_the_cpu_it_is_refused_by_name() -> None:
@@ -80,8 +83,8 @@ def planned(aside_bytes: int) -> Planned:
 
 
 def look_with(overhead: float) -> Any:
-    def look(plan: Plan) -> Reserved:
-        wanted = int(plan.predicted_peak_bytes * overhead)
+    def look(made: Planned) -> Reserved:
+        wanted = int(made.plan.predicted_peak_bytes * overhead)
         return Reserved(min(wanted, BUDGET), max(0, wanted - BUDGET))
 
     return look
@@ -104,3 +107,40 @@ def test_a_budget_that_is_too_small_is_refused_with_what_the_allocator_takes() -
     with pytest.raises(BudgetError) as refused:
         within_reserved(cast(Any, planned(0)), cast(Any, planned), look_with(3.0), BUDGET)
     assert "left to the allocator" in refused.value.details
+
+
+MIB = 1 << 20
+LAYERS = ((45, 2), (17, 4), (14, 27), (5, 64))  # MiB of a convolution's result and of its weight
+
+
+@pytest.mark.parametrize("learnt", [False, True])
+def test_until_the_loop_is_known_one_that_holds_less_is_followed_too(
+    learnt: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients freed before the next forward pass leave a hole for activations, in which a gradient fits no more."""
+    builder = Builder()
+    result = builder.input(18 * MIB)
+    for out_mib, weight_mib in LAYERS:
+        result = builder.relu(builder.conv(result, out_mib * MIB, weight_bytes=weight_mib * MIB))
+    graph = builder.step(builder.conv(result, 4, weight_bytes=4))
+    weights = [torch.empty(mib * MIB // 4, device="meta", requires_grad=True) for _, mib in LAYERS]
+    weights_bytes = sum(weight.nbytes for weight in weights)
+    block = {"address": 0, "size": 40 * MIB, "state": "active_allocated"}
+    segment = {"address": 0, "total_size": 40 * MIB, "segment_type": "large", "is_expandable": True, "blocks": [block]}
+    monkeypatch.setattr(reserved_budget, "trimmed_segments", lambda device: [segment])
+    monkeypatch.setattr(torch.accelerator, "memory_reserved", lambda device: 40 * MIB)
+
+    basis = loop_memory.Basis(graph, None, {0: next(s.name for s in graph.storages if s.kind == "output")}, "captured")
+    plan = core_plan.Plan(graph, {}, "none", "cuda", 0)
+    loop = loop_memory.LoopMemory(learnt=learnt)
+    look = reserved_budget.look_at_allocator(torch.device("cuda"), 1 << 30, weights, weights_bytes, weights_bytes, loop)
+
+    def reserved_in(loop: loop_memory.LoopMemory) -> int:
+        return look(cast(Any, Planned(cast(Any, basis.of(plan, loop)), cast(Any, basis)))).reserved_bytes
+
+    holds_least = reserved_in(loop_memory.best_case(loop, basis.outputs))
+    holds_most = reserved_in(loop)
+    if learnt:  # only that loop is followed
+        assert holds_most < holds_least
+    else:
+        assert holds_most == holds_least

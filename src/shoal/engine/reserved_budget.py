@@ -12,6 +12,7 @@ from shoal.core.plan import Plan
 from shoal.core.schedule import schedule
 from shoal.core.sizes import format_bytes
 from shoal.engine.compile_options import CompileOptions
+from shoal.engine.loop_memory import LoopMemory, best_case
 from shoal.engine.step_planning import Planned
 from shoal.errors import BudgetError, InputError
 from shoal.lowlevel import cuda_allocator
@@ -28,7 +29,7 @@ _ROUNDS = 12
 def within_reserved(
     made: Planned,
     again: Callable[[int], Planned],
-    look: Callable[[Plan], Reserved],
+    look: Callable[[Planned], Reserved],
     budget_bytes: int,
 ) -> tuple[Planned, Reserved]:
     """The plan that the allocator reserves no more for than the budget, and what it reserves.
@@ -43,7 +44,7 @@ def within_reserved(
         BudgetError: no plan was found.
     """
     aside_bytes = 0
-    found = look(made.plan)
+    found = look(made)
     for _ in range(_ROUNDS):
         if not found.short_bytes:
             return made, found
@@ -53,7 +54,7 @@ def within_reserved(
         except BudgetError as error:
             left = f"{format_bytes(aside_bytes)} of the budget; the allocator reserves more than is in use"
             raise error.with_detail("left to the allocator", left) from None
-        found = look(made.plan)
+        found = look(made)
     raise BudgetError(
         f"for every plan tried the allocator reserves more than the budget of {format_bytes(budget_bytes)}; use a "
         "larger budget, or budget_of='allocated'",
@@ -74,8 +75,13 @@ def without_aside(made: Planned, aside_bytes: int) -> Planned:
 
 
 def look_at_allocator(
-    device: torch.device, budget_bytes: int, parameters: Sequence[torch.Tensor], state_bytes: int, scratch_bytes: int
-) -> Callable[[Plan], Reserved]:
+    device: torch.device,
+    budget_bytes: int,
+    parameters: Sequence[torch.Tensor],
+    state_bytes: int,
+    scratch_bytes: int,
+    loop: LoopMemory,
+) -> Callable[[Planned], Reserved]:
     """What tells what the allocator, as it is now, will reserve for a plan.
 
     Args:
@@ -84,13 +90,15 @@ def look_at_allocator(
         parameters: of the optimizer, whose state and scratch have their sizes.
         state_bytes: of optimizer state that is not there yet.
         scratch_bytes: that each step of the optimizer allocates and frees.
+        loop: around the model. Before it is known, the most is returned of what its two extremes reserve: a loop that
+            holds less leaves other holes, which may reserve more.
     """
     segments = trimmed_segments(device)
     elsewhere_bytes = torch.accelerator.memory_reserved(device) - sum(int(one["total_size"]) for one in segments)
     sizes = [p.numel() * p.element_size() for p in parameters if p.requires_grad]
 
-    def look(plan: Plan) -> Reserved:
-        found = reserved(
+    def in_loop(plan: Plan) -> Reserved:
+        return reserved(
             plan.graph,
             schedule(plan.graph, plan.residences),
             segments,
@@ -98,12 +106,21 @@ def look_at_allocator(
             state=_blocks(sizes, state_bytes),
             scratch=_blocks(sizes, scratch_bytes),
         )
-        return replace(found, reserved_bytes=found.reserved_bytes + elsewhere_bytes)
+
+    def look(made: Planned) -> Reserved:
+        found = [in_loop(made.plan)]
+        if not loop.learnt:
+            found.append(in_loop(made.basis.of(made.plan, best_case(loop, made.basis.outputs))))
+        return Reserved(
+            max(one.reserved_bytes for one in found) + elsewhere_bytes, max(one.short_bytes for one in found)
+        )
 
     return look
 
 
-def look_beside(static: StaticMemory, device: torch.device, budget_bytes: int) -> Callable[[Plan], Reserved]:
+def look_beside(
+    static: StaticMemory, device: torch.device, budget_bytes: int, loop: LoopMemory
+) -> Callable[[Planned], Reserved]:
     """`look_at_allocator` for a model and its optimizer."""
     return look_at_allocator(
         device,
@@ -111,6 +128,7 @@ def look_beside(static: StaticMemory, device: torch.device, budget_bytes: int) -
         static.trained_tensors(),
         max(0, static.state_bytes() - static.state_there_bytes()),
         static.optimizer_step_bytes()[1],
+        loop,
     )
 
 

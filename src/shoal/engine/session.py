@@ -412,7 +412,8 @@ class Session:
         def again(aside_bytes: int) -> Planned:
             return self.planning(captured, device, aside_bytes).plan(self.loop)
 
-        made, found = within_reserved(made, again, look_beside(static, device, budget_bytes), budget_bytes)
+        look = look_beside(static, device, budget_bytes, self.loop)
+        made, found = within_reserved(made, again, look, budget_bytes)
         status.predicted_reserved_bytes = max(found.reserved_bytes, status.predicted_reserved_bytes or 0)
         if self._unlimit is None:
             self._unlimit = limit_reserved(limit_for(budget_bytes), device)
