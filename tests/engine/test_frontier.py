@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import shoal
+from shoal.core.sizes import format_bytes
 from shoal.core.variant import WHOLE
 from shoal.errors import BudgetError, CaptureError, InputError
 from tests.engine.keywords import keywords
@@ -48,6 +49,8 @@ def test_nothing_but_keeping_is_one_point() -> None:
     assert (point.budget_bytes, frontier.plain_peak_bytes) == (plain.rewritten_peak_bytes, plain.plain_peak_bytes)
     assert point.seconds == frontier.plain_seconds
     assert point.recomputed.count == point.offloaded.count == point.encoded.count == 0 < point.kept.count
+    assert format_bytes(point.budget_bytes) in str(frontier)  # printed as its table
+    assert "FrontierPoint" not in str(frontier)
 
 
 @needs_little_scratch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -18,7 +18,12 @@ def aligned(rows: Iterable[Sequence[str]]) -> list[str]:
     grid = Table.grid(padding=(0, 2, 0, 0))
     for row in rows:
         grid.add_row(*map(Text, row))
-    console = Console(width=100_000, color_system=None)  # nothing is wrapped
+    return as_text(grid).splitlines() if grid.row_count else []
+
+
+def as_text(shown: RenderableType) -> str:
+    """What rich prints of it, without colours and with nothing wrapped."""
+    console = Console(width=100_000, color_system=None)
     with console.capture() as printed:
-        console.print(grid)
-    return [line.rstrip() for line in printed.get().splitlines()] if grid.row_count else []
+        console.print(shown)
+    return "\n".join(line.rstrip() for line in printed.get().splitlines())

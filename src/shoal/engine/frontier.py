@@ -17,6 +17,7 @@ from torch import fx, nn
 from shoal.capture.call_arguments import Example
 from shoal.capture.capture_step import in_dynamo
 from shoal.core import arguments
+from shoal.core.columns import as_text
 from shoal.core.files import write_json, write_text
 from shoal.core.frontier import BatchFrontierData, FrontierData
 from shoal.core.hardware import Hardware
@@ -51,6 +52,9 @@ class _Shown(ABC):
     def table(self) -> Table:
         """The points as a table, for `rich.print`."""
         return self._drawings()[0](self)
+
+    def __str__(self) -> str:
+        return as_text(self.table())
 
     def save_html(self, path: str | Path) -> Path:
         """Write it as one self-contained HTML page, whole or not at all."""
