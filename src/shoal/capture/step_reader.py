@@ -412,8 +412,9 @@ class _StepReader:
             if isinstance(note := node.meta.get("desc"), TangentAOTInput) and node in self.storage_of:
                 storage = self.storage_of.get(noted.get(note.output, node), -1)
                 more[storage] = more.get(storage, 0) - self._storages[self.storage_of[node]]["nbytes"]
-        for node in {node for note, node in noted.items() if isinstance(note, PlainAOTOutput)}:
-            value, storage = node.meta["val"], self.storage_of.get(node, -1)
+        results = {node for note, node in noted.items() if isinstance(note, PlainAOTOutput)}
+        for node in results & self.storage_of.keys():  # others are numbers
+            value, storage = node.meta["val"], self.storage_of[node]
             if storage in more and (value.is_floating_point() or value.is_complex()):
                 more[storage] += allocated_bytes(int(value.numel()) * value.element_size(), value.device)
         return sum(max(0, nbytes) for nbytes in more.values())

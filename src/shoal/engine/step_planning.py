@@ -38,7 +38,7 @@ from shoal.errors import BudgetError, PlanError
 from shoal.kernels.generator import state_bytes
 from shoal.memory.limit import no_memory_limit
 from shoal.offload.policy import Offloading
-from shoal.planners.estimates import least_seconds
+from shoal.planners.estimates import least_seconds, quick_least
 
 log = logging.getLogger("shoal")
 InLoop = Callable[[StepGraph], StepGraph]  # a step by itself → the same with what the training loop holds
@@ -194,11 +194,14 @@ class StepPlanning:
         return in_loop(self._costs_of(self._captured), loop, self.outputs)
 
     def may_fit(self, loop: LoopMemory) -> bool:
-        """Whether the step fits in a loop by its bound, which holds for the ops in two orders and nothing encoded."""
-        options = self._options
-        if self._ready_plan is not None or options.budget_bytes is None or options.lossy is not None:
+        """Whether the step is expected to fit in a loop, with nothing encoded: by its bound, which holds for the ops in
+        two orders, or by a plan that was found in a moment."""
+        budget_bytes = self._options.budget_bytes
+        if self._ready_plan is not None or budget_bytes is None or self._options.lossy is not None:
             return True
-        return math.isfinite(least_seconds(self.priced(loop), options.budget_bytes))
+        graph = self.priced(loop)
+        fits_by_bound = math.isfinite(least_seconds(graph, budget_bytes))
+        return fits_by_bound or quick_least(graph, budget_bytes).expected_bytes <= budget_bytes
 
     def bounding_step(self, loop: LoopMemory, share: float) -> StepGraph:
         """The same with a share of what may be encoded: see `choose_encoded.bounding_step`."""

@@ -55,7 +55,7 @@ def best_variant(
         CaptureError: the step cannot be captured as it is.
     """
     search = _BestVariantSearch(variants, price, budget_bytes)
-    best = search.run(unfit=True)
+    best = search.run(for_the_minimum=True)
     if best is None:
         raise nearest(search.state)
     log.info("%s: %s inside %s", name or "model", best.variant, format_bytes(budget_bytes))
@@ -65,9 +65,9 @@ def best_variant(
 def fitting_variant(
     variants: Forms[Graph], price: Callable[[Graph], Priced[Made]], budget_bytes: int
 ) -> Best[Graph, Made] | None:
-    """`best_variant`, None if no form fits by its bound. What may fit nevertheless takes far longer to find, and is
-    slow: it recomputes again and again."""
-    return _BestVariantSearch(variants, price, budget_bytes).run(unfit=False)
+    """`best_variant`, None if no form fits. Then nothing is searched for that is expected to need more than the budget,
+    which takes far longer, and tells the minimum."""
+    return _BestVariantSearch(variants, price, budget_bytes).run(for_the_minimum=False)
 
 
 class _BestVariantSearch(Generic[Graph, Made]):
@@ -81,11 +81,11 @@ class _BestVariantSearch(Generic[Graph, Made]):
         self._shrunk: set[str] = set()  # forms that were asked to be shrunk
         self._unasked_slices = list(takewhile(lambda one: one.slices, variants.split()))
 
-    def run(self, *, unfit: bool) -> Best[Graph, Made] | None:
+    def run(self, *, for_the_minimum: bool) -> Best[Graph, Made] | None:
         """The fastest form; None if there is none.
 
         Args:
-            unfit: whether forms that do not fit by their bounds are planned if nothing else fits.
+            for_the_minimum: whether forms are planned that are not expected to fit, for what they need.
         """
         state = self.state
         self.consider_norms()
@@ -98,8 +98,8 @@ class _BestVariantSearch(Generic[Graph, Made]):
             self.consider_split()
         encoded = EncodeForms(state)
         encoded.plan()
-        if state.is_slowed and (unfit or state.best is not None):
-            plan_unfit(state, encoded.has_planned)
+        if state.is_slowed:
+            plan_unfit(state, encoded.has_planned, for_the_minimum=for_the_minimum)
         return state.answer()
 
     def _form(self, variant: Variant) -> list[PricedVariant[Graph, Made]]:

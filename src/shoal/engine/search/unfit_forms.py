@@ -16,7 +16,9 @@ from shoal.errors import BudgetError
 from shoal.planners.infeasible import fewest_bytes
 
 
-def plan_unfit(state: SearchState[Graph, Made], is_encoded: Callable[[Variant], bool]) -> None:
+def plan_unfit(
+    state: SearchState[Graph, Made], is_encoded: Callable[[Variant], bool], *, for_the_minimum: bool = True
+) -> None:
     """Plan them, exact and with storages encoded.
 
     While nothing fits, a form is asked that is expected to need fewer bytes than are known to be enough: than it was
@@ -26,6 +28,7 @@ def plan_unfit(state: SearchState[Graph, Made], is_encoded: Callable[[Variant], 
     Args:
         state: what is known; the best plan is noted there, and what each form needs.
         is_encoded: whether a form was planned with storages encoded already.
+        for_the_minimum: whether forms are planned that are not expected to fit, for what they need.
     """
     planned: set[Variant] = set()
     lowest_share = 0.0  # of what a form was found to need in a moment: what it needs, of those that were asked
@@ -33,7 +36,8 @@ def plan_unfit(state: SearchState[Graph, Made], is_encoded: Callable[[Variant], 
         variant = way.form.variant
         is_known = variant in planned or {(variant, way.encoded), (variant, True)} & state.refused.keys()
         expected_bytes = max(way.expected_bytes, lowest_share * way.found_bytes)
-        may_fit = expected_bytes < _enough_bytes(state) if state.best is None else state.fits(way.found_bytes)
+        enough_bytes = _enough_bytes(state) if for_the_minimum else state.budget_bytes + 1
+        may_fit = expected_bytes < enough_bytes if state.best is None else state.fits(way.found_bytes)
         if is_known or not may_fit or not state.may_gain(way.step.plain_seconds):
             continue
         try:
