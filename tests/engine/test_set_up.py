@@ -1,4 +1,4 @@
-"""Models that set themselves up in their first call: several graphs in that, and one from the next call on."""
+"""Models that set themselves up in their first call: several graphs in that, which then begins again as one."""
 
 from __future__ import annotations
 
@@ -48,8 +48,10 @@ class HookingItselfAndBreaking(HookingItself):
         return out * 2
 
 
-def test_it_is_planned_as_one_graph_from_its_second_step_on(caplog: pytest.LogCaptureFixture) -> None:
+def test_it_is_planned_as_one_graph_from_its_first_step_on(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "shoal"):
+        planned = assert_same_training(HookingItself(), images(1, 2, 3, 8, 8))
+        assert not planned.shoal.plan.breaks
         planned = assert_same_training(HookingItself(), images(4, 2, 3, 8, 8))
     assert not planned.shoal.plan.breaks
     assert len(planned.shoal.plans) == 1

@@ -337,11 +337,13 @@ class _Caller(ModelCall):
     def _begin_in_several(
         self, iterations: Iterations, why: GraphBreak, kind: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        """The first step of several graphs. Where they do not fit, and it has set the model up, one graph may.
+        """The first step of several graphs. Where it has set the model up, it begins again: the model may be one graph.
 
-        Where the model raises, as by a mistaken call, the next call tells whether it is one graph.
+        A budget that is named for one graph is then one in which the first step runs, too. Where the model raises, as
+        by a mistaken call, the next call tells whether it is one graph.
         """
         before = Snapshot(self.model)
+        outputs = error = None
         try:
             with settings(self._logging), one_graph():
                 outputs = iterations.call(self.session.name, self._planned, kind, args, kwargs)
@@ -355,13 +357,16 @@ class _Caller(ModelCall):
             self._iterations = self._before_first = None
             self._planned.clear()
             raise
-        else:
+        exchanges = (
+            active_ddp_module() is not None or self.session.static.is_sharded
+        )  # other ranks may not run it again
+        if not self._has_set_itself_up() or (error is None and exchanges):
             self._say_that_it_breaks(why)
+            if error is not None:
+                raise error
             return outputs
-        gc.collect()  # frames of the traceback held what the forward pass has saved
-        if not self._is_set_up():
-            self._say_that_it_breaks(why)
-            raise error
+        self._before_first = outputs = None
+        gc.collect()  # frames of a traceback held what the forward pass has saved
         before.restore()
         return self._train_as_one(kind, args, kwargs)
 
@@ -376,12 +381,16 @@ class _Caller(ModelCall):
         )
 
     def _is_set_up(self) -> bool:
-        """Whether the first call, at which the model broke, has set it up, so that the next may be one graph."""
-        before, iterations = self._before_first, self._iterations
-        if before is None or iterations is None or not iterations.is_between_steps():
+        """Whether an earlier call, at which the model broke, has set it up, so that the next may be one graph."""
+        iterations = self._iterations
+        if self._before_first is None or iterations is None or not iterations.is_between_steps():
             return False
-        self._before_first = None
-        return before != SetUp(self.model)
+        is_set_up, self._before_first = self._has_set_itself_up(), None
+        return is_set_up
+
+    def _has_set_itself_up(self) -> bool:
+        """Whether a call has changed how the model is set up since it broke."""
+        return self._before_first is not None and self._before_first != SetUp(self.model)
 
     def _train_as_one(self, kind: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """A step of a model that was several graphs when it set itself up, and may be one now."""
