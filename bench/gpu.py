@@ -52,7 +52,7 @@ from shoal.core.files import write_json
 from shoal.cost.measure import measure
 from shoal.cost.measure_links import measure_links
 from shoal.engine.options import Options
-from shoal.kernels.norm.norm_sweeps import TRITON_KERNELS
+from shoal.kernels.norm.norm_sweeps_triton import TRITON_KERNELS
 from shoal.offload.links.cuda_link import StreamCopy
 
 MEASURED = ("environment", "contract", "speed", "wall", "offload", "triton")

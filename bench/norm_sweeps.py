@@ -22,10 +22,9 @@ from rich.table import Table
 from bench.frame import CPU_TIME, Bench, Run, option
 from bench.interleave import in_turns, synchronize
 from bench.tables import new_table
-from shoal.kernels.invertible_norm.inverted_batch_norm_sweeps import Activation, ScaledNorm
-from shoal.kernels.invertible_norm.inverted_batch_norm_sweeps import sweeps as inverted
+from shoal.kernels.invertible_norm.inverted_batch_norm_sweeps import InvertedVectors, gradients_into, sweeps
 from shoal.kernels.norm.norm_act import activated, norm_act
-from shoal.kernels.norm.norm_sweeps import NormAffine
+from shoal.kernels.norm.norm_operands import Activation, NormAffine
 from shoal.kernels.norm.statistics import statistics as measured
 from shoal.lowlevel.dispatch import VARIABLE
 
@@ -61,11 +60,11 @@ def calls(x: torch.Tensor) -> dict[str, Callable[[], object]]:
     elu = torch.nn.functional.elu(y)
 
     def inverted_by(y: torch.Tensor, activation: Activation) -> tuple[Callable[[], object], Callable[[], object]]:
-        norm = ScaledNorm(scale, shift, torch.ones_like(scale), False)
+        vectors = InvertedVectors(scale, shift, torch.ones_like(scale))
         affine = NormAffine(mean, scale, shift)
         return (
-            lambda: inverted(source, of_x).forward_into(source, of_x, affine, activation),
-            lambda: inverted(grad, y).backward_into(grad, of_x, y, norm, activation),
+            lambda: sweeps(source, of_x).apply(source, affine, None, activation, of_x),
+            lambda: gradients_into(grad, of_x, y, vectors, activation),
         )
 
     leaky_forward, leaky_backward = inverted_by(y, Activation("leaky_relu", 0.01))
@@ -73,7 +72,7 @@ def calls(x: torch.Tensor) -> dict[str, Callable[[], object]]:
     return {
         "statistics": lambda: measured(x),
         "statistics backward": lambda: torch.autograd.grad(moments, [x], grads, retain_graph=True),
-        "norm + ReLU": lambda: activated(x, NormAffine(mean, scale, shift), True, x.dtype),
+        "norm + ReLU": lambda: activated(source, NormAffine(mean, scale, shift), True, x.dtype),
         "norm + ReLU backward": lambda: torch.autograd.grad(plain, [x, *leaves], grad, retain_graph=True),
         "norm + residual + ReLU": lambda: norm_act([x], *leaves, residual, True),
         "the same backward": lambda: torch.autograd.grad(added, [x, *leaves, residual], grad, retain_graph=True),
@@ -84,19 +83,19 @@ def calls(x: torch.Tensor) -> dict[str, Callable[[], object]]:
     }
 
 
-def measure(x: torch.Tensor, rounds: int, clock: Callable[[], float], sweeps: str = "") -> list[Row]:
+def measure(x: torch.Tensor, rounds: int, clock: Callable[[], float], named: str = "") -> list[Row]:
     """Both contenders on one tensor, in turns, after one turn that does not count.
 
     Args:
         x: (N, C, H, W).
         rounds: turns that count.
         clock: gives seconds.
-        sweeps: how the names begin of those that are measured.
+        named: how the names begin of those that are measured.
     """
     rows = []
     before = os.environ.get(VARIABLE, "")
     for name, call in calls(x).items():
-        if not name.startswith(sweeps):
+        if not name.startswith(named):
             continue
 
         def run(chosen: str, call: Callable[[], object] = call) -> float:

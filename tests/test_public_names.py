@@ -67,14 +67,14 @@ print(json.dumps([sorted(torch._C._dispatch_get_all_op_names()), sorted(sys.modu
     assert done.returncode == 0, done.stderr
     registered, imported = json.loads(done.stdout)
     for module in pkgutil.walk_packages(shoal.kernels.__path__, "shoal.kernels."):
-        if "triton" not in module.name:
+        if not module.name.endswith("triton_kernels"):
             importlib.import_module(module.name)
     ours = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("shoal::")}
     assert len(ours) > 15 and ours <= set(registered)
     assert not {"scipy", "sympy", "torch._dynamo", "torch._functorch.aot_autograd", "torch._inductor"} & set(imported)
     with_kernels = ("codecs.table_codes", "kernels.norm.norm_act", "kernels.invertible_norm.inverted_batch_norm_sweeps")
     assert {f"shoal.{name}" for name in with_kernels} <= set(imported)
-    assert not [name for name in imported if name.startswith("shoal.") and "kernels" in name and "triton" in name]
+    assert not [name for name in imported if name.startswith("shoal.") and name.endswith("triton_kernels")]
 
 
 def test_a_name_that_is_imported_late_is_the_one_of_its_module_and_is_listed() -> None:

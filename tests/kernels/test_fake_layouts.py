@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 import shoal  # noqa: F401  (registers the ops)
 from shoal.kernels.memory_format import channels_last_format, is_same_order
 from shoal.kernels.norm.norm_act import activated
-from shoal.kernels.norm.norm_sweeps import NormAffine
+from shoal.kernels.norm.norm_operands import NormAffine
 
 OPS: Any = torch.ops.shoal
 Arguments = tuple[Any, ...]

@@ -116,7 +116,7 @@ def test_every_op_is_in_the_table() -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["table_codes", "truncation", "one_bit", "sign_mask", "inverted_batch_norm"])
+@pytest.mark.parametrize("name", ["table_codes", "truncation", "one_bit", "sign_mask", "norm_sweeps"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_implementation_has_the_functions_of_the_reference(name: str, kind: str) -> None:
     reference, own = TABLE[name].functions("reference"), TABLE[name].functions(kind)

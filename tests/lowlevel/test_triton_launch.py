@@ -13,13 +13,13 @@ import torch
 
 from shoal.codecs import launch
 from shoal.errors import CodecError, InputError
-from shoal.kernels.norm import norm_sweeps
+from shoal.kernels.norm.norm_sweeps_triton import TRITON_KERNELS
 from shoal.lowlevel import triton_launch
 from shoal.lowlevel.triton_launch import Launch, Launches, TritonKernels
 from tests.raising import raising
 
 CUDA = torch.device("cuda", 0)
-each_module = pytest.mark.parametrize("kernels", [launch.KERNELS, norm_sweeps.TRITON_KERNELS], ids=["codecs", "norm"])
+each_module = pytest.mark.parametrize("kernels", [launch.KERNELS, TRITON_KERNELS], ids=["codecs", "norm"])
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +41,7 @@ def test_without_triton_there_are_none(monkeypatch: pytest.MonkeyPatch, kernels:
 
 
 def test_each_raises_the_error_of_its_own_callers() -> None:
-    assert (launch.KERNELS.error, norm_sweeps.TRITON_KERNELS.error) == (CodecError, InputError)
+    assert (launch.KERNELS.error, TRITON_KERNELS.error) == (CodecError, InputError)
 
 
 def test_on_the_cpu_they_run_in_the_interpreter_alone(monkeypatch: pytest.MonkeyPatch) -> None:

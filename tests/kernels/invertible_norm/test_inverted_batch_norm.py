@@ -15,7 +15,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from shoal.kernels.invertible_norm import inverted_batch_norm_sweeps as reference
 from shoal.kernels.invertible_norm.inverted_batch_norm import (
     backward_,
     forward_,
@@ -23,6 +22,8 @@ from shoal.kernels.invertible_norm.inverted_batch_norm import (
     reconstruction_error,
     run,
 )
+from shoal.kernels.norm import norm_sweeps
+from shoal.kernels.norm.norm_operands import Activation
 from shoal.lowlevel import allocations
 
 LAYERS: dict[int, Any] = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
@@ -93,7 +94,7 @@ def test_it_is_the_plain_formula_forward_and_backward(
     layer.running_mean.fill_(0.25)
     theirs = copy.deepcopy(layer)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reference, "_PIECE_ELEMS", 1 + seed)
+        patch.setattr(norm_sweeps, "_TILE_ELEMS", 1 + seed)
         found = trained(run, layer, x, *activation)
     expected = trained(plain, theirs, x, *activation)
     # Normalised values of few elements can be anything up to eps^-1/2 apart; reconstruction is exact to digits of y.
@@ -217,7 +218,7 @@ def test_what_is_made_again_is_within_the_bound(
     scale = kept_from_zero(weight.double(), 1e-5)
     bound = reconstruction_error(weight, bias, 1e-5, *activation, dtype)
     y = activated(normalised * scale + bias.double(), *activation).to(dtype).float()
-    z, _ = reference.undo_activation(y, y, reference.Activation(*activation))
+    z = Activation(*activation).undone(y)
     again = (z - bias) * (1 / scale).float()
     error = (again.double() - normalised).abs().max()
     if dtype == torch.float16 and activation[0] == "leaky_relu":
@@ -302,7 +303,7 @@ def test_who_else_needs_what_was_written_over_is_told_by_autograd() -> None:
 def test_no_more_is_allocated_than_the_result_and_some_pieces(
     channels_last: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reference, "_PIECE_ELEMS", 512)
+    monkeypatch.setattr(norm_sweeps, "_TILE_ELEMS", 512)
     x, grad = (layout(torch.randn(8, 16, 12, 12, dtype=dtype), channels_last) for _ in range(2))
     small_bytes = (
         4 * dtype.itemsize * 16 * 12 * 12 + 20 * 8 * 16

@@ -9,15 +9,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shoal.kernels.invertible_norm.inverted_batch_norm import kept_from_zero
-from shoal.kernels.invertible_norm.inverted_batch_norm_sweeps import NATIVE, Activation, ScaledNorm, undo_activation
-from shoal.kernels.invertible_norm.inverted_batch_norm_sweeps import REFERENCE as reference
-from shoal.kernels.norm.norm_sweeps import NormAffine
+from shoal.kernels.invertible_norm.inverted_batch_norm_sweeps import NATIVE, InvertedVectors, gradients_into
+from shoal.kernels.norm.norm_operands import Activation, NormAffine
+from shoal.kernels.norm.norm_sweeps import REFERENCE as reference
 from shoal.lowlevel import native
+from tests.kernels.kernel_choice import only
 from tests.kernels.threads import threads_of_torch
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the native library is not built")
 LEVELS = native.levels()
-applies, forward_into, backward_into = NATIVE.applies, NATIVE.forward_into, NATIVE.backward_into
+applies = NATIVE.applies
 ACTIVATIONS = [
     Activation(*one)
     for one in (("leaky_relu", 0.01), ("leaky_relu", 0.5), ("elu", 1.0), ("elu", 0.3), ("identity", 1.0))
@@ -81,15 +82,16 @@ def test_it_is_as_close_to_float64_as_the_reference(
     scale, shift, deviation = (torch.randn(y.shape[1], generator=generator) for _ in range(3))
     scale[::2] *= least_scale
     vectors = (kept_from_zero(scale, 1e-5 if least_scale < 1 else 0.1), shift, deviation)
-    norm, wide_norm = ScaledNorm(*vectors, frozen), ScaledNorm(*(vector.double() for vector in vectors), frozen)
-    wide_result = torch.empty_like(grad, dtype=torch.float64)
-    right = (*reference.backward_into(grad.double(), wide_result, y.double(), wide_norm, activation), wide_result)
-    theirs_result = torch.empty_like(y)
-    theirs = (*reference.backward_into(grad, theirs_result, y, norm, activation), theirs_result)
+    norm, wide_norm = InvertedVectors(*vectors), InvertedVectors(*(vector.double() for vector in vectors))
+    wide_result, theirs_result = torch.empty_like(grad, dtype=torch.float64), torch.empty_like(y)
+    wide = gradients_into(grad.double(), wide_result, y.double(), wide_norm, activation, frozen=frozen)
+    with only("reference"):
+        plain = gradients_into(grad, theirs_result, y, norm, activation, frozen=frozen)
+    right, theirs = (*wide, wide_result), (*plain, theirs_result)
     result = grad.clone() if over else torch.empty_like(grad)
-    with threads_of_torch(threads):
-        ours = backward_into(result if over else grad, result, y, norm, activation, level=level)
-    z, of_z = undo_activation(y.double(), grad.double(), activation)
+    with threads_of_torch(threads), only(f"native,{level}"):
+        ours = gradients_into(result if over else grad, result, y, norm, activation, frozen=frozen)
+    z, of_z = activation.undone(y.double()), activation.gradient(grad.double(), y.double(), from_result=True)
     per_channel = (1, -1, *(1,) * (y.dim() - 2))
     normalised = (z - shift.double().view(per_channel)) / vectors[0].double().view(per_channel)
     summed = [terms.abs().transpose(0, 1).flatten(1).sum(1) for terms in (normalised * of_z, of_z)]
@@ -108,11 +110,11 @@ def test_forward_is_the_plain_formula(
     generator = torch.Generator().manual_seed(1)
     vectors = [torch.randn(x.shape[1], generator=generator) for _ in range(3)]
     right = torch.empty_like(x, dtype=torch.float64)
-    reference.forward_into(x.double(), right, NormAffine(*(vector.double() for vector in vectors)), activation)
+    reference.apply(x.double(), NormAffine(*(vector.double() for vector in vectors)), None, activation, right)
     source = x.clone()
     result = source if over else torch.empty_like(x)
-    with threads_of_torch(threads):
-        forward_into(source, result, NormAffine(*vectors), activation, level=level)
+    with threads_of_torch(threads), only(f"native,{level}"):
+        NATIVE.apply(source, NormAffine(*vectors), None, activation, result)
     torch.testing.assert_close(result.double(), right, rtol=1e-5, atol=1e-6)
 
 
@@ -121,16 +123,18 @@ def test_forward_is_the_plain_formula(
 def test_elu_and_its_inverse_are_within_an_ulp_of_their_own_size(level: str, alpha: float) -> None:
     z = -torch.arange(0x20000000, 0x41900000, 997, dtype=torch.int32).view(torch.float32)  # -1e-19 to -18
     zero, one, y = torch.zeros_like(z), torch.ones_like(z), torch.empty_like(z)
-    forward_into(z[None], y[None], NormAffine(zero, one, zero), Activation("elu", alpha), level=level)
+    elu = Activation("elu", alpha)
+    with only(f"native,{level}"):
+        NATIVE.apply(z[None], NormAffine(zero, one, zero), None, elu, y[None])
     right = alpha * torch.expm1(z.double())
     ulp = 2.0 ** (torch.frexp(right).exponent - 24.0)
     assert ((y.double() - right).abs() <= ulp).all()
     # A single row: the sums are what is made again, times its gradient; that rounds too.
     y = y[y > -alpha]
     row, zero, one = y[None], torch.zeros_like(y), torch.ones_like(y)
-    of_scale, of_shift = backward_into(
-        one[None], torch.empty_like(row), row, ScaledNorm(one, zero, one, True), Activation("elu", alpha), level=level
-    )
+    with only(f"native,{level}"):
+        vectors = InvertedVectors(one, zero, one)
+        of_scale, of_shift = gradients_into(one[None], torch.empty_like(row), row, vectors, elu, frozen=True)
     assert torch.equal(of_shift, (y + alpha).double())
     torch.testing.assert_close(of_scale / of_shift, torch.log1p(y.double() / alpha), rtol=1.5 * 2**-23, atol=0)
 
@@ -150,12 +154,14 @@ def test_what_is_not_finite_passes_as_in_torch(
         grad[1, channel + 3, 2, 5] = value
     vectors = [torch.randn(20, generator=generator) for _ in range(3)]
     found = [torch.empty_like(x) for _ in range(4)]
-    forward_into(x, found[0], NormAffine(*vectors), activation, level=level)
-    reference.forward_into(x, found[1], NormAffine(*vectors), activation)
+    with only(f"native,{level}"):
+        NATIVE.apply(x, NormAffine(*vectors), None, activation, found[0])
+    reference.apply(x, NormAffine(*vectors), None, activation, found[1])
     torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-6, equal_nan=True)
-    norm = ScaledNorm(*vectors, frozen)
-    ours = backward_into(grad, found[2], found[1], norm, activation, level=level)
-    theirs = reference.backward_into(grad, found[3], found[1], norm, activation)
+    with only(f"native,{level}"):
+        ours = gradients_into(grad, found[2], found[1], InvertedVectors(*vectors), activation, frozen=frozen)
+    with only("reference"):
+        theirs = gradients_into(grad, found[3], found[1], InvertedVectors(*vectors), activation, frozen=frozen)
     for mine, other in zip((found[2], *ours), (found[3], *theirs), strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4, equal_nan=True)
 
@@ -186,7 +192,8 @@ def test_gradients_that_are_all_alike_add_up_to_their_number(level: str, layout:
     """Those of a mean over an image: what rounding does to one partial sum it would do to all of the same length."""
     y = torch.randn(2, 3, 40, 40).contiguous(memory_format=layout)
     grad = torch.full_like(y, 0.1, memory_format=torch.preserve_format)
-    norm = ScaledNorm(torch.ones(3), torch.zeros(3), torch.ones(3), False)
-    _, of_shift = backward_into(grad, torch.empty_like(grad), y, norm, Activation("identity", 1.0), level=level)
+    vectors = InvertedVectors(torch.ones(3), torch.zeros(3), torch.ones(3))
+    with only(f"native,{level}"):
+        _, of_shift = gradients_into(grad, torch.empty_like(grad), y, vectors, Activation("identity"))
     exact = torch.full((3,), 0.1).double() * 3200
     torch.testing.assert_close(of_shift.double(), exact, rtol=5e-7, atol=0.0)

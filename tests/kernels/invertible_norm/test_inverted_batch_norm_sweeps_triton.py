@@ -21,13 +21,13 @@ from shoal.kernels.invertible_norm.inverted_batch_norm import (
 )
 from shoal.kernels.invertible_norm.inverted_batch_norm_sweeps import (
     NATIVE,
-    REFERENCE,
-    TRITON,
-    Activation,
-    ScaledNorm,
+    InvertedVectors,
+    gradients_into,
     sweeps,
 )
-from shoal.kernels.norm.norm_sweeps import NormAffine
+from shoal.kernels.norm.norm_operands import Activation, NormAffine
+from shoal.kernels.norm.norm_sweeps import REFERENCE
+from shoal.kernels.norm.norm_sweeps_triton import TRITON
 from shoal.lowlevel import allocations, native
 from tests.interpreter import (
     INTERPRETED,
@@ -38,7 +38,7 @@ from tests.interpreter import (
     on_device,
     with_triton,
 )
-from tests.kernels_elsewhere import compiled_for, each_capability, kernels_of, there
+from tests.kernels.kernel_choice import only
 from tests.norm_reference import assert_no_worse
 
 ACTIVATIONS = [("leaky_relu", 0.01), ("elu", 1.0), ("elu", 0.5), ("identity", 1.0)]
@@ -88,7 +88,7 @@ def test_forward_is_as_exact_as_plain_float32(
     whole = whole.contiguous(memory_format=LAYOUTS[layout])
     y = whole[:, gap // 2 : gap // 2 + shape[1]]
     assert TRITON.applies(x, y)
-    TRITON.forward_into(x, y, NormAffine(mean, scale, shift), Activation(activation, slope))
+    TRITON.apply(x, NormAffine(mean, scale, shift), None, Activation(activation, slope), y)
 
     def expected(dtype: torch.dtype) -> torch.Tensor:
         middle, factor, added = (v.to(dtype).view(1, -1, *[1] * (x.dim() - 2)) for v in (mean, scale, shift))
@@ -98,7 +98,7 @@ def test_forward_is_as_exact_as_plain_float32(
     assert (whole == 7).sum() >= whole.numel() - y.numel()  # the channels in addition to it stay
     over = x.clone(memory_format=torch.preserve_format)
     assert TRITON.applies(over, over)
-    TRITON.forward_into(over, over, NormAffine(mean, scale, shift), Activation(activation, slope))
+    TRITON.apply(over, NormAffine(mean, scale, shift), None, Activation(activation, slope), over)
     assert torch.equal(over, y)
 
 
@@ -114,22 +114,24 @@ def test_the_gradient_is_as_exact_as_plain_float32(
     if activation == "elu":
         y.copy_(nn.functional.elu(y, slope))  # nothing else comes out of one
     _, scale, shift, deviation = vectors(shape[1], device)
+    options = Activation(activation, slope)
 
     def expected(dtype: torch.dtype) -> list[torch.Tensor]:
         operands = [t.to(dtype).contiguous() for t in (grad, y, scale, shift, deviation)]
-        result = torch.empty_like(operands[1])
-        norm = ScaledNorm(*operands[2:], frozen)
-        of_vectors = REFERENCE.backward_into(*operands[:1], result, operands[1], norm, Activation(activation, slope))
-        return [result, *of_vectors]
+        result, vectors = torch.empty_like(operands[1]), InvertedVectors(*operands[2:])
+        with only("reference"):
+            sums = gradients_into(operands[0], result, operands[1], vectors, options, frozen=frozen)
+        return [result, *sums]
 
     over = grad.clone(memory_format=torch.preserve_format)
     of_x = drawn(shape, layout, 2, device, gap)
-    arguments = (y, ScaledNorm(scale, shift, deviation, frozen), Activation(activation, slope))
-    ours = [of_x, *TRITON.backward_into(grad, of_x, *arguments)]
+    arguments = (y, InvertedVectors(scale, shift, deviation), options)
+    assert sweeps(grad, y) is TRITON
+    ours = [of_x, *gradients_into(grad, of_x, *arguments, frozen=frozen)]
     assert ours[1].dtype == ours[2].dtype == torch.float64
     terms = {"scale": (y.numel() / shape[1]) ** 0.5 * float((1 / scale).abs().max()), "shift": 1.0}
     assert_no_worse(["x", "scale", "shift"], ours, expected(torch.float32), expected(torch.float64), terms)
-    again = TRITON.backward_into(over, over, *arguments)
+    again = gradients_into(over, over, *arguments, frozen=frozen)
     assert all(torch.equal(a, b) for a, b in zip((over, *again), ours, strict=True))
 
 
@@ -184,12 +186,11 @@ def test_a_layer_s_gradients_are_off_by_no_more_than_plain_float32_s_and_what_th
 def test_elu_and_its_inverse_keep_relative_accuracy_near_zero(device: str, alpha: float) -> None:
     z = torch.cat([-torch.logspace(-30, 0.9, 800), torch.linspace(-0.51, -0.49, 95)]).to(device)
     zero, one, y = torch.zeros_like(z), torch.ones_like(z), torch.empty_like(z)
-    TRITON.forward_into(z[None], y[None], NormAffine(zero, one, zero), Activation("elu", alpha))
+    TRITON.apply(z[None], NormAffine(zero, one, zero), None, Activation("elu", alpha), y[None])
     torch.testing.assert_close(y.double(), alpha * torch.expm1(z.double()), rtol=5e-7, atol=0)
     # A single row: the sums are what is made again, times its gradient.
-    of_x, of_scale = torch.empty_like(z), None
-    norm = ScaledNorm(one, zero, one, True)
-    of_scale, of_shift = TRITON.backward_into(one[None], of_x[None], y[None], norm, Activation("elu", alpha))
+    rest = InvertedVectors(one, zero, one), Activation("elu", alpha)
+    of_scale, of_shift = gradients_into(one[None], torch.empty_like(z)[None], y[None], *rest, frozen=True)
     again = torch.log1p(y.double() / alpha)
     torch.testing.assert_close(of_shift, y.double() + alpha, rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(of_scale / of_shift, again, rtol=1e-6, atol=0)
@@ -206,16 +207,17 @@ def test_narrow_tensors_are_rounded_once(
     x, grad = (drawn((3, 37, 9, 7), layout, seed, device).to(dtype) for seed in range(2))
     mean, scale, shift, deviation = vectors(37, device)
     y, of_x = torch.empty_like(x), torch.empty_like(x)
-    TRITON.forward_into(x, y, NormAffine(mean, scale, shift), Activation(activation, slope))
+    TRITON.apply(x, NormAffine(mean, scale, shift), None, Activation(activation, slope), y)
     right = torch.empty_like(x, dtype=torch.float64)
     affine = NormAffine(*(v.double() for v in (mean, scale, shift)))
-    REFERENCE.forward_into(x.double(), right, affine, Activation(activation, slope))
+    REFERENCE.apply(x.double(), affine, None, Activation(activation, slope), right)
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(y.double(), right, rtol=eps, atol=1e-6)
-    rest = (y.float(), ScaledNorm(scale, shift, deviation, False), Activation(activation, slope))
+    rest = InvertedVectors(scale, shift, deviation), Activation(activation, slope)
     exact = torch.empty_like(x, dtype=torch.float32)
-    expected = REFERENCE.backward_into(grad.float(), exact, *rest)
-    found = TRITON.backward_into(grad, of_x, y, *rest[1:])
+    with only("reference"):
+        expected = gradients_into(grad.float(), exact, y.float(), *rest)
+    found = gradients_into(grad, of_x, y, *rest)
     torch.testing.assert_close(of_x.float(), exact, rtol=eps, atol=1e-5)
     for ours, other in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, other, rtol=1e-4, atol=1e-3)
@@ -270,11 +272,11 @@ def test_the_ops_call_them_and_agree_with_pytorchs_own(
         return [y.detach(), *gradients, *ours.buffers(), *ops]
 
     asked: list[str] = []
-    for name in ("forward_into", "backward_into"):
+    for name in ("apply", "reduce", "apply_backward"):
         real = getattr(TRITON, name)
         monkeypatch.setattr(TRITON, name, lambda *a, real=real, name=name: asked.append(name) or real(*a))
     ours = step()
-    assert set(asked) == {"forward_into", "backward_into"}
+    assert set(asked) == {"apply", "reduce", "apply_backward"}
     monkeypatch.setenv("SHOAL_KERNELS", "native")
     for own, other in zip(ours, step(), strict=True):
         assert own.stride() == other.stride()
@@ -288,12 +290,12 @@ def test_a_nan_stays_one(device: str) -> None:
     one = torch.ones(1, device=device)
     for activation, slope in ACTIVATIONS:
         y, of_x = torch.empty_like(x), torch.empty_like(x)
-        TRITON.forward_into(x, y, NormAffine(0 * one, one, 0 * one), Activation(activation, slope))
+        TRITON.apply(x, NormAffine(0 * one, one, 0 * one), None, Activation(activation, slope), y)
         assert y.isnan().tolist() == [[[False, True, False]]]
-        TRITON.backward_into(x, of_x, y, ScaledNorm(one, 0 * one, one, True), Activation(activation, slope))
+        rest = y, InvertedVectors(one, 0 * one, one), Activation(activation, slope)
+        gradients_into(x, of_x, *rest, frozen=True)
         assert of_x.isnan().tolist() == [[[False, True, False]]]
-        norm = ScaledNorm(one, 0 * one, one, False)
-        found = TRITON.backward_into(torch.ones_like(x), of_x, y, norm, Activation(activation, slope))
+        found = gradients_into(torch.ones_like(x), of_x, *rest)
         assert found[0].isnan().all() and of_x.isnan().all()
 
 
@@ -316,31 +318,6 @@ def test_the_cpu_has_its_own() -> None:
     x = torch.randn(2, 3, 4, 5)
     own = NATIVE if native.library() is not None else REFERENCE
     assert sweeps(x, x) is own
-
-
-@with_triton
-@not_interpreted
-@each_capability
-def test_they_compile_for_a_device_that_is_not_here(capability: int) -> None:
-    from shoal.kernels.invertible_norm import inverted_batch_norm_triton_kernels
-
-    x, late = there(32, 64, 56, 56, dtype=torch.bfloat16, channels_last=True), there(32, 2048, 7, 7)
-    with compiled_for(capability) as found:
-        for y, activation, slope, frozen in (
-            (x, "leaky_relu", 0.01, False),
-            (x, "elu", 1.0, True),
-            (late, "elu", 1.0, False),
-            (late, "identity", 1.0, False),
-        ):
-            scale = there(y.shape[1])
-            TRITON.forward_into(y, y, NormAffine(scale, scale, scale), Activation(activation, slope))
-            TRITON.backward_into(y, y, y, ScaledNorm(scale, scale, scale, frozen), Activation(activation, slope))
-    assert found.keys() == kernels_of(inverted_batch_norm_triton_kernels)
-    for compiled in found.values():
-        assert any("ld.global.v4" in ptx for ptx in compiled)  # 16 bytes at a time
-        assert not any(
-            "lg2.approx" in ptx for ptx in compiled
-        )  # has no digits near 1, where the inverse of ELU needs them
 
 
 @on_device

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from shoal.kernels.norm.norm_act import activated, activated_backward, norm_act
-from shoal.kernels.norm.norm_sweeps import NormAffine
+from shoal.kernels.norm.norm_operands import NormAffine
 from shoal.lowlevel.native import levels
 from tests.norm_reference import assert_no_worse, row
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from shoal.errors import InputError
 from shoal.kernels.norm import norm_conv_native
 from shoal.kernels.norm.norm_conv_native import ConvWindow, NormConv
+from shoal.kernels.norm.norm_operands import NormAffine, affine_of
 from shoal.kernels.norm.norm_rows import native_row_stride as row_stride
-from shoal.kernels.norm.norm_sweeps import NormAffine, affine_of
 from shoal.kernels.norm.statistics import MeasuredNorm
 from shoal.lowlevel import allocations
 from shoal.lowlevel.dispatch import VARIABLE

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shoal.errors import InputError
-from shoal.kernels.norm.norm_sweeps import NATIVE as passes
-from shoal.kernels.norm.norm_sweeps import NormAffine, NormMoves
+from shoal.kernels.norm.norm_operands import IDENTITY, RELU, Activation, NormAffine, NormMoves, NormRead
+from shoal.kernels.norm.norm_sweeps import REFERENCE
+from shoal.kernels.norm.norm_sweeps_native import NATIVE as passes
 from shoal.lowlevel.native import levels
+from tests.kernels.kernel_choice import only
 from tests.norm_reference import assert_no_worse, row
 from tests.raising import raising
 
@@ -42,7 +46,8 @@ def test_statistics_survive_a_mean_of_a_thousand_deviations(
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
-        found = passes.statistics(x, level=level)
+        with only(f"native,{level}"):
+            found = passes.statistics(x)
     finally:
         torch.set_num_threads(before)
     torch.testing.assert_close(found[0].double(), mean, rtol=2e-7, atol=1e-6)
@@ -74,25 +79,32 @@ def test_normalise_and_its_gradient_are_as_exact_as_plain_float32(
         return [z.detach(), *gradients, *([] if adds else [None])]
 
     z, of_x, of_residual = (pixels(shape, seed, gap) for _ in range(3))
-    affine = NormAffine(mean, scale, shift)
-    passes.norm_act(x, affine, residual, relu, z, level=level)
-    of_scale, of_shift = passes.norm_act_backward(
-        grad, z if relu and adds else None, x, affine, relu, of_x, of_residual if adds else None, level=level
-    )
+    affine, activation = NormAffine(mean, scale, shift), RELU if relu else IDENTITY
+    read = NormRead(x, affine, activation, z if relu and adds else None)
+    with only(f"native,{level}"):
+        passes.apply(x, affine, residual, activation, z)
+        of_scale, of_shift = passes.reduce(grad, read, of_x, of_residual if adds else None)
     ours = [z, of_x, -scale * of_shift, of_scale, of_shift, of_residual if adds else None]
     names = ("z", "x", "mean", "scale", "shift", "residual")
     terms = dict.fromkeys(("mean", "scale", "shift"), (x.numel() / x.shape[1]) ** 0.5)
     assert_no_worse(names, ours, plain(torch.float32), plain(torch.float64), terms)
 
 
-def test_a_moved_gradient_is_the_product_and_the_line() -> None:
+@pytest.mark.parametrize("activation", [IDENTITY, RELU, Activation("leaky_relu", 0.1), Activation("elu", 0.7)])
+@pytest.mark.parametrize("kernel", [passes, REFERENCE], ids=["native", "reference"])
+def test_a_moved_gradient_is_the_scaled_sum_of_product_and_line(kernel: Any, activation: Activation) -> None:
     x, grad, of_x = (pixels((2, 19, 5, 6), seed, 0) for seed in range(3))
     affine, moves = NormAffine(*torch.randn(3, 19)), NormMoves(*torch.randn(2, 19))
-    passes.moved_gradient(grad, None, x, affine, True, moves, of_x)
-    centred, da = x.double() - row(affine.mean), grad.double()
-    da = da * (centred * row(affine.scale) + row(affine.shift) > 0)
-    expected = da * row(affine.scale) + centred * row(moves.slope) + row(moves.constant)
+    read = NormRead(x, affine, activation)
+    sums = kernel.reduce(grad, read)
+    kernel.apply_backward(grad, read, moves, of_x)
+    centred = x.double() - row(affine.mean)
+    line = (centred * row(affine.scale) + row(affine.shift)).requires_grad_()
+    (da,) = torch.autograd.grad(activation.apply_(line * 1.0), line, grad.double())
+    expected = (da + centred * row(moves.slope) + row(moves.constant)) * row(affine.scale)
     torch.testing.assert_close(of_x.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(sums.of_scale.double(), (da * centred).sum((0, 2, 3)), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(sums.of_shift.double(), da.sum((0, 2, 3)), rtol=1e-5, atol=1e-4)
 
 
 @each_level
@@ -100,8 +112,9 @@ def test_what_is_not_wanted_is_not_written(level: str) -> None:
     x, grad = pixels((2, 19, 5, 6), 0, 0), pixels((2, 19, 5, 6), 1, 0)
     affine = NormAffine(*torch.randn(3, 19))
     whole = [torch.empty_like(x), torch.empty_like(x)]
-    expected = passes.norm_act_backward(grad, None, x, affine, True, *whole, level=level)
-    found = passes.norm_act_backward(grad, None, x, affine, True, None, None, level=level)
+    with only(f"native,{level}"):
+        expected = passes.reduce(grad, NormRead(x, affine, RELU), *whole)
+        found = passes.reduce(grad, NormRead(x, affine, RELU))
     for own, other in zip(found, expected, strict=True):
         assert torch.equal(own, other)
 
@@ -109,7 +122,7 @@ def test_what_is_not_wanted_is_not_written(level: str) -> None:
 def test_tensors_of_two_shapes_are_refused() -> None:
     x, out = pixels((2, 19, 5, 6), 0, 0), pixels((2, 20, 5, 6), 0, 0)
     with pytest.raises(InputError):
-        passes.norm_act(x, NormAffine(*torch.randn(3, 19)), None, True, out)
+        passes.apply(x, NormAffine(*torch.randn(3, 19)), None, RELU, out)
 
 
 def test_what_is_no_channels_last_tensor_is_left_to_others() -> None:
@@ -128,7 +141,8 @@ def test_gradients_that_are_all_alike_add_up_to_their_number(level: str) -> None
     each = torch.tensor([0.1, 0.3, 0.7, 1 / 3, 1e-3])
     grad.copy_(row(each).expand_as(grad))
     affine = NormAffine(torch.zeros(5), torch.ones(5), torch.zeros(5))
-    of_scale, of_shift = passes.norm_act_backward(grad, None, x, affine, False, None, None, level=level)
+    with only(f"native,{level}"):
+        of_scale, of_shift = passes.reduce(grad, NormRead(x, affine, IDENTITY))
     torch.testing.assert_close(of_shift.double(), each.double() * 4096, rtol=3e-7, atol=0.0)
     products = grad.double() * x.double()
     allowed = 3e-7 * products.abs().sum((0, 2, 3))

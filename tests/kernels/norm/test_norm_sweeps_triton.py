@@ -12,7 +12,9 @@ import torch
 
 from shoal.errors import InputError
 from shoal.kernels.norm.norm_act import activated, norm_act
-from shoal.kernels.norm.norm_sweeps import TRITON, TRITON_KERNELS, NormAffine, NormMoves, sweeps
+from shoal.kernels.norm.norm_operands import IDENTITY, RELU, Activation, NormAffine, NormMoves, NormRead
+from shoal.kernels.norm.norm_sweeps import REFERENCE, sweeps
+from shoal.kernels.norm.norm_sweeps_triton import TRITON, TRITON_KERNELS
 from shoal.kernels.norm.statistics import MeasuredNorm, measure, statistics, whole_gradient
 from shoal.lowlevel import triton_launch
 from tests.interpreter import drawn, each_shape, not_interpreted, on_device, with_triton
@@ -70,10 +72,10 @@ def test_normalise_and_its_gradient_are_as_exact_as_plain_float32(
 
     z, of_x, masked = (drawn(shape, layout, 3, device, gap) for _ in range(3))
     assert TRITON.applies(x, grad, z, of_x, masked)
-    TRITON.norm_act(x, NormAffine(mean, scale, shift), residual, relu, z)
-    of_scale, of_shift = TRITON.norm_act_backward(
-        grad, z if adds else None, x, NormAffine(mean, scale, shift), relu, of_x, masked if adds else None
-    )
+    affine, activation = NormAffine(mean, scale, shift), RELU if relu else IDENTITY
+    TRITON.apply(x, affine, residual, activation, z)
+    read = NormRead(x, affine, activation, z if adds else None)
+    of_scale, of_shift = TRITON.reduce(grad, read, of_x, masked if adds else None)
     ours = [z, of_x, -scale * of_shift, of_scale, of_shift, *([masked] if adds else [])]
     names = ("z", "x", "mean", "scale", "shift", "residual")[: len(ours)]
     terms = dict.fromkeys(("mean", "scale", "shift"), (x.numel() / x.shape[1]) ** 0.5)
@@ -91,11 +93,12 @@ def test_narrow_tensors_are_rounded_once(device: str, dtype: torch.dtype, layout
     torch.testing.assert_close(mean.double(), x.double().mean((0, 2, 3)), rtol=1e-6, atol=1e-6)
     _, scale, shift = vectors(37, device)
     z, of_x = torch.empty_like(x), torch.empty_like(x, dtype=torch.float32)
-    TRITON.norm_act(x, NormAffine(mean, scale, shift), residual, True, z)
+    affine = NormAffine(mean, scale, shift)
+    TRITON.apply(x, affine, residual, RELU, z)
     exact = ((x.double() - row(mean)) * row(scale) + row(shift) + residual.double()).relu()
     step = torch.finfo(dtype).eps
     torch.testing.assert_close(z.double(), exact, rtol=step, atol=1e-6)
-    of_scale, of_shift = TRITON.norm_act_backward(grad, z, x, NormAffine(mean, scale, shift), True, of_x, None)
+    of_scale, of_shift = TRITON.reduce(grad, NormRead(x, affine, RELU, z), of_x)
     da = grad.double() * (z > 0)
     torch.testing.assert_close(of_x.double(), da * row(scale), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(of_shift.double(), da.sum((0, 2, 3)), rtol=1e-5, atol=1e-4)
@@ -103,8 +106,8 @@ def test_narrow_tensors_are_rounded_once(device: str, dtype: torch.dtype, layout
     torch.testing.assert_close(of_scale.double(), (da * centred).sum((0, 2, 3)), rtol=1e-5, atol=1e-4)
     slope, constant, _ = vectors(37, device)
     moved = torch.empty_like(x)
-    TRITON.moved_gradient(grad, z, x, NormAffine(mean, scale, shift), True, NormMoves(slope, constant), moved)
-    line = da * row(scale) + centred * row(slope) + row(constant)
+    TRITON.apply_backward(grad, NormRead(x, affine, RELU, z), NormMoves(slope, constant), moved)
+    line = (da + centred * row(slope) + row(constant)) * row(scale)
     torch.testing.assert_close(moved.double(), line, rtol=step, atol=1e-6)
 
 
@@ -133,11 +136,11 @@ def test_the_ops_call_them_and_agree_with_pytorchs_own(
 
     asked: list[str] = []
 
-    for name in ("statistics", "norm_act", "norm_act_backward"):
+    for name in ("statistics", "apply", "reduce"):
         real = getattr(TRITON, name)
         monkeypatch.setattr(TRITON, name, lambda *a, real=real, name=name: asked.append(name) or real(*a))
     ours = run()
-    assert {"statistics", "norm_act", "norm_act_backward"} <= set(asked)
+    assert {"statistics", "apply", "reduce"} <= set(asked)
     monkeypatch.setenv("SHOAL_KERNELS", "reference")
     for own, other in zip(ours, run(), strict=True):
         assert own.stride() == other.stride()
@@ -163,8 +166,8 @@ def test_whole_gradients_of_narrow_tensors_agree_with_pytorchs_own(
         return torch.autograd.grad(z, leaves, grad)
 
     asked: list[str] = []
-    real = TRITON.moved_gradient
-    monkeypatch.setattr(TRITON, "moved_gradient", lambda *a: asked.append("moved_gradient") or real(*a))
+    real = TRITON.apply_backward
+    monkeypatch.setattr(TRITON, "apply_backward", lambda *a: asked.append("apply_backward") or real(*a))
     ours = run()
     assert len(asked) == len(xs)
     monkeypatch.setenv("SHOAL_KERNELS", "reference")
@@ -174,10 +177,27 @@ def test_whole_gradients_of_narrow_tensors_agree_with_pytorchs_own(
 
 @on_device
 @with_triton
+@pytest.mark.parametrize("activation", [Activation("leaky_relu", 0.1), Activation("elu", 0.7)])
+def test_other_activations_agree_with_pytorchs_own(device: str, activation: Activation) -> None:
+    x, grad = (drawn((2, 11, 5, 6), "channels_last", seed, device) for seed in range(2))
+    read = NormRead(x, NormAffine(*vectors(11, device)), activation)
+    moves = NormMoves(*vectors(11, device)[:2])
+    found = []
+    for kernel in (TRITON, REFERENCE):
+        z, of_x = torch.empty_like(x), torch.empty_like(x)
+        kernel.apply(x, read.affine, None, activation, z)
+        kernel.apply_backward(grad, read, moves, of_x)
+        found.append([z, of_x, *(vector.float() for vector in kernel.reduce(grad, read))])
+    for ours, other in zip(*found, strict=True):
+        torch.testing.assert_close(ours, other, rtol=1e-5, atol=2e-5)
+
+
+@on_device
+@with_triton
 def test_a_nan_stays_one(device: str) -> None:
     x = torch.tensor([[[1.0, torch.nan, -1.0]]], device=device)
     one, out = torch.ones(1, device=device), torch.empty_like(x)
-    TRITON.norm_act(x, NormAffine(0 * one, one, 0 * one), None, True, out)
+    TRITON.apply(x, NormAffine(0 * one, one, 0 * one), None, RELU, out)
     assert out.isnan().tolist() == [[[False, True, False]]] and out[0, 0, 2] == 0
 
 
@@ -192,9 +212,9 @@ def test_what_they_do_not_read_is_left_to_others(device: str) -> None:
     assert not TRITON.applies(x.transpose(2, 3)) and not TRITON.applies(x[:, :, ::2])
     assert not TRITON.applies(x[0, 0, 0]) and not TRITON.applies(x[:, :, :1, :1].expand(2, 3, 4, 5))
     with raising(InputError, "channels_last"):
-        TRITON.norm_act(x, NormAffine(*vectors(3, device)), None, True, other)
+        TRITON.apply(x, NormAffine(*vectors(3, device)), None, RELU, other)
     with pytest.raises(InputError):
-        TRITON.norm_act(x, NormAffine(*vectors(3, device)), None, True, x[:1])
+        TRITON.apply(x, NormAffine(*vectors(3, device)), None, RELU, x[:1])
 
 
 @on_device
@@ -203,7 +223,7 @@ def test_the_variable_turns_them_off(monkeypatch: pytest.MonkeyPatch, device: st
     x = drawn((2, 3, 4, 5), "contiguous", 0, device)
     assert sweeps(x) is TRITON
     monkeypatch.setenv("SHOAL_KERNELS", "reference")
-    assert sweeps(x) is None
+    assert sweeps(x) is REFERENCE
 
 
 def test_without_triton_pytorchs_own_kernels_do_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,12 +247,21 @@ def test_they_compile_for_a_device_that_is_not_here(capability: int) -> None:
     with compiled_for(capability) as found:
         for y, residual in ((x, x), (late, None)):
             mean = there(y.shape[1])
+            affine = NormAffine(mean, mean, mean)
             TRITON.statistics(y)
-            TRITON.norm_act(y, NormAffine(mean, mean, mean), residual, True, y)
-            TRITON.norm_act_backward(y, residual, y, NormAffine(mean, mean, mean), True, y, residual)
+            TRITON.apply(y, affine, residual, RELU, y)
+            TRITON.reduce(y, NormRead(y, affine, RELU, residual), y, residual)
+            for activation in (Activation("leaky_relu", 0.01), Activation("elu"), IDENTITY):
+                TRITON.apply(y, affine, None, activation, y)
+                inverted = NormRead(y, affine, activation, inverted=True)
+                TRITON.reduce(y, inverted)
+                TRITON.apply_backward(y, inverted, NormMoves(mean, mean), y)
         dense, mean = there(32, 96, 28, 28, dtype=torch.float16, channels_last=True, gap=32), there(96)
-        TRITON.norm_act_backward(dense, None, dense, NormAffine(mean, mean, mean), True, None, None)
-        TRITON.moved_gradient(dense, None, dense, NormAffine(mean, mean, mean), True, NormMoves(mean, mean), dense)
+        read = NormRead(dense, NormAffine(mean, mean, mean), RELU)
+        TRITON.reduce(dense, read)
+        TRITON.apply_backward(dense, read, NormMoves(mean, mean), dense)
     assert found.keys() == kernels_of(norm_triton_kernels)
     for name in found.keys() - {"merge"}:
         assert any("ld.global.v4" in ptx for ptx in found[name])  # 16 bytes at a time
+        # That has no digits near 1, where the inverse of ELU needs them.
+        assert not any("lg2.approx" in ptx for ptx in found[name])

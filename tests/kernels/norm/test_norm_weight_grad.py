@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shoal.kernels.norm import norm_weight_grad
 from shoal.kernels.norm.norm_conv_native import ConvWindow, NormConv
-from shoal.kernels.norm.norm_sweeps import affine_of
+from shoal.kernels.norm.norm_operands import affine_of
 from shoal.lowlevel import allocations
 from shoal.lowlevel.native import levels
 from tests.norm_reference import assert_no_worse, row

@@ -20,11 +20,11 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.kernels.batch_norm_vectors import measures, move_statistics
-from shoal.kernels.invertible_norm.inverted_batch_norm_sweeps import Activation, ScaledNorm, sweeps
+from shoal.kernels.invertible_norm.inverted_batch_norm_sweeps import InvertedVectors, gradients_into, sweeps
 from shoal.kernels.invertible_norm.inverted_op import InvertedOp, by_pytorch
-from shoal.kernels.norm import norm_sweeps
-from shoal.kernels.norm.norm_sweeps import NormAffine
-from shoal.kernels.norm.statistics import wide as wide_of
+from shoal.kernels.norm.norm_operands import Activation, NormAffine
+from shoal.kernels.norm.norm_operands import wide as wide_of
+from shoal.kernels.norm.statistics import measure
 from shoal.lowlevel.torch_state import check_batch_norm_input, check_batch_size, in_functorch
 
 
@@ -70,26 +70,14 @@ def _forward(
     """
     wide = wide_of(x.dtype)
     if mean is None or variance is None:
-        mean, variance = channel_statistics(x)
+        mean, variance = measure(x)
     else:
         mean, variance = mean.to(wide, copy=True), variance.to(wide, copy=True)
     scale = torch.rsqrt(variance + eps)
     if weight is not None:
         scale = scale * kept_from_zero(weight.to(wide), eps)
     shift = torch.zeros_like(mean) if bias is None else bias.to(wide)
-    sweeps(x, y).forward_into(x, y, NormAffine(mean, scale, shift), Activation(activation, slope))
-    return mean, variance
-
-
-def channel_statistics(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and biased variance of the channels, (C,); nothing as large as `x` is allocated."""
-    kernel = norm_sweeps.sweeps(x)
-    if kernel is not None:
-        return kernel.statistics(x)
-    wide = wide_of(x.dtype)
-    # PyTorch's own sums, without a result; wide if given wide running statistics, which momentum 0 leaves unchanged.
-    given = (None, None) if x.dtype == wide else tuple(torch.zeros(2, x.shape[1], dtype=wide, device=x.device))
-    mean, variance = torch.ops.aten.batch_norm_update_stats(x, *given, 0.0)
+    sweeps(x, y).apply(x, NormAffine(mean, scale, shift), None, Activation(activation, slope), y)
     return mean, variance
 
 
@@ -122,9 +110,8 @@ def _backward(
     ones = torch.ones_like(invstd)
     scale = ones if weight is None else kept_from_zero(weight.to(wide), eps)
     shift = torch.zeros_like(ones) if bias is None else bias.to(wide)
-    of_weight, of_bias = sweeps(grad, y).backward_into(
-        grad, result, y, ScaledNorm(scale, shift, invstd, frozen), Activation(activation, slope)
-    )
+    vectors = InvertedVectors(scale, shift, invstd)
+    of_weight, of_bias = gradients_into(grad, result, y, vectors, Activation(activation, slope), frozen=frozen)
     return (
         of_weight.to(wide if weight is None else weight.dtype),
         of_bias.to(wide if bias is None else bias.dtype),

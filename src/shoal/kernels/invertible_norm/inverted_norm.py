@@ -13,10 +13,11 @@ import torch
 from torch import nn
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from shoal.kernels.invertible_norm.inverted_batch_norm import channel_statistics, error_of
-from shoal.kernels.invertible_norm.inverted_batch_norm_sweeps import Activation, ScaledNorm, sweeps
+from shoal.kernels.invertible_norm.inverted_batch_norm import error_of
+from shoal.kernels.invertible_norm.inverted_batch_norm_sweeps import InvertedVectors, gradients_into, sweeps
 from shoal.kernels.invertible_norm.inverted_op import InvertedOp, by_pytorch
-from shoal.kernels.norm.norm_sweeps import NormAffine
+from shoal.kernels.norm.norm_operands import Activation, NormAffine
+from shoal.kernels.norm.statistics import measure
 from shoal.lowlevel.torch_state import check_batch_norm_input, check_group_size, check_spatial_size, in_functorch
 
 MIN_SCALE = 1e-5
@@ -85,7 +86,7 @@ def _forward(
     for source, target in zip(_planes(x), _planes(y), strict=True):
         ours = slice(start, start := start + source.shape[1])
         affine = NormAffine(means[ours], factors[ours], shifts[ours])
-        sweeps(source, target).forward_into(source, target, affine, Activation(activation, slope))
+        sweeps(source, target).apply(source, affine, None, Activation(activation, slope), target)
     return mean, invstd
 
 
@@ -93,9 +94,9 @@ def _statistics(x: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tenso
     """Mean and biased variance of the groups of each sample, (N, groups)."""
     samples, channels = x.shape[:2]
     if x.is_contiguous():
-        mean, variance = channel_statistics(x.view(1, samples * groups, -1))
+        mean, variance = measure(x.view(1, samples * groups, -1))
         return mean.view(samples, groups), variance.view(samples, groups)
-    found = [channel_statistics(sample) for sample in x.split(1)]
+    found = [measure(sample) for sample in x.split(1)]
     mean, variance = (torch.stack(vectors) for vectors in zip(*found, strict=True))
     if groups == channels:
         return mean, variance
@@ -134,8 +135,8 @@ def _backward(
     start, found = 0, []
     for source, target, one in zip(_planes(grad), _planes(result), _planes(y), strict=True):
         ours = slice(start, start := start + one.shape[1])
-        norm = ScaledNorm(scales[ours], shifts[ours], factors[ours], False, in_group)
-        found.append(sweeps(source, one).backward_into(source, target, one, norm, Activation(activation, slope)))
+        vectors = InvertedVectors(scales[ours], shifts[ours], factors[ours])
+        found.append(gradients_into(source, target, one, vectors, Activation(activation, slope), in_group=in_group))
     of_scale, of_shift = (torch.cat(parts).view(samples, channels).sum(0) for parts in zip(*found, strict=True))
     return (
         of_scale.to(invstd.dtype if weight is None else weight.dtype),

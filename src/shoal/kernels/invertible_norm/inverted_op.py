@@ -10,7 +10,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from shoal.kernels.norm.statistics import wide
+from shoal.kernels.norm.norm_operands import wide
 from shoal.lowlevel.direct_call import needs_dispatch
 
 Vectors = tuple[torch.Tensor, torch.Tensor]

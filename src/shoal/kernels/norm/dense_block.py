@@ -19,8 +19,8 @@ from shoal.kernels.batch_norm_vectors import batch_norm_scale, batch_norm_scale_
 from shoal.kernels.memory_format import dense_in_format, memory_format_of, suggested_memory_format
 from shoal.kernels.norm.norm_conv import convolve, convolve_backward
 from shoal.kernels.norm.norm_conv_native import ConvWindow, NormConv
-from shoal.kernels.norm.norm_sweeps import NormAffine
-from shoal.kernels.norm.statistics import MeasuredNorm, measure, whole_gradient, wide
+from shoal.kernels.norm.norm_operands import NormAffine, wide
+from shoal.kernels.norm.statistics import MeasuredNorm, measure, whole_gradient
 from shoal.lowlevel.direct_call import register_op
 
 Moments = tuple[torch.Tensor, torch.Tensor]  # mean, variance

@@ -11,11 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn import functional as F
 
 from shoal.kernels.memory_format import memory_format_of
-from shoal.kernels.norm.norm_act import activated, activated_backward, moved_gradient_, normalised
-from shoal.kernels.norm.norm_sweeps import NormAffine, NormMoves, sweeps
+from shoal.kernels.norm.norm_operands import IDENTITY, Activation, NormAffine, NormMoves, NormRead
+from shoal.kernels.norm.norm_sweeps import sweeps
 from shoal.lowlevel.direct_call import register_op
 
 
@@ -46,10 +45,9 @@ def _joined_norm_gradients(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     products, total = torch.stack(of_scale).sum(0), torch.stack(of_shift).sum(0)
     inverse = torch.rsqrt(variance + eps)
-    share = inverse / -count if weight is None else inverse * weight / -count
     of_weight = products * inverse
     like = total if weight is None else weight
-    return share * inverse * of_weight, share * total, of_weight.to(like.dtype), total.to(like.dtype)
+    return inverse * of_weight / -count, total / -count, of_weight.to(like.dtype), total.to(like.dtype)
 
 
 def _joined_norm_gradients_fake(
@@ -69,8 +67,10 @@ def sliced_norm(
     >>> sliced_norm(torch.tensor([[[1.0, 5.0]]]), 3 * one, 2 * one, one, "relu")
     tensor([[[0., 5.]]])
     """
-    written = torch.empty_like(x, memory_format=memory_format_of(x)).copy_(x)
-    return sliced_norm_(written, mean, scale, shift, activation)
+    out = _norm_fake(x)
+    seen, into = _pictures(x, out)
+    sweeps(seen, into).apply(seen, NormAffine(mean, scale, shift), None, _activation_of(activation), into)
+    return out
 
 
 def sliced_norm_(
@@ -78,36 +78,17 @@ def sliced_norm_(
 ) -> torch.Tensor:
     """`sliced_norm` that writes over `x`; the same bits."""
     (seen,) = _pictures(x)
-    kernel, relu, affine = sweeps(seen), activation == "relu", NormAffine(mean, scale, shift)
-    if kernel is None:
-        x.copy_(activated(x, affine, relu, x.dtype))
-    else:
-        kernel.norm_act(seen, affine, None, relu, seen)
-    return x if activation in _IN_THE_SWEEP else _activate_(x, activation)
+    sweeps(seen).apply(seen, NormAffine(mean, scale, shift), None, _activation_of(activation), seen)
+    return x
 
 
 ACTIVATIONS = ("relu", "elu", "leaky_relu")
 """What may stand after a norm, "" for nothing; after the last two, and a space, their number: "elu 1.0"."""
-_IN_THE_SWEEP = ("", "relu")
 
 
-def _activate_(x: torch.Tensor, activation: str) -> torch.Tensor:
-    name, number = activation.split()
-    return (F.elu_ if name == "elu" else F.leaky_relu_)(x, float(number))
-
-
-def _let_through(
-    grad: torch.Tensor, x: torch.Tensor, affine: NormAffine, activation: str, *, overwrite: bool
-) -> torch.Tensor:
-    """`grad` as an activation that is not in the sweep lets it through; what that was of is computed again."""
-    line = normalised(x, affine)
-    name, number = activation.split()
-    into = grad if overwrite else line if line.dtype == grad.dtype else torch.empty_like(grad)
-    if name == "elu":
-        torch.ops.aten.elu_backward.grad_input(grad, float(number), 1, 1, False, line, grad_input=into)
-    else:
-        torch.ops.aten.leaky_relu_backward.grad_input(grad, line, float(number), False, grad_input=into)
-    return into
+def _activation_of(text: str) -> Activation:
+    name, *numbers = text.split() or IDENTITY
+    return Activation(name, *map(float, numbers))
 
 
 def _pictures(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -123,14 +104,10 @@ def _sums(
     grad: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, activation: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Of grad * (x - mean) and of grad, as an activation after the norm lets it through: (C,)."""
-    affine = NormAffine(mean, scale, shift)
-    if activation not in _IN_THE_SWEEP:
-        grad = _let_through(grad, x, affine, activation, overwrite=False)
-    relu = activation == "relu"
     seen, of_seen = _pictures(x, grad)
-    _, vectors = activated_backward(of_seen, seen, affine, relu, [False, True])
-    assert vectors is not None
-    return vectors.scale, vectors.shift
+    read = NormRead(seen, NormAffine(mean, scale, shift), _activation_of(activation))
+    sums = sweeps(of_seen, seen).reduce(of_seen, read)
+    return sums.of_scale.to(scale.dtype), sums.of_shift.to(scale.dtype)
 
 
 def _sums_fake(grad: Any, x: Any, mean: Any, scale: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -147,10 +124,11 @@ def sliced_norm_gradient(grad: torch.Tensor, x: torch.Tensor, *rest: Any) -> tor
     >>> one, zero = torch.ones(1), torch.zeros(1)
     >>> x = torch.tensor([[[3.0, -1.0]]])
     >>> sliced_norm_gradient(torch.ones(1, 1, 2), x, zero, 2 * one, zero, one, 10 * one, "relu")
-    tensor([[[15.,  9.]]])
+    tensor([[[28., 18.]]])
     """
-    written = torch.empty_like(x, dtype=grad.dtype, memory_format=memory_format_of(x)).copy_(grad)
-    return sliced_norm_gradient_(written, x, *rest)
+    out = _gradient_fake(grad, x)
+    _gradient_into(out, grad, x, *rest)
+    return out
 
 
 def sliced_norm_gradient_(
@@ -169,23 +147,18 @@ def sliced_norm_gradient_(
         grad: of what `sliced_norm` returned, in the layout of `x`.
         x: the slice, (n, C, ...).
         mean, scale, shift: (C,).
-        slope, constant: (C,), by how much the gradient moves for each step from the mean, and in any case.
+        slope, constant: (C,), by how much the gradient moves before it is scaled: see `NormMoves`.
         activation: as of `sliced_norm`.
     """
-    affine, moves = NormAffine(mean, scale, shift), NormMoves(slope, constant)
-    if activation not in _IN_THE_SWEEP:
-        _let_through(grad, x, affine, activation, overwrite=True)
-    relu = activation == "relu"
-    seen, of_seen = _pictures(x, grad)
-    kernel = sweeps(of_seen, seen)
-    if kernel is not None:
-        kernel.moved_gradient(of_seen, None, seen, affine, relu, moves, of_seen)
-        return grad
-    if relu:
-        over = normalised(x, affine)
-        torch.ops.aten.threshold_backward.grad_input(grad, over, 0, grad_input=grad)
-        del over
-    return moved_gradient_(grad, x, affine, moves)
+    _gradient_into(grad, grad, x, mean, scale, shift, slope, constant, activation)
+    return grad
+
+
+def _gradient_into(out: torch.Tensor, grad: torch.Tensor, x: torch.Tensor, *rest: Any) -> None:
+    mean, scale, shift, slope, constant, activation = rest
+    seen, of_seen, into = _pictures(x, grad, out)
+    read = NormRead(seen, NormAffine(mean, scale, shift), _activation_of(activation))
+    sweeps(of_seen, seen, into).apply_backward(of_seen, read, NormMoves(slope, constant), into)
 
 
 def _gradient_fake(grad: torch.Tensor, x: torch.Tensor, *_: Any) -> torch.Tensor:

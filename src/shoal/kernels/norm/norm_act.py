@@ -11,19 +11,16 @@ side, and the gradient of a weight, a sum over all pixels, is off by more the mo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
 import torch
 
 from shoal.kernels.memory_format import dense_in_format, in_format, memory_format_of
-from shoal.kernels.norm.norm_sweeps import NormAffine, NormMoves, OwnVariance, sweeps
-from shoal.kernels.norm.statistics import by_channel
+from shoal.kernels.norm.norm_operands import IDENTITY, RELU, NormAffine, NormRead, NormSums, OwnVariance
+from shoal.kernels.norm.norm_sweeps import sweeps
 from shoal.lowlevel.direct_call import register_op
-
-_aten = torch.ops.aten
-_PIECE_ELEMS = 1 << 18  # 1 MiB of float32: a piece stays in L2
 
 
 def norm_act(
@@ -68,45 +65,6 @@ def joined(xs: Sequence[torch.Tensor]) -> torch.Tensor:
     return xs[0] if len(xs) == 1 else torch.cat(list(xs), 1)
 
 
-def normalised(x: torch.Tensor, affine: NormAffine) -> torch.Tensor:
-    """(x - mean) * scale + shift, in the dtype of `x`."""
-    mean, scale, shift = affine
-    # PyTorch's own in eval mode is one sweep; its variance is one here.
-    line: torch.Tensor = _aten.native_batch_norm(x, scale, shift, mean, torch.ones_like(mean), False, 0.0, 0.0)[0]
-    return line
-
-
-def reduced(grad: torch.Tensor, x: torch.Tensor, affine: NormAffine) -> NormAffine:
-    """Gradients of mean, scale and shift from that of the normalised tensor."""
-    mean = affine.mean
-    if x.is_cpu and memory_format_of(x) != torch.contiguous_format:
-        of_scale, of_shift = (total.to(affine.scale.dtype) for total in _channel_sums(grad, x, mean))
-        return affine.gradients(of_scale, of_shift)
-    ones = torch.ones_like(mean)
-    kind = torch.promote_types(grad.dtype, x.dtype)
-    # PyTorch's own sums of grad * (x - mean) and grad in one sweep, with nothing allocated.
-    _, of_scale, of_shift = _aten.native_batch_norm_backward(
-        grad.to(kind), x.to(kind), ones, None, None, mean, ones, True, 0.0, [False, True, True]
-    )
-    return affine.gradients(of_scale, of_shift)
-
-
-def _channel_sums(grad: torch.Tensor, x: torch.Tensor, mean: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """grad * (x - mean) and grad, summed over all but channels, in float64.
-
-    PyTorch's own backward pass adds channels_last pixels up one after the other in float32.
-    """
-    dims = [0, *range(2, x.dim())]
-    products, total = (torch.zeros_like(mean, dtype=torch.float64) for _ in range(2))
-    images = max(1, _PIECE_ELEMS // max(1, x.numel() // x.shape[0]))
-    for some, of_some in zip(x.split(images), grad.split(images), strict=True):
-        centred = some - by_channel(mean, x)  # promotes
-        of_some = of_some.to(centred.dtype)
-        total += of_some.sum(dims)
-        products += centred.mul_(of_some).sum(dims)
-    return products, total
-
-
 def activated(x: torch.Tensor, affine: NormAffine | None, relu: bool, dtype: torch.dtype) -> torch.Tensor:
     """relu((x - mean) * scale + shift) in `dtype`, without autograd; relu(x) if `affine` is None.
 
@@ -119,12 +77,7 @@ def activated(x: torch.Tensor, affine: NormAffine | None, relu: bool, dtype: tor
     if affine is None:
         return dense_in_format(x.relu().to(dtype), memory_format_of(x)) if relu else x.to(dtype)
     out = torch.empty_like(x, dtype=dtype, memory_format=memory_format_of(x))
-    kernel = sweeps(x, out)
-    if kernel is None:
-        del out
-        a = normalised(x, affine)
-        return dense_in_format((a.relu_() if relu else a).to(dtype), memory_format_of(x))
-    kernel.norm_act(x, affine, None, relu, out)
+    sweeps(x, out).apply(x, affine, None, RELU if relu else IDENTITY, out)
     return out
 
 
@@ -145,28 +98,6 @@ def activated_backward(
     """
     of_x, of_vectors, _ = _gradients(grad, [x], affine, None, relu, [*needs, False], own=own)
     return of_x[0] if of_x else None, of_vectors
-
-
-def moved_gradient_(grad: torch.Tensor, x: torch.Tensor, affine: NormAffine, moves: NormMoves) -> torch.Tensor:
-    """`grad * scale + (x - mean) * slope + constant`, written over `grad` and rounded once; PyTorch's own kernels."""
-    for some, of_some in zip(_pieces(x), _pieces(grad), strict=True):
-        line = some - by_channel(affine.mean, x)  # promotes
-        line.mul_(by_channel(moves.slope, x)).add_(by_channel(moves.constant, x))
-        of_some.copy_(line.addcmul_(of_some.to(line.dtype), by_channel(affine.scale, x)))
-    return grad
-
-
-def _pieces(x: torch.Tensor) -> Iterator[torch.Tensor]:
-    """All of (N, C, ...) in views, some images or a part of one, that stay in L2 as float32; on a GPU one."""
-    image = x.numel() // max(1, x.shape[0])
-    if not x.is_cpu or not image:
-        yield x
-    elif image <= _PIECE_ELEMS or x.dim() == 2:
-        yield from x.split(max(1, _PIECE_ELEMS // image))
-    else:
-        rows = max(1, _PIECE_ELEMS * x.shape[2] // image)
-        for one in x.split(1):
-            yield from one.split(rows, 2)
 
 
 def parted(grad: torch.Tensor, xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -204,18 +135,11 @@ def _forward(
     given = [in_format(x, layout) for x in xs]
     added = None if residual is None else in_format(residual, layout)
     out = _empty(xs, residual)
-    kernel = sweeps(out, *given, *([] if added is None else [added]))
-    if kernel is not None:
-        for x, run in zip(given, _runs(xs), strict=True):
-            part = None if added is None else added[:, run]
-            kernel.norm_act(x, affine.of(run), part, relu, out[:, run])
-        return out
-    del out, given, added
-    z = normalised(joined(xs), affine)
-    z = z.to(_kind(xs, residual))
-    z = z if residual is None else z.add_(residual)
-    z = z.relu_() if relu else z
-    return dense_in_format(z, layout)
+    kernel = sweeps(out, *given, added)
+    for x, run in zip(given, _runs(xs), strict=True):
+        part = None if added is None else added[:, run]
+        kernel.apply(x, affine.of(run), part, RELU if relu else IDENTITY, out[:, run])
+    return out
 
 
 def _runs(xs: Sequence[torch.Tensor]) -> list[slice]:
@@ -261,9 +185,6 @@ def backward_(*arguments: Any) -> list[torch.Tensor]:
     return _backward(*arguments, overwrite=True)
 
 
-_Gradients = tuple[list[torch.Tensor], NormAffine | None, torch.Tensor | None]
-
-
 def _gradients(
     grad: torch.Tensor,
     xs: Sequence[torch.Tensor],
@@ -274,76 +195,34 @@ def _gradients(
     *,
     overwrite: bool = False,
     own: OwnVariance | None = None,
-) -> _Gradients:
+) -> tuple[list[torch.Tensor], NormAffine | None, torch.Tensor | None]:
     """As for `_backward`: of xs (none where not needed), of the vectors, and what the ReLU lets through.
 
     `overwrite`: the last of these, or else the gradient of a single x, is written over `grad`.
     """
     layout = memory_format_of(xs[0])
     coming, given = in_format(grad, layout), [in_format(x, layout) for x in xs]
-    kernel = sweeps(coming, *given, *([] if z is None else [z]))
-    if kernel is None:
-        del coming, given
-        return _reference_gradients(grad, xs, affine, z, relu, needs, overwrite, own)
+    kernel = sweeps(coming, *given, z)
     masked = (grad if overwrite else torch.empty_like(coming, memory_format=layout)) if needs[2] else None
     of_xs: list[torch.Tensor | None] = [None] * len(xs)
     if needs[0]:
         over_grad = overwrite and masked is None
         of_xs = [grad] if over_grad else [torch.empty_like(x, memory_format=layout) for x in given]
-    vectors = []
-    runs = list(zip(given, of_xs, _runs(xs), strict=True))
-    for x, of_x, run in runs:
-        result, through = (None if whole is None else whole[:, run] for whole in (z, masked))
-        product = of_x if own is None else None
-        vectors.append(kernel.norm_act_backward(coming[:, run], result, x, affine.of(run), relu, product, through))
-    of_scale, of_shift = (torch.cat(parts).to(affine.scale.dtype) for parts in zip(*vectors, strict=True))
-    of_vectors = affine.gradients(of_scale, of_shift)
-    if own is not None:
-        moves = affine.moves(of_vectors, own, xs[0].numel() // xs[0].shape[1])
-        for x, of_x, run in runs:
-            if of_x is not None:
-                result, moved = None if z is None else z[:, run], NormMoves(*(vector[run] for vector in moves))
-                kernel.moved_gradient(coming[:, run], result, x, affine.of(run), relu, moved, of_x)
+    sums = []
+    for x, of_x, run in zip(given, of_xs, _runs(xs), strict=True):
+        of_z, through, result = (None if whole is None else whole[:, run] for whole in (coming, masked, z))
+        read = NormRead(x, affine.of(run), RELU if relu else IDENTITY, result)
+        sums.append(kernel.reduce(of_z, read, of_x if own is None else None, through))
+        if own is not None and of_x is not None:
+            inverse_variance = 1 / (own.variance[run] + own.eps)
+            moves = read.affine.moves(sums[-1], inverse_variance, x.numel() // x.shape[1])
+            kernel.apply_backward(of_z, read, moves, of_x)
+    whole = NormSums(*(torch.cat(parts).to(affine.scale.dtype) for parts in zip(*sums, strict=True)))
     return (
         [dense_in_format(of_x, memory_format_of(x)) for of_x, x in zip(of_xs, xs, strict=True) if of_x is not None],
-        of_vectors if needs[1] else None,
+        affine.gradients(whole) if needs[1] else None,
         masked,
     )
-
-
-def _reference_gradients(
-    grad: torch.Tensor,
-    xs: Sequence[torch.Tensor],
-    affine: NormAffine,
-    z: torch.Tensor | None,
-    relu: bool,
-    needs: Sequence[bool],
-    overwrite: bool,
-    own: OwnVariance | None,
-) -> _Gradients:
-    x = joined(xs)
-    if relu:
-        over = normalised(x, affine) if z is None else None
-        if overwrite:
-            grad = _aten.threshold_backward.grad_input(grad, over if z is None else z, 0, grad_input=grad)
-        elif over is not None and over.dtype == grad.dtype:
-            grad = _aten.threshold_backward.grad_input(grad, over, 0, grad_input=over)
-        else:
-            grad = _aten.threshold_backward(grad, over if z is None else z, 0)
-        del over
-    grad = dense_in_format(grad, memory_format_of(xs[0]))
-    of_vectors = reduced(grad, x, affine) if needs[1] or (needs[0] and own is not None) else None
-    of_xs: list[torch.Tensor] = []
-    if needs[0]:
-        factor, is_free = by_channel(affine.scale, x), (relu or overwrite) and not needs[2]
-        if own is not None:
-            assert of_vectors is not None
-            moves = affine.moves(of_vectors, own, x.numel() // x.shape[1])
-            written = grad if is_free else grad.clone(memory_format=memory_format_of(grad))
-            of_xs = parted(moved_gradient_(written, x, affine, moves), xs)
-        else:
-            of_xs = parted(grad.mul_(factor) if is_free else grad * factor, xs)
-    return of_xs, of_vectors if needs[1] else None, grad if needs[2] else None
 
 
 def _backward_fake(grad: torch.Tensor, xs: list[torch.Tensor], *rest: Any) -> list[torch.Tensor]:

@@ -21,17 +21,9 @@ from shoal.kernels.memory_format import dense_in_format, memory_format_of, sugge
 from shoal.kernels.norm import norm_conv_native, norm_weight_grad
 from shoal.kernels.norm.norm_act import activated, activated_backward, joined, own_variance, parted, parted_fake
 from shoal.kernels.norm.norm_conv_native import ConvWindow, NormConv
+from shoal.kernels.norm.norm_operands import affine_of, by_channel, wide
 from shoal.kernels.norm.norm_rows import native_row_stride
-from shoal.kernels.norm.norm_sweeps import affine_of
-from shoal.kernels.norm.statistics import (
-    MeasuredNorm,
-    by_channel,
-    detached_statistics,
-    is_narrow,
-    measure,
-    whole_gradient,
-    wide,
-)
+from shoal.kernels.norm.statistics import MeasuredNorm, detached_statistics, is_narrow, measure, whole_gradient
 from shoal.lowlevel.direct_call import register_op
 from shoal.lowlevel.dispatch import DispatchedOp, Implementation, choose, register
 

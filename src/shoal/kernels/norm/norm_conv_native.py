@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 
 from shoal.errors import InputError
+from shoal.kernels.norm.norm_operands import NormAffine, NormSums, OwnVariance
 from shoal.kernels.norm.norm_rows import address, empty_rows, in_rows, native_row_stride, run_in_workspace, vector
-from shoal.kernels.norm.norm_sweeps import NormAffine, OwnVariance
 from shoal.kernels.norm.statistics import MeasuredNorm
 from shoal.lowlevel.dispatch import allowed, level_number
 from shoal.lowlevel.native import levels
@@ -228,7 +228,7 @@ def backward(
     run_in_workspace("shoal_norm_conv_backward", call, "shoal_norm_conv_workspace_bytes", 1)
     found: tuple[torch.Tensor | None, ...] = (None, None, None)
     if needs[1] and affine is not None:
-        of_vectors = NormAffine(*vectors).gradients(of_scale, of_shift)
+        of_vectors = NormAffine(*vectors).gradients(NormSums(of_scale, of_shift))
         found = tuple(of.to(to.dtype) for of, to in zip(of_vectors, affine, strict=True))
     of_bias = None
     if needs[3]:

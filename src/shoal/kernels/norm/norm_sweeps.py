@@ -1,365 +1,180 @@
-"""Passes over whole tensors for batch norm: statistics, normalise (+ residual, + ReLU), its gradient.
+"""The primitives of every norm over whole tensors: statistics, apply, reduce, apply_backward.
 
-For a batch norm whose input is not the output of a convolution, or whose output has other readers than one convolution.
-Each pass reads and writes every element once. Where no implementation applies the callers use PyTorch's own kernels.
+Batch norm by itself, fused with its neighbours, inverted and over slices of a batch are compositions of these. Each
+pass reads and writes every element once.
 
-Native: float32 on the CPU, channels_last; `native_row_stride` says which slices. Triton: float32, float16 and bfloat16
-on CUDA, computed in float32, contiguous or channels_last, also a slice of the channels; with TRITON_INTERPRET=1 on the
-CPU, in Triton's interpreter: slow, for tests.
+The reference is pointwise ops of PyTorch, any dtype, device and layout; on the CPU on tiles that stay in L2, so that
+little but the result is allocated. Triton's kernels are in `norm_sweeps_triton`, native ones in `norm_sweeps_native`.
 """
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Hashable, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator
+from itertools import repeat
 
 import torch
 
-from shoal.errors import InputError
-from shoal.kernels.norm.norm_rows import native_row_stride, run_in_workspace, vector
-from shoal.kernels.norm.norm_tiles import grid_of, is_channels_last, power
-from shoal.lowlevel.dispatch import DispatchedOp, Implementation, choose, level_number, register
-from shoal.lowlevel.native import levels, run_native
-from shoal.lowlevel.torch_state import on_device
-from shoal.lowlevel.triton_launch import Launch, Launches, TritonKernels
+from shoal.kernels.memory_format import memory_format_of
+from shoal.kernels.norm.norm_operands import Activation, NormAffine, NormMoves, NormRead, NormSums, by_channel, wide
+from shoal.kernels.norm.norm_sweeps_native import NATIVE, NormSweepsNative
+from shoal.kernels.norm.norm_sweeps_triton import TRITON, NormSweepsTriton
+from shoal.lowlevel.dispatch import DispatchedOp, Implementation, choose, register
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # of Triton's kernels
-_BYTES = "shoal_norm_pass_workspace_bytes"
-_MAX_KNOWN = 4096  # forms of tensors whose parts are remembered
-
-
-class NormAffine(NamedTuple):
-    """(x - mean) * scale + shift for each channel of x, (N, C, ...); the vectors are (C,)."""
-
-    mean: torch.Tensor
-    scale: torch.Tensor
-    shift: torch.Tensor
-
-    def of(self, channels: slice) -> NormAffine:
-        """The vectors of some channels."""
-        return NormAffine(*(values[channels] for values in self))
-
-    def gradients(self, of_scale: torch.Tensor, of_shift: torch.Tensor) -> NormAffine:
-        """Gradients of all vectors, given those of scale and shift."""
-        return NormAffine(-self.scale * of_shift, of_scale, of_shift)
-
-    def moves(self, sums: NormAffine, own: OwnVariance, count: int) -> NormMoves:
-        """What the gradient of x is moved by since mean and variance are those of x itself.
-
-        Args:
-            sums: gradients of the vectors.
-            own: the variance that the scale was made from.
-            count: elements of a channel of x.
-        """
-        share = self.scale / -count
-        return NormMoves(share * sums.scale / (own.variance + own.eps), share * sums.shift)
+_TILE_ELEMS = 1 << 17  # 512 KiB of float32: the operands and temporaries of a tile stay in L2
+_DEVICE_TILE_ELEMS = 1 << 24  # where every tile costs launches of kernels
+_MIN_TILES = 16  # so that temporaries are small compared with small tensors too
+_MIN_TILE_ELEMS = 1 << 12
 
 
-class OwnVariance(NamedTuple):
-    """Says that mean and scale of an `NormAffine` were made from the statistics of what it normalises.
+class _NormSweepsReference:
+    """PyTorch's ops, and what the other implementations do.
 
-    Attributes:
-        variance: biased, (C,).
-        eps: of the batch norm, which was added to it.
+    What is written may be the very tensor that is read, and overlaps nothing else.
     """
 
-    variance: torch.Tensor
-    eps: float
+    def statistics(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mean and biased variance of the channels, (C,), as `torch.var_mean` over all but them, in the wide dtype.
 
-
-class NormMoves(NamedTuple):
-    """What is added to a gradient, (C,): `slope` for each step of x from its mean, and `constant` in any case."""
-
-    slope: torch.Tensor
-    constant: torch.Tensor
-
-
-def affine_of(mean: torch.Tensor | None, scale: torch.Tensor | None, shift: torch.Tensor | None) -> NormAffine | None:
-    """The optional vectors of an op as one; None if they are: nothing is normalised."""
-    return None if mean is None or scale is None or shift is None else NormAffine(mean, scale, shift)
-
-
-class _NormSweepsPass(ctypes.Structure):
-    """ShoalNormPass of csrc/shoal_native.h."""
-
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("rows", "channels")),
-        *((name, ctypes.c_int32) for name in ("relu", "threads", "level", "unused")),
-        ("x", ctypes.c_void_p),
-        ("ld_x", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("mean", "scale", "shift", "residual")),
-        ("ld_residual", ctypes.c_int64),
-        ("out", ctypes.c_void_p),
-        ("ld_out", ctypes.c_int64),
-        ("grad", ctypes.c_void_p),
-        ("ld_grad", ctypes.c_int64),
-        ("grad_x", ctypes.c_void_p),
-        ("ld_grad_x", ctypes.c_int64),
-        ("grad_residual", ctypes.c_void_p),
-        ("ld_grad_residual", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("sum_of_centred", "sum", "statistic_mean", "statistic_variance")),
-        ("workspace", ctypes.c_void_p),
-    )
-
-
-class _NormSweepsNative:
-    """`csrc/norm_pass.cpp`; `level`: "portable", "avx2" or "avx512"; None: as SHOAL_KERNELS says.
-
-    Every tensor is read or written once; one that is written may be one that is read.
-    """
-
-    def applies(self, *tensors: torch.Tensor) -> bool:
-        """Whether it reads and writes such tensors, (N, C, H, W), here; all of one shape but for their channels."""
-        return bool(levels()) and all(native_row_stride(x) is not None for x in tensors)
-
-    def statistics(self, x: torch.Tensor, *, level: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Replaces `torch.var_mean(x, (0, 2, 3), correction=0)`: mean and variance, (C,), in float32.
-
-        Sums are taken around a pivot in every block of rows and added up in doubles.
+        Deviations are summed around a number near the mean, which stays exact where the mean is a thousand deviations
+        from 0; E[x^2] - E[x]^2 in float32 does not.
         """
-        mean, variance = torch.empty(x.shape[1]), torch.empty(x.shape[1])
-        call = _call(x, level)
-        call.statistic_mean, call.statistic_variance = mean.data_ptr(), variance.data_ptr()
-        run_in_workspace("shoal_statistics", call, _BYTES)
-        return mean, variance
+        if x.dtype == wide(x.dtype) and memory_format_of(x) != torch.contiguous_format:
+            # PyTorch's own for batch norm: two sweeps, nothing allocated; in other layouts it is slow.
+            mean, variance = torch.ops.aten.batch_norm_update_stats(x, None, None, 0.0)
+            return mean, variance
+        dims, count = [0, *range(2, x.dim())], x.numel() // x.shape[1]
+        total, rest, squares = x.new_zeros((3, x.shape[1]), dtype=torch.float64)
+        for (some,) in _tiles(x):
+            total += some.sum(dims, dtype=wide(x.dtype))
+        near = (total / count).to(wide(x.dtype))
+        for (some,) in _tiles(x):
+            centred = some - by_channel(near, x)  # promotes
+            rest += centred.sum(dims)
+            squares += centred.square_().sum(dims)
+        rest /= count  # what rounding kept from the first sum
+        return (near + rest).to(near.dtype), (squares / count - rest.square()).to(near.dtype)
 
-    def norm_act(
+    def apply(
         self,
         x: torch.Tensor,
         affine: NormAffine,
         residual: torch.Tensor | None,
-        relu: bool,
+        activation: Activation,
         out: torch.Tensor,
-        *,
-        level: str | None = None,
     ) -> None:
-        """Write relu(affine(x) + residual) into `out`, in its dtype.
+        """Write activation(affine(x) + residual) into `out`, in its dtype.
+
+        The mean is taken off first: far from zero it would take digits of the product with it.
 
         Args:
             x: (N, C, ...).
-            affine: used in float32.
+            affine: its vectors are used in the wide dtype.
             residual: of the shape of x, or None.
-            relu: whether a ReLU follows.
-            out: of the shape of x.
+            activation: any.
+            out: of the shape of x; may be x or the residual.
         """
-        vectors = list(map(vector, affine))
-        call = _call(x, level, vectors, relu)
-        call.residual, call.ld_residual = _rows(residual, x)
-        call.out, call.ld_out = _rows(out, x)
-        run_native("shoal_norm_act", call)
+        mean, scale, shift = (by_channel(vector, x) for vector in affine)
+        for some, more, into in _tiles(x, residual, out):
+            z = some - mean  # promotes
+            torch.addcmul(shift, z, scale, out=z)
+            z = z if more is None else z.add_(more)
+            into.copy_(activation.apply_(z))
 
-    def norm_act_backward(
+    def reduce(
         self,
         grad: torch.Tensor,
-        z: torch.Tensor | None,
-        x: torch.Tensor,
-        affine: NormAffine,
-        relu: bool,
-        grad_x: torch.Tensor | None,
-        masked: torch.Tensor | None,
-        *,
-        level: str | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gradients of scale and shift, (C,) float32; those of x and the residual are written.
+        read: NormRead,
+        grad_x: torch.Tensor | None = None,
+        masked: torch.Tensor | None = None,
+    ) -> NormSums:
+        """The sums of the backward pass. In the same sweep, what does not depend on them is written.
 
         Args:
-            grad: of the result.
-            z: the result, read where `relu` is set; None: recomputed from x, nothing was added.
-            x, affine, relu: as for `norm_act`.
-            grad_x: where the gradient of x is written; None: it is not wanted.
-            masked: where `grad` is written as the ReLU lets it through; None: it is not wanted.
+            grad: of the result, of the shape of x.
+            read: what was saved.
+            grad_x: where the product of the gradient before the activation and the scale is written: the gradient of
+                x if the vectors are numbers; None: it is not wanted. May be `grad`.
+            masked: where the gradient before the activation is written: that of the residual; as `grad_x`.
+
+        Returns:
+            (C,), in float32 or float64.
         """
-        of_scale, of_shift = torch.empty(x.shape[1]), torch.empty(x.shape[1])
-        vectors = list(map(vector, affine))
-        call = _call(x, level, vectors, relu)
-        call.grad, call.ld_grad = _rows(grad, x)
-        call.out, call.ld_out = _rows(z, x)
-        call.grad_x, call.ld_grad_x = _rows(grad_x, x)
-        call.grad_residual, call.ld_grad_residual = _rows(masked, x)
-        call.sum_of_centred, call.sum = of_scale.data_ptr(), of_shift.data_ptr()
-        run_in_workspace("shoal_norm_act_backward", call, _BYTES)
-        return of_scale, of_shift
-
-    def moved_gradient(
-        self,
-        grad: torch.Tensor,
-        z: torch.Tensor | None,
-        x: torch.Tensor,
-        affine: NormAffine,
-        relu: bool,
-        moves: NormMoves,
-        grad_x: torch.Tensor,
-    ) -> None:
-        """Write `grad * scale + (x - mean) * slope + constant`, where `relu` lets `grad` through, into `grad_x`.
-
-        Args:
-            moves: used in float32.
-            The others as for `norm_act_backward`; `grad_x` may be `grad`.
-        """
-        self.norm_act_backward(grad, z, x, affine, relu, grad_x, None)
-        self.norm_act(x, NormAffine(affine.mean, *moves), grad_x, False, grad_x)
-
-
-def _row_stride(x: torch.Tensor) -> int:
-    found = native_row_stride(x)
-    if found is None:
-        raise InputError(f"{x.dtype} of strides {x.stride()}; give a channels_last float32 tensor on the CPU")
-    return found
-
-
-def _rows(tensor: torch.Tensor | None, x: torch.Tensor) -> tuple[int | None, int]:
-    """Address and row stride of a tensor of the shape of `x`; null for None."""
-    if tensor is None:
-        return None, 0
-    if tensor.shape != x.shape:
-        raise InputError(f"{tuple(tensor.shape)} with x of {tuple(x.shape)}; give tensors of one shape")
-    return tensor.data_ptr(), _row_stride(tensor)
-
-
-def _call(
-    x: torch.Tensor, level: str | None, vectors: Sequence[torch.Tensor] = (), relu: bool = False
-) -> _NormSweepsPass:
-    """What all have in common; it points into `x` and `vectors`, those of an `NormAffine`."""
-    rows = x.numel() // x.shape[1] if x.numel() else 0
-    call = _NormSweepsPass(rows=rows, channels=x.shape[1], relu=relu, x=x.data_ptr(), ld_x=_row_stride(x))
-    call.threads, call.level = max(1, min(torch.get_num_threads(), rows)), level_number(level)
-    if vectors:
-        call.mean, call.scale, call.shift = (values.data_ptr() for values in vectors)
-    return call
-
-
-def _form(x: torch.Tensor | None) -> Hashable:
-    """What a kernel's numbers and its compiled form depend on."""
-    return None if x is None else (x.shape, x.stride(), x.dtype)
-
-
-class _NormSweepsTriton:
-    """`norm_triton_kernels`: what `_NormSweepsNative` does."""
-
-    def __init__(self) -> None:
-        self._launches = Launches()
-        self._parts_of: dict[Hashable, int] = {}
-
-    def applies(self, *tensors: torch.Tensor) -> bool:
-        """Whether it reads and writes such tensors, (N, C, ...), here; all of one shape but for their channels."""
-        device = tensors[0].device
-        if not TRITON_KERNELS.run_on(device) or any(x.device != device or x.dtype not in _DTYPES for x in tensors):
-            return False
-        return is_channels_last(*tensors) is not None
-
-    def statistics(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        key = "statistics", x.device, _form(x)
-        parts, channels = self._parts(key, x), x.shape[1]
-        moments = x.new_empty((3, parts, channels), dtype=torch.float32)
-        counts = x.new_empty(parts, dtype=torch.int32)
+        dims, scale = [0, *range(2, grad.dim())], by_channel(read.affine.scale, grad)
         # An op's results: none may be a view.
-        mean, variance = (x.new_empty(channels, dtype=torch.float32) for _ in range(2))
+        products, total = (grad.new_zeros(grad.shape[1], dtype=torch.float64) for _ in range(2))
+        for tile in _tiles(grad, read.x, read.z, grad_x, masked):
+            centred, da = _centred(tile[0], tile[1], tile[2], read)
+            total += da.sum(dims)
+            products += centred.mul_(da).sum(dims)
+            if tile[4] is not None:
+                tile[4].copy_(da)
+            if tile[3] is not None:  # last: `da` may be `grad` itself
+                tile[3].copy_(torch.mul(da, scale, out=centred))
+        return NormSums(products, total)
 
-        def measured() -> Launch:
-            grid, (at,) = grid_of(x)
-            rest = (*grid.extent, *grid.shares, *grid.tile)
-            return Launch(TRITON_KERNELS.found().moments, grid.by_part, lambda x, *found: (x, at, *found, *rest))
+    def apply_backward(self, grad: torch.Tensor, read: NormRead, moves: NormMoves, grad_x: torch.Tensor) -> None:
+        """Write the gradient of x through the vectors too: `(da + (x - mean) * slope + constant) * scale`.
 
-        def merged() -> Launch:
-            columns = min(grid_of(x)[0].columns, 16)
-            rest = parts, channels, min(power(parts), 64), columns
-            return Launch(TRITON_KERNELS.found().merge, (-(-channels // columns),), lambda *found: (*found, *rest))
-
-        with on_device(x.device):
-            self._launches.run(key, (x, *moments, counts), measured)
-            self._launches.run(("merge", key), (*moments, counts, mean, variance), merged)
-        return mean, variance
-
-    def norm_act(
-        self, x: torch.Tensor, affine: NormAffine, residual: torch.Tensor | None, relu: bool, out: torch.Tensor
-    ) -> None:
-        def made() -> Launch:
-            grid, strides = grid_of(x, residual, out)
-            rest = (*strides, *grid.extent, relu, *grid.tile)
-            return Launch(TRITON_KERNELS.found().activate, grid.by_block, lambda *tensors: (*tensors, *rest))
-
-        key = "norm_act", relu, x.device, _form(x), _form(residual), _form(out)
-        with on_device(x.device):
-            self._launches.run(key, (x, *map(vector, affine), residual, out), made)
-
-    def norm_act_backward(
-        self,
-        grad: torch.Tensor,
-        z: torch.Tensor | None,
-        x: torch.Tensor,
-        affine: NormAffine,
-        relu: bool,
-        grad_x: torch.Tensor | None,
-        masked: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        key = "norm_act_backward", relu, x.device, *map(_form, (grad, z, x, grad_x, masked))
-        parts = self._parts(key, x, grad, z, grad_x, masked)
-        sums = x.new_empty((2, parts, x.shape[1]), dtype=torch.float32)
-        self._run_backward(key, (x, grad, z), affine, (None, None), (grad_x, masked), sums, relu)
-        of_scale, of_shift = sums.sum(1)
-        return of_scale, of_shift
-
-    def moved_gradient(
-        self,
-        grad: torch.Tensor,
-        z: torch.Tensor | None,
-        x: torch.Tensor,
-        affine: NormAffine,
-        relu: bool,
-        moves: NormMoves,
-        grad_x: torch.Tensor,
-    ) -> None:
-        key = "moved_gradient", relu, x.device, *map(_form, (grad, z, x, grad_x))
-        moved = vector(moves.slope), vector(moves.constant)
-        self._run_backward(key, (x, grad, z), affine, moved, (grad_x, None), (None, None), relu)
-
-    def _run_backward(
-        self,
-        key: Hashable,
-        read: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
-        affine: NormAffine,
-        moves: tuple[torch.Tensor | None, torch.Tensor | None],
-        written: tuple[torch.Tensor | None, torch.Tensor | None],
-        sums: Iterable[torch.Tensor | None],
-        relu: bool,
-    ) -> None:
-        def made() -> Launch:
-            grid, strides = grid_of(*read, *written)
-            rest = (*strides, *grid.extent, *grid.shares, relu, *grid.tile)
-            return Launch(TRITON_KERNELS.found().activate_backward, grid.by_part, lambda *given: (*given, *rest))
-
-        with on_device(read[0].device):
-            self._launches.run(key, (*read, *map(vector, affine), *moves, *written, *sums), made)
-
-    def _parts(self, key: Hashable, x: torch.Tensor, *others: torch.Tensor | None) -> int:
-        """Into how many parts a sweep divides the tensors; the key says what that depends on."""
-        found = self._parts_of.get(key)
-        if found is None:
-            if len(self._parts_of) >= _MAX_KNOWN:
-                self._parts_of.clear()
-            found = self._parts_of[key] = grid_of(x, *others)[0].parts
-        return found
+        Args:
+            grad, read: as for `reduce`, whose sums the moves were made from.
+            moves: used in the wide dtype.
+            grad_x: what is written; may be `grad`.
+        """
+        scale = by_channel(read.affine.scale, grad)
+        slope, constant = (by_channel(vector.to(scale.dtype), grad) for vector in moves)
+        for some, x, z, into in _tiles(grad, read.x, read.z, grad_x):
+            centred, da = _centred(some, x, z, read)
+            into.copy_(centred.mul_(slope).add_(constant).add_(da).mul_(scale))
 
 
-def _try_on(device: torch.device) -> None:
-    one = torch.ones((1, 1), device=device)
-    TRITON.norm_act(one, NormAffine(one[0], one[0], one[0]), None, True, torch.empty_like(one))
+def _centred(
+    grad: torch.Tensor, x: torch.Tensor, z: torch.Tensor | None, read: NormRead
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x - mean, a new tensor, and the gradient before the activation, of tiles of what is read."""
+    mean, scale, shift = (by_channel(vector, x) for vector in read.affine)
+    activation = read.activation
+    if read.inverted:
+        y, grad = x.to(scale.dtype), grad.to(scale.dtype)
+        return activation.undone(y).sub_(shift).div_(scale), activation.gradient(grad, y, from_result=True)
+    centred = x - mean  # promotes
+    grad = grad.to(centred.dtype)
+    if activation.name == "identity":
+        return centred, grad
+    return centred, activation.gradient(grad, torch.addcmul(shift, centred, scale) if z is None else z.to(grad.dtype))
 
 
-TRITON_KERNELS = TritonKernels("shoal.kernels.norm.norm_triton_kernels", "PyTorch's own kernels", InputError, _try_on)
-NATIVE, TRITON = _NormSweepsNative(), _NormSweepsTriton()
-_OP: DispatchedOp[_NormSweepsNative | _NormSweepsTriton | None] = register(
+def _tiles(*tensors: torch.Tensor | None) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Views of tensors of one shape, (N, C, ...), that together cover them; None stays None."""
+    elems, on_cpu = tensors[0].numel(), tensors[0].is_cpu
+    most = min(_TILE_ELEMS, max(_MIN_TILE_ELEMS, elems // _MIN_TILES)) if on_cpu else _DEVICE_TILE_ELEMS
+    return _split(tensors, most, 0)
+
+
+def _split(tensors: tuple[torch.Tensor | None, ...], most_elems: int, dim: int) -> Iterator[tuple[torch.Tensor, ...]]:
+    shape, elems = tensors[0].shape, tensors[0].numel()
+    if elems <= most_elems or dim == len(shape):
+        yield tensors
+        return
+    step = max(1, most_elems * shape[dim] // elems)
+    parts = (repeat(None) if tensor is None else tensor.split(step, dim) for tensor in tensors)
+    for tile in zip(*parts, strict=False):  # None has no end
+        yield from _split(tile, most_elems, dim + 1 if dim else 2)
+
+
+REFERENCE = _NormSweepsReference()
+NormSweeps = _NormSweepsReference | NormSweepsNative | NormSweepsTriton
+_OP: DispatchedOp[NormSweeps] = register(
     "norm_sweeps",
-    None,
+    REFERENCE,
     Implementation("triton", TRITON, TRITON.applies),
     Implementation("native", NATIVE, NATIVE.applies),
 )
 
 
-def sweeps(*tensors: torch.Tensor) -> _NormSweepsNative | _NormSweepsTriton | None:
-    """What runs passes over `tensors`; None: PyTorch's own kernels do.
+def sweeps(*tensors: torch.Tensor | None) -> NormSweeps:
+    """What runs passes over `tensors`, (N, C, ...), of one shape but for their channels; None is none.
 
-    >>> sweeps(torch.ones(2, 3, 4, 5, dtype=torch.float64))
+    >>> sweeps(torch.ones(2, 3, 4, 5, dtype=torch.float64)) is REFERENCE
+    True
     """
-    return choose(_OP, *tensors)
+    return choose(_OP, *(tensor for tensor in tensors if tensor is not None))

@@ -1,4 +1,4 @@
-"""Triton kernels of batch norm's sweeps; imported only where they run, by `shoal.lowlevel.triton_launch`.
+"""Triton kernels of `norm_sweeps_triton`; imported only where they run, by `shoal.lowlevel.triton_launch`.
 
 A tensor is `images` of `pixels` of `channels`. With CHANNELS_LAST all pixels are one image, `ld` elements apart; else
 its pixels lie side by side, its channels `pixels` apart and its images `ld`. Programs (part, columns) each sweep over
@@ -28,9 +28,70 @@ def tile(at, ld, image, first, rows, columns, pixels, CHANNELS_LAST: tl.constexp
 
 
 @triton.jit
+def _expm1(z):
+    """exp(z) - 1 for z <= 0. Near 0, where the difference cancels, its Taylor series; libdevice is not interpreted."""
+    series = 1 / 5040 + z * (1 / 40320)
+    series = 1 / 720 + z * series
+    series = 1 / 120 + z * series
+    series = 1 / 24 + z * series
+    series = 1 / 6 + z * series
+    series = 1 / 2 + z * series
+    return tl.where(z > -0.5, z + z * z * series, tl.exp(z) - 1.0)
+
+
+@triton.jit
+def _log1p(w):
+    """log(1 + w) for -1 < w <= 0: what rounding takes from the sum it takes from the quotient too (Goldberg 1991)."""
+    whole = 1.0 + w
+    kept = whole - 1.0
+    return tl.where(kept == 0.0, w, tl.log(whole) * (w / tl.where(kept == 0.0, 1.0, kept)))
+
+
+@triton.jit
+def _activated(z, alpha, ACTIVATION: tl.constexpr):
+    """A NaN stays one."""
+    if ACTIVATION == "relu":
+        return tl.where(z <= 0.0, 0.0, z)
+    elif ACTIVATION == "leaky_relu":
+        return tl.where(z > 0.0, z, z * alpha)
+    elif ACTIVATION == "elu":
+        return tl.where(z > 0.0, z, _expm1(tl.where(z > 0.0, 0.0, z)) * alpha)
+    else:
+        return z
+
+
+@triton.jit
+def _before(z, grad, alpha, ACTIVATION: tl.constexpr):
+    """The gradient of what was activated, which `z` is; of a ReLU its result does too."""
+    if ACTIVATION == "relu":
+        return tl.where(z <= 0.0, 0.0, grad)
+    elif ACTIVATION == "leaky_relu":
+        return tl.where(z > 0.0, grad, grad * alpha)
+    elif ACTIVATION == "elu":
+        return tl.where(z > 0.0, grad, grad * (_expm1(tl.where(z > 0.0, 0.0, z)) * alpha + alpha))
+    else:
+        return grad
+
+
+@triton.jit
+def _undone(y, grad, alpha, ACTIVATION: tl.constexpr):
+    """What was activated, and its gradient, from the result."""
+    if ACTIVATION == "leaky_relu":
+        return tl.where(y > 0.0, y, y * (1.0 / alpha)), tl.where(y > 0.0, grad, grad * alpha)
+    elif ACTIVATION == "elu":
+        # Rounded to -alpha, the result has no inverse: the smallest that has one stands for it. A NaN stays one.
+        w = tl.where(y > 0.0, 0.0, y * (1.0 / alpha))
+        w = tl.where(w < -0.99999994, -0.99999994, w)
+        return tl.where(y > 0.0, y, _log1p(w)), tl.where(y > 0.0, grad, grad * (y + alpha))
+    else:
+        return y, grad
+
+
+@triton.jit
 def activate(
     x,
     mean,
+    weight,
     scale,
     shift,
     residual,
@@ -41,12 +102,17 @@ def activate(
     pixels,
     channels,
     blocks_an_image,
-    RELU: tl.constexpr,
+    alpha,
+    ACTIVATION: tl.constexpr,
+    ROUNDED: tl.constexpr,
     CHANNELS_LAST: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """out = act((x - mean) * scale + shift + residual); residual may be None. One block a program."""
+    """out = act((x - mean) * weight * scale + shift + residual); weight and residual may be None. One block a program.
+
+    ROUNDED: what is activated is rounded first as `out` is. ACTIVATION has a number, its slope or alpha, or none.
+    """
     image, first = place(tl.program_id(0), blocks_an_image, ROWS)
     rows = tl.arange(0, ROWS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -56,12 +122,16 @@ def activate(
     factor = tl.load(scale + columns, mask=ours, other=0.0)[None, :]
     added = tl.load(shift + columns, mask=ours, other=0.0)[None, :]
     value = tl.load(tile(x, ld_x, image, first, rows, columns, pixels, CHANNELS_LAST), mask=there, other=0.0)
-    value = (value.to(tl.float32) - middle) * factor + added
+    value = value.to(tl.float32) - middle
+    if weight is not None:
+        value = tl.load(weight + columns, mask=ours, other=0.0)[None, :] * value
+    value = value * factor + added
     if residual is not None:
         more = tile(residual, ld_residual, image, first, rows, columns, pixels, CHANNELS_LAST)
         value += tl.load(more, mask=there, other=0.0).to(tl.float32)
-    if RELU:
-        value = tl.where(value <= 0.0, 0.0, value)  # as PyTorch's ReLU a NaN stays one
+    if ROUNDED:
+        value = value.to(out.dtype.element_ty).to(tl.float32)
+    value = _activated(value, alpha, ACTIVATION)
     to = tile(out, ld_out, image, first, rows, columns, pixels, CHANNELS_LAST)
     tl.store(to, value.to(out.dtype.element_ty), mask=there)
 
@@ -177,15 +247,18 @@ def activate_backward(
     blocks_an_image,
     blocks,
     blocks_a_part,
-    RELU: tl.constexpr,
+    alpha,
+    ACTIVATION: tl.constexpr,
+    INVERTED: tl.constexpr,
     CHANNELS_LAST: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """With da = grad where z > 0: grad_x = da * scale, masked = da, and each part's sums of da * (x - mean) and da.
+    """With da the gradient before the activation: grad_x = da * scale, masked = da, and each part's sums of da * off
+    and da, where off is x - mean. With a slope and a constant grad_x is (da + off * slope + constant) * scale.
 
-    z, grad_x and masked may be None; z is then recomputed from x. With a slope and a constant grad_x is
-    da * scale + (x - mean) * slope + constant. Both sums may be None.
+    z, the result of a ReLU, may be None: it is then computed from x. So may grad_x, masked, and both sums. INVERTED: x
+    is the result of the activation, and off is (x - mean) * scale of what was normalised.
     """
     part = tl.program_id(0)
     rows = tl.arange(0, ROWS)
@@ -203,22 +276,25 @@ def activate_backward(
         da = tl.load(tile(grad, ld_grad, image, first, rows, columns, pixels, CHANNELS_LAST), mask=there, other=0.0)
         da = da.to(tl.float32)
         off = tl.load(tile(x, ld_x, image, first, rows, columns, pixels, CHANNELS_LAST), mask=there, other=0.0)
-        off = off.to(tl.float32) - middle
-        if RELU:
+        if INVERTED:
+            off, da = _undone(off.to(tl.float32), da, alpha, ACTIVATION)
+            off -= added
+        else:
+            off = off.to(tl.float32) - middle
             if z is not None:
                 kept = tile(z, ld_z, image, first, rows, columns, pixels, CHANNELS_LAST)
-                da = tl.where(tl.load(kept, mask=there, other=0.0).to(tl.float32) <= 0.0, 0.0, da)
+                da = _before(tl.load(kept, mask=there, other=0.0).to(tl.float32), da, alpha, ACTIVATION)
             else:
-                da = tl.where(off * factor + added <= 0.0, 0.0, da)
+                da = _before(off * factor + added, da, alpha, ACTIVATION)
         total += da
         product += tl.where(there, da * off, 0.0)
         if grad_x is not None:
             to = tile(grad_x, ld_grad_x, image, first, rows, columns, pixels, CHANNELS_LAST)
-            moved = da * factor
+            moved = da
             if slope is not None:
                 moved += off * tl.load(slope + columns, mask=ours, other=0.0)[None, :]
                 moved += tl.load(constant + columns, mask=ours, other=0.0)[None, :]
-            tl.store(to, moved.to(grad_x.dtype.element_ty), mask=there)
+            tl.store(to, (moved * factor).to(grad_x.dtype.element_ty), mask=there)
         if masked is not None:
             to = tile(masked, ld_masked, image, first, rows, columns, pixels, CHANNELS_LAST)
             tl.store(to, da.to(masked.dtype.element_ty), mask=there)

@@ -1,7 +1,6 @@
 """`shoal::statistics`: mean and variance of every channel of a tensor, as an op of its own with its backward.
 
-For a tensor that is not the output of `norm_conv`. The variance of each channel is computed around its mean, which
-stays exact where the mean is a thousand deviations from 0; E[x^2] - E[x]^2 in float32 does not.
+For a tensor that is not the output of `norm_conv`.
 """
 
 from __future__ import annotations
@@ -11,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from shoal.kernels.memory_format import dense_in_format, in_format, memory_format_of
-from shoal.kernels.norm.norm_sweeps import NormAffine, sweeps
+from shoal.kernels.norm.norm_operands import IDENTITY, NormAffine, by_channel, wide
+from shoal.kernels.norm.norm_sweeps import sweeps
 from shoal.lowlevel.direct_call import register_op
 
 
@@ -47,36 +47,14 @@ def detached_statistics(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return mean.detach(), variance.detach()
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which channels are measured: float32 for a narrower one."""
-    return torch.promote_types(dtype, torch.float32)
-
-
 def is_narrow(dtype: torch.dtype) -> bool:
     """Whether a dtype has fewer digits than channels are measured in."""
     return wide(dtype) != dtype
 
 
-def by_channel(vector: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """(C,) as a view that broadcasts over `x`, (N, C, ...)."""
-    return vector.view([1, -1, *[1] * (x.dim() - 2)])
-
-
 def measure(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """`statistics` without autograd."""
-    kernel = sweeps(x)
-    if kernel is not None:
-        return kernel.statistics(x)
-    if x.dtype == wide(x.dtype) and memory_format_of(x) != torch.contiguous_format:
-        # PyTorch's own for batch norm: two sweeps, nothing allocated; in other layouts it is slow.
-        mean, variance = torch.ops.aten.batch_norm_update_stats(x, None, None, 0.0)
-        return mean, variance
-    dims = [0, *range(2, x.dim())]
-    x = x.to(wide(x.dtype))
-    near = x.mean(dims)
-    centred = x - by_channel(near, x)
-    rest = centred.mean(dims)  # what rounding kept from the first sum
-    return near + rest, centred.square_().mean(dims) - rest.square_()
+    return sweeps(x).statistics(x)
 
 
 def whole_gradient(
@@ -98,19 +76,11 @@ def whole_gradient(
     constant, slope = of_mean / count, of_variance * (2 / count)
     whole = torch.empty_like(x, dtype=dtype or wide(x.dtype), memory_format=memory_format_of(x))
     added = None if grad is None else in_format(grad, memory_format_of(x))
-    kernel = sweeps(x, whole, *([] if added is None else [added]))
-    if kernel is not None:
-        if added is not None and factor is not None:
-            into = whole if whole.dtype == torch.result_type(added, factor) else None
-            added = torch.mul(added, by_channel(factor, added), out=into)
-        kernel.norm_act(x, NormAffine(mean, slope, constant), added, False, whole)
-        return whole
-    del whole, added
-    if grad is not None and factor is not None:
-        grad = grad * by_channel(factor, grad)
-    whole = x - by_channel(mean, x)  # promotes
-    torch.addcmul(by_channel(constant, x), whole, by_channel(slope, x), out=whole)
-    return (whole if grad is None else whole.add_(grad)).to(dtype or whole.dtype)
+    if added is not None and factor is not None:
+        into = whole if whole.dtype == torch.result_type(added, factor) else None
+        added = torch.mul(added, by_channel(factor, added), out=into)
+    sweeps(x, whole, added).apply(x, NormAffine(mean, slope, constant), added, IDENTITY, whole)
+    return whole
 
 
 def _forward_fake(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -23,7 +23,8 @@ from shoal.kernels.norm.dense_block import DenseLayer, dense_block
 from shoal.kernels.norm.norm_act import joined, norm_act
 from shoal.kernels.norm.norm_conv import norm_conv
 from shoal.kernels.norm.norm_conv_native import ConvWindow
-from shoal.kernels.norm.statistics import detached_statistics, is_narrow, statistics, wide
+from shoal.kernels.norm.norm_operands import wide
+from shoal.kernels.norm.statistics import detached_statistics, is_narrow, statistics
 from shoal.lowlevel.torch_state import check_batch_norm_input
 from shoal.transforms.fuse import fusion_size
 from shoal.transforms.fuse.fusion_size import FusionSize

@@ -1,0 +1,271 @@
+"""The primitives of a norm by Triton's kernels, see `norm_triton_kernels`, and how their programs divide a tensor.
+
+float32, float16 and bfloat16 on CUDA, computed in float32, contiguous or channels_last, also a slice of the channels;
+with TRITON_INTERPRET=1 on the CPU, in Triton's interpreter: slow, for tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+
+import torch
+
+from shoal.errors import InputError
+from shoal.kernels.memory_format import row_stride, run_stride
+from shoal.kernels.norm.norm_operands import IDENTITY, Activation, NormAffine, NormMoves, NormRead, NormSums
+from shoal.kernels.norm.norm_rows import vector
+from shoal.lowlevel.cuda_calls import multiprocessors
+from shoal.lowlevel.torch_state import on_device
+from shoal.lowlevel.triton_launch import Launch, Launches, TritonKernels
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_MAX_KNOWN = 4096  # forms of tensors whose parts are remembered
+_TILE_ELEMS = 2048
+_MAX_SPAN_ELEMS = 2**31  # elements that a tile's addresses may span
+
+
+class NormSweepsTriton:
+    """As the reference of `norm_sweeps`."""
+
+    def __init__(self) -> None:
+        self._launches = Launches()
+        self._parts_of: dict[Hashable, int] = {}
+
+    def applies(self, *tensors: torch.Tensor) -> bool:
+        """Whether it reads and writes such tensors, (N, C, ...), here; all of one shape but for their channels."""
+        device = tensors[0].device
+        if not TRITON_KERNELS.run_on(device) or any(x.device != device or x.dtype not in _DTYPES for x in tensors):
+            return False
+        return _is_channels_last(*tensors) is not None
+
+    def statistics(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        key = "statistics", x.device, _form(x)
+        parts, channels = self._parts(key, x), x.shape[1]
+        moments = x.new_empty((3, parts, channels), dtype=torch.float32)
+        counts = x.new_empty(parts, dtype=torch.int32)
+        # An op's results: none may be a view.
+        mean, variance = (x.new_empty(channels, dtype=torch.float32) for _ in range(2))
+
+        def measured() -> Launch:
+            grid, (at,) = _grid_of(x)
+            rest = (*grid.extent, *grid.shares, *grid.tile)
+            return Launch(TRITON_KERNELS.found().moments, grid.by_part, lambda x, *found: (x, at, *found, *rest))
+
+        def merged() -> Launch:
+            columns = min(_grid_of(x)[0].columns, 16)
+            rest = parts, channels, min(_power(parts), 64), columns
+            return Launch(TRITON_KERNELS.found().merge, (-(-channels // columns),), lambda *found: (*found, *rest))
+
+        with on_device(x.device):
+            self._launches.run(key, (x, *moments, counts), measured)
+            self._launches.run(("merge", key), (*moments, counts, mean, variance), merged)
+        return mean, variance
+
+    def apply(
+        self,
+        x: torch.Tensor,
+        affine: NormAffine,
+        residual: torch.Tensor | None,
+        activation: Activation,
+        out: torch.Tensor,
+        *,
+        factor: torch.Tensor | None = None,
+        rounded: bool = False,
+    ) -> None:
+        """As the reference does, and as PyTorch's kernels do it one after another.
+
+        Args:
+            factor: (C,), what x - mean is multiplied by before the scale; None: nothing.
+            rounded: whether the activation reads what `out` would have held without it.
+        """
+
+        def made() -> Launch:
+            grid, strides = _grid_of(x, residual, out)
+            rest = (*strides, *grid.extent, activation.slope, activation.name, rounded, *grid.tile)
+            return Launch(TRITON_KERNELS.found().activate, grid.by_block, lambda *tensors: (*tensors, *rest))
+
+        key = "apply", activation, factor is None, rounded, x.device, _form(x), _form(residual), _form(out)
+        mean, scale, shift = map(vector, affine)
+        own_factor = None if factor is None else vector(factor)
+        with on_device(x.device):
+            self._launches.run(key, (x, mean, own_factor, scale, shift, residual, out), made)
+
+    def reduce(
+        self,
+        grad: torch.Tensor,
+        read: NormRead,
+        grad_x: torch.Tensor | None = None,
+        masked: torch.Tensor | None = None,
+    ) -> NormSums:
+        key = "reduce", *_key(grad, read, grad_x, masked)
+        parts = self._parts(key, read.x, grad, read.z, grad_x, masked)
+        sums = grad.new_empty((2, parts, grad.shape[1]), dtype=torch.float32)
+        self._run_backward(key, grad, read, (None, None), (grad_x, masked), (sums[0], sums[1]))
+        if not read.inverted:
+            return NormSums(*sums.sum(1))
+        products, of_shift = sums.sum(1, dtype=torch.float64)
+        return NormSums(products / read.affine.scale, of_shift)
+
+    def apply_backward(self, grad: torch.Tensor, read: NormRead, moves: NormMoves, grad_x: torch.Tensor) -> None:
+        key = "apply_backward", *_key(grad, read, grad_x, None)
+        slope, constant = moves
+        slope = slope / read.affine.scale if read.inverted else slope
+        self._run_backward(key, grad, read, (vector(slope), vector(constant)), (grad_x, None), (None, None))
+
+    def _run_backward(
+        self,
+        key: Hashable,
+        grad: torch.Tensor,
+        read: NormRead,
+        moves: tuple[torch.Tensor | None, torch.Tensor | None],
+        written: tuple[torch.Tensor | None, torch.Tensor | None],
+        sums: tuple[torch.Tensor | None, torch.Tensor | None],
+    ) -> None:
+        x, affine, activation, z, inverted = read
+
+        def made() -> Launch:
+            grid, strides = _grid_of(x, grad, z, *written)
+            rest = (*strides, *grid.extent, *grid.shares, activation.slope, activation.name, inverted, *grid.tile)
+            return Launch(TRITON_KERNELS.found().activate_backward, grid.by_part, lambda *given: (*given, *rest))
+
+        with on_device(x.device):
+            self._launches.run(key, (x, grad, z, *map(vector, affine), *moves, *written, *sums), made)
+
+    def _parts(self, key: Hashable, x: torch.Tensor, *others: torch.Tensor | None) -> int:
+        """Into how many parts a sweep divides the tensors; the key says what that depends on."""
+        found = self._parts_of.get(key)
+        if found is None:
+            if len(self._parts_of) >= _MAX_KNOWN:
+                self._parts_of.clear()
+            found = self._parts_of[key] = _grid_of(x, *others)[0].parts
+        return found
+
+
+def _form(x: torch.Tensor | None) -> Hashable:
+    """What a kernel's numbers and its compiled form depend on."""
+    return None if x is None else (x.shape, x.stride(), x.dtype)
+
+
+def _key(
+    grad: torch.Tensor, read: NormRead, grad_x: torch.Tensor | None, masked: torch.Tensor | None
+) -> tuple[Hashable, ...]:
+    forms = map(_form, (grad, read.x, read.z, grad_x, masked))
+    return read.activation, read.inverted, grad.device, *forms
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """How the programs share a tensor: by blocks of `rows` pixels, by runs of blocks (parts), and by `columns`."""
+
+    channels_last: bool
+    images: int  # 1 where all pixels lie in one run
+    pixels: int  # of an image
+    channels: int
+    rows: int
+    columns: int
+    max_parts: int
+
+    @property
+    def blocks_an_image(self) -> int:
+        return -(-self.pixels // self.rows)
+
+    @property
+    def blocks(self) -> int:
+        return self.images * self.blocks_an_image
+
+    @property
+    def blocks_a_part(self) -> int:
+        return -(-self.blocks // max(1, self.max_parts // -(-self.channels // self.columns)))
+
+    @property
+    def parts(self) -> int:
+        return -(-self.blocks // self.blocks_a_part)
+
+    @property
+    def by_block(self) -> tuple[int, int]:
+        return self.blocks, -(-self.channels // self.columns)
+
+    @property
+    def by_part(self) -> tuple[int, int]:
+        return self.parts, -(-self.channels // self.columns)
+
+    @property
+    def extent(self) -> tuple[int, int, int]:
+        return self.pixels, self.channels, self.blocks_an_image
+
+    @property
+    def shares(self) -> tuple[int, int]:
+        return self.blocks, self.blocks_a_part
+
+    @property
+    def tile(self) -> tuple[bool, int, int]:
+        return self.channels_last, self.rows, self.columns
+
+
+def _grid_of(x: torch.Tensor, *others: torch.Tensor | None) -> tuple[_Grid, list[int]]:
+    """The grid, and `ld` of each tensor as the kernels want it; 0 for None."""
+    given = [other for other in others if other is not None]
+    if any(other.shape != x.shape for other in given):
+        raise InputError(f"{[tuple(other.shape) for other in given]} with x of {tuple(x.shape)}; give one shape")
+    channels_last = _is_channels_last(x, *given)
+    if channels_last is None:
+        raise InputError(f"strides {[t.stride() for t in (x, *given)]}; give tensors all channels_last or contiguous")
+    channels, pixels, images = x.shape[1], prod(x.shape[2:]), x.shape[0]
+    if channels_last:
+        images, pixels = 1, images * pixels
+        columns = min(_power(channels), 64)
+        rows = _TILE_ELEMS // columns
+    else:
+        rows = min(_power(pixels), 128)
+        columns = min(_power(channels), _TILE_ELEMS // rows)
+    grid = _Grid(channels_last, images, pixels, channels, rows, columns, _max_parts(x.device))
+    return grid, [0 if t is None else _leading_stride(t, channels_last) or 0 for t in (x, *others)]
+
+
+def _is_channels_last(*tensors: torch.Tensor) -> bool | None:
+    """Which of the two layouts all have; None for neither."""
+    if tensors[0].dim() < 2 or not tensors[0].numel():
+        return None
+    return next((way for way in (True, False) if all(_leading_stride(x, way) for x in tensors)), None)
+
+
+def _leading_stride(x: torch.Tensor, channels_last: bool) -> int | None:
+    """Elements from pixel to pixel in channels_last, from image to image else; None where that is not the layout.
+
+    >>> _leading_stride(torch.ones(2, 3, 4, 5), False), _leading_stride(torch.ones(2, 3, 4, 5)[:, :2], False)
+    (60, 60)
+    >>> _leading_stride(torch.ones(2, 3, 4, 5), True)
+    """
+    if channels_last:
+        found = row_stride(x)
+        return found if found is not None and found < _MAX_SPAN_ELEMS // _TILE_ELEMS else None
+    images, channels, *sides = x.shape
+    over_images, over_channels, *over_sides = x.stride()
+    pixels = prod(sides)
+    if run_stride(sides, over_sides) not in (0, 1) or (channels > 1 and over_channels != pixels):
+        return None
+    found = over_images if images > 1 else channels * pixels
+    return found if channels * pixels <= found and channels * pixels < _MAX_SPAN_ELEMS else None
+
+
+def _power(number: int) -> int:
+    """The power of two that is no smaller."""
+    return 1 << (number - 1).bit_length()
+
+
+@cache
+def _max_parts(device: torch.device) -> int:
+    # Enough to fill the device a few times over; few on the CPU, so that each has several blocks there too.
+    return 8 * multiprocessors(device) if device.type == "cuda" else 4
+
+
+def _try_on(device: torch.device) -> None:
+    one = torch.ones((1, 1), device=device)
+    TRITON.apply(one, NormAffine(one[0], one[0], one[0]), None, IDENTITY, torch.empty_like(one))
+
+
+TRITON_KERNELS = TritonKernels("shoal.kernels.norm.norm_triton_kernels", "PyTorch's own kernels", InputError, _try_on)
+TRITON = NormSweepsTriton()
