@@ -56,10 +56,9 @@ def test_no_second_tensor_of_its_size_is_made() -> None:
 def test_bits_that_do_not_repeat_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     repeats_bits.cache_clear()
     try:
-        monkeypatch.setattr(activated_norm, "_PIECE_ELEMS", 1 << 10)
-        rows = activated_norm._rows_of_lines
-        off = lambda scale, shift: (scale * (1 + 1e-6), shift)  # noqa: E731
-        monkeypatch.setattr(activated_norm, "_rows_of_lines", lambda *args: off(*rows(*args)))
+        tiles = activated_norm.tiles
+        off = lambda some, into, scale, shift: (some, into, scale * (1 + 1e-6), shift)  # noqa: E731
+        monkeypatch.setattr(activated_norm, "tiles", lambda *args: (off(*tile) for tile in tiles(*args)))
         assert not repeats_bits(torch.float32, CPU, 5, False, 0.01, None)
     finally:
         repeats_bits.cache_clear()

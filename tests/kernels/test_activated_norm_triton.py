@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from shoal.kernels import batch_norm, group_norm
-from shoal.kernels.activated_norm import TRITON, Norm
+from shoal.kernels.activated_norm import Norm, activated
+from shoal.kernels.norm.norm_sweeps_triton import TRITON
+from shoal.lowlevel.dispatch import TABLE
 from tests.interpreter import not_interpreted, on_device, with_triton
-from tests.kernels_elsewhere import compiled_for, each_capability, kernels_of, there
+from tests.kernels_elsewhere import compiled_for, each_capability, there
 
 SHAPES = [(2, 6, 5, 7, 3), (1, 4, 60, 41), (3, 2, 1), (2, 4, 3000)]
 
@@ -33,7 +35,7 @@ def test_it_is_the_norm_and_then_the_activation(device: str, shape: tuple[int, .
         norm = group_norm if groups else batch_norm
         z = norm.normalise(x, *vectors, mean, invstd)
         expected = torch.nn.functional.leaky_relu(z, slope) if slope else z.relu()
-        found = TRITON(x, Norm(*vectors, mean, invstd), slope)
+        found = activated(x, *vectors, mean, invstd, slope, list(shape))
         torch.testing.assert_close(found, expected, rtol=2e-6, atol=2e-6, equal_nan=True)
         assert not (found.signbit() & (found == 0)).any() or slope  # a ReLU's zeros are positive
 
@@ -42,12 +44,11 @@ def test_it_is_the_norm_and_then_the_activation(device: str, shape: tuple[int, .
 @not_interpreted
 @each_capability
 def test_it_compiles_for_a_device_that_is_not_here(capability: int) -> None:
-    from shoal.kernels import activated_norm_triton_kernels
-
+    by_triton = TABLE["activated_norm"].functions("triton")
     with compiled_for(capability) as found:
         for dtype in (torch.float32, torch.bfloat16):
             x, vector = there(1, 64, 32, 32, 32, dtype=dtype), there(64)
-            TRITON(x, Norm(vector, vector, vector, vector), 0.01)
-            TRITON(x, Norm(None, None, vector, vector), 0.0)
-    assert found.keys() == kernels_of(activated_norm_triton_kernels)
-    assert any("ld.global.v4" in ptx for ptx in found["normalise_and_activate"])  # 16 bytes at a time
+            by_triton(x, Norm(vector, vector, vector, vector), 0.01)
+            by_triton(x, Norm(None, None, vector, vector), 0.0)
+    assert found.keys() == {"activate"}
+    assert any("ld.global.v4" in ptx for ptx in found["activate"])  # 16 bytes at a time

@@ -198,9 +198,9 @@ def test_bits_that_do_not_repeat_are_noticed(monkeypatch: pytest.MonkeyPatch) ->
     repeats_bits.cache_clear()
     backward_repeats_bits.cache_clear()
     try:
-        line, whole = batch_norm.line, batch_norm._whole_backward
+        lines, whole = batch_norm.lines, batch_norm._whole_backward
         off = lambda tensors: (tensors[0] * (1 + 1e-6), *tensors[1:])  # noqa: E731
-        monkeypatch.setattr(batch_norm, "line", lambda *args: off(line(*args)))
+        monkeypatch.setattr(batch_norm, "lines", lambda *args: off(lines(*args)))
         monkeypatch.setattr(
             batch_norm, "_whole_backward", lambda grad, *args: whole(grad * (1 + 1e-6 * len(args[1])), *args)
         )

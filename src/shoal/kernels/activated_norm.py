@@ -14,16 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shoal.errors import InputError
 from shoal.kernels import batch_norm, group_norm
+from shoal.kernels.norm.norm_operands import RELU, Activation, NormAffine
+from shoal.kernels.norm.norm_sweeps import TILE_ELEMS, tiles
+from shoal.kernels.norm.norm_sweeps_triton import TRITON
 from shoal.lowlevel.dispatch import DispatchedOp, Implementation, choose, register
 from shoal.lowlevel.torch_internals import isolated
-from shoal.lowlevel.torch_state import on_device
-from shoal.lowlevel.triton_launch import TritonKernels
-
-_PIECE_ELEMS = 1 << 17  # half a MiB of float32, read and written: both stay in L2
-_BLOCK = 1024
-_KINDS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Norm(NamedTuple):
@@ -51,60 +47,43 @@ def activated(x: torch.Tensor, *rest: Any) -> torch.Tensor:
             normalised tensor seen in that shape.
     """
     *norm, slope, shape = rest
-    return choose(_OP, x)(x, Norm(*norm), slope).view(shape)
+    made = Norm(*norm)
+    return choose(_OP, x, made)(x, made, slope).view(shape)
 
 
 def _by_pytorch(x: torch.Tensor, norm: Norm, slope: float) -> torch.Tensor:
-    if not (x.is_cpu and x.is_contiguous() and x.dim() > 2 and x.numel() > _PIECE_ELEMS):
-        kernels: Any = group_norm if norm.is_of_groups else batch_norm
-        return _activate_(kernels.normalise(x, *norm), slope)
-    scale, shift = _rows_of_lines(x, norm)
-    n_rows, pixels = x.shape[0] * x.shape[1], x.shape[2:].numel()
+    kernels: Any = group_norm if norm.is_of_groups else batch_norm
+    if not (x.is_cpu and x.is_contiguous() and x.dim() > 2):
+        return _activation(slope).apply_(kernels.normalise(x, *norm))
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    from_rows, to_rows = x.view(n_rows, pixels), y.view(n_rows, pixels)
-    rows, columns = max(1, _PIECE_ELEMS // pixels), min(pixels, _PIECE_ELEMS)
-    for row in range(0, n_rows, rows):
-        some = slice(row, row + rows)
-        for column in range(0, pixels, columns):
-            piece = to_rows[some, column : column + columns]
-            torch.addcmul(shift[some], from_rows[some, column : column + columns], scale[some], out=piece)
-            _activate_(piece, slope)
+    for some, into, scale, shift in tiles(x, y, *(line.expand_as(x) for line in kernels.lines(x, *norm))):
+        _activation(slope).apply_(torch.addcmul(shift, some, scale, out=into))
     return y
 
 
-def _rows_of_lines(x: torch.Tensor, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale and shift of each sample and channel, each (N * C, 1)."""
-    lines: Any = group_norm.lines if norm.is_of_groups else batch_norm.line
-    scale, shift = lines(x, *norm)
-    of_each = (x.shape[0], x.shape[1], *[1] * (x.dim() - 2))
-    return scale.expand(of_each).reshape(-1, 1), shift.expand(of_each).reshape(-1, 1)
+def _triton_applies(x: torch.Tensor, norm: Norm) -> bool:
+    return x.dim() > 2 and x.is_contiguous() and TRITON.applies(_with_channels_of(norm, x))
 
 
-class _ActivatedNormTriton:
-    """`activated_norm_triton_kernels`."""
-
-    def applies(self, x: torch.Tensor) -> bool:
-        """Whether it reads such a tensor here."""
-        return x.dtype in _KINDS and x.is_contiguous() and x.dim() > 2 and TRITON_KERNELS.run_on(x.device)
-
-    def __call__(self, x: torch.Tensor, norm: Norm, slope: float) -> torch.Tensor:
-        channels, y = x.shape[1], torch.empty_like(x)
-        rows, pixels = x.shape[0] * channels, x.shape[2:].numel()
-        weight, bias, middle, factor = norm
-        if norm.is_of_groups:  # (x - 0) * 1 has the bits of x: PyTorch's kernel multiplies by one scale for each
-            factor, bias = (line.reshape(-1) for line in _rows_of_lines(x, norm))
-            middle, weight, channels = torch.zeros_like(factor), None, rows
-        grid = rows, -(-pixels // _BLOCK)
-        if x.numel():
-            with on_device(x.device):
-                TRITON_KERNELS.found().normalise_and_activate[grid](
-                    x, middle, factor, weight, bias, y, channels, pixels, slope, slope == 0, _BLOCK
-                )
-        return y
+def _by_triton(x: torch.Tensor, norm: Norm, slope: float) -> torch.Tensor:
+    y = torch.empty_like(x)
+    weight, bias, middle, factor = norm
+    if norm.is_of_groups:  # (x - 0) * 1 has the bits of x: PyTorch's kernel multiplies by one scale for each
+        factor, bias = (line.reshape(-1) for line in group_norm.lines(x, *norm))
+        middle, weight = torch.zeros_like(factor), None
+    affine = NormAffine(middle, factor, torch.zeros_like(middle) if bias is None else bias)
+    source, into = _with_channels_of(norm, x), _with_channels_of(norm, y)
+    TRITON.apply(source, affine, None, _activation(slope), into, factor=weight, rounded=True)
+    return y
 
 
-def _activate_(y: torch.Tensor, slope: float) -> torch.Tensor:
-    return torch.ops.aten.leaky_relu_(y, slope) if slope else y.relu_()
+def _with_channels_of(norm: Norm, x: torch.Tensor) -> torch.Tensor:
+    """`x` with a channel for each of those that have a line of their own: of a group norm, those of each sample."""
+    return x.view(1, x.shape[0] * x.shape[1], -1) if norm.is_of_groups else x
+
+
+def _activation(slope: float) -> Activation:
+    return Activation("leaky_relu", slope) if slope else RELU
 
 
 @lru_cache(maxsize=1024)
@@ -126,24 +105,15 @@ def repeats_bits(
         def drawn(shape: tuple[int, ...], kind: torch.dtype) -> torch.Tensor:
             return (torch.randn(shape, generator=draw) * 3 + 1).to(device=device, dtype=kind)
 
-        x = drawn((2, 4, *(_PIECE_ELEMS // 2 + 3, 3, 1)[: dims - 2]), dtype)
+        x = drawn((2, 4, *(TILE_ELEMS // 2 + 3, 3, 1)[: dims - 2]), dtype)
         wide = dtype if of_groups or device.type == "cpu" else torch.float32  # of the statistics
         mean, invstd = (drawn((2, 2) if of_groups else (4,), wide) for _ in range(2))
         weight, bias = (None if weight_dtype is None else drawn((4,), weight_dtype) for _ in range(2))
         vectors = (weight, bias, mean, invstd.abs_())
-        expected = _activate_(norm.normalise(x, *vectors), slope)
+        expected = _activation(slope).apply_(norm.normalise(x, *vectors))
         return torch.equal(activated(x, *vectors, slope, list(x.shape)), expected)
 
 
-def _try_on(device: torch.device) -> None:
-    one = torch.ones((1, 1, 1), device=device)
-    TRITON(one, Norm(None, None, one[0, 0], one[0, 0]), 0.0)
-
-
-TRITON_KERNELS = TritonKernels(
-    "shoal.kernels.activated_norm_triton_kernels", "two sweeps by PyTorch's own kernels", InputError, _try_on
-)
-TRITON = _ActivatedNormTriton()
 _OP: DispatchedOp[Callable[..., torch.Tensor]] = register(
-    "activated_norm", _by_pytorch, Implementation("triton", TRITON, TRITON.applies)
+    "activated_norm", _by_pytorch, Implementation("triton", _by_triton, _triton_applies)
 )

@@ -45,7 +45,7 @@ def normalise(
     if _has_second_half(x.device):
         again: torch.Tensor = torch.ops.aten.batch_norm_elemt.default(x, weight, bias, mean, invstd, 0.0)
         return again
-    return scaled(x, *line(x, weight, bias, mean, invstd))
+    return scaled(x, *lines(x, weight, bias, mean, invstd))
 
 
 def scaled(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
@@ -61,7 +61,7 @@ def normalise_(
     """`normalise` that writes over `x`."""
     if _has_second_half(x.device):
         return torch.ops.aten.batch_norm_elemt.out(x, weight, bias, mean, invstd, 0.0, out=x)
-    scale, shift = line(x, weight, bias, mean, invstd)
+    scale, shift = lines(x, weight, bias, mean, invstd)
     return torch.addcmul(shift, x, scale, out=x)
 
 
@@ -312,7 +312,7 @@ def _draw(seed: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.d
     return (drawn * 3 + 1).to(device=device, dtype=dtype)
 
 
-def line(
+def lines(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, mean: torch.Tensor, invstd: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scale and shift of each channel, each (1, C, 1, ...)."""

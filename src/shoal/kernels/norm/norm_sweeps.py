@@ -20,7 +20,7 @@ from shoal.kernels.norm.norm_sweeps_native import NATIVE, NormSweepsNative
 from shoal.kernels.norm.norm_sweeps_triton import TRITON, NormSweepsTriton
 from shoal.lowlevel.dispatch import DispatchedOp, Implementation, choose, register
 
-_TILE_ELEMS = 1 << 17  # 512 KiB of float32: the operands and temporaries of a tile stay in L2
+TILE_ELEMS = 1 << 17  # 512 KiB of float32: the operands and temporaries of a tile stay in L2
 _DEVICE_TILE_ELEMS = 1 << 24  # where every tile costs launches of kernels
 _MIN_TILES = 16  # so that temporaries are small compared with small tensors too
 _MIN_TILE_ELEMS = 1 << 12
@@ -44,10 +44,10 @@ class _NormSweepsReference:
             return mean, variance
         dims, count = [0, *range(2, x.dim())], x.numel() // x.shape[1]
         total, rest, squares = x.new_zeros((3, x.shape[1]), dtype=torch.float64)
-        for (some,) in _tiles(x):
+        for (some,) in tiles(x):
             total += some.sum(dims, dtype=wide(x.dtype))
         near = (total / count).to(wide(x.dtype))
-        for (some,) in _tiles(x):
+        for (some,) in tiles(x):
             centred = some - by_channel(near, x)  # promotes
             rest += centred.sum(dims)
             squares += centred.square_().sum(dims)
@@ -74,7 +74,7 @@ class _NormSweepsReference:
             out: of the shape of x; may be x or the residual.
         """
         mean, scale, shift = (by_channel(vector, x) for vector in affine)
-        for some, more, into in _tiles(x, residual, out):
+        for some, more, into in tiles(x, residual, out):
             z = some - mean  # promotes
             torch.addcmul(shift, z, scale, out=z)
             z = z if more is None else z.add_(more)
@@ -102,7 +102,7 @@ class _NormSweepsReference:
         dims, scale = [0, *range(2, grad.dim())], by_channel(read.affine.scale, grad)
         # An op's results: none may be a view.
         products, total = (grad.new_zeros(grad.shape[1], dtype=torch.float64) for _ in range(2))
-        for tile in _tiles(grad, read.x, read.z, grad_x, masked):
+        for tile in tiles(grad, read.x, read.z, grad_x, masked):
             centred, da = _centred(tile[0], tile[1], tile[2], read)
             total += da.sum(dims)
             products += centred.mul_(da).sum(dims)
@@ -122,7 +122,7 @@ class _NormSweepsReference:
         """
         scale = by_channel(read.affine.scale, grad)
         slope, constant = (by_channel(vector.to(scale.dtype), grad) for vector in moves)
-        for some, x, z, into in _tiles(grad, read.x, read.z, grad_x):
+        for some, x, z, into in tiles(grad, read.x, read.z, grad_x):
             centred, da = _centred(some, x, z, read)
             into.copy_(centred.mul_(slope).add_(constant).add_(da).mul_(scale))
 
@@ -143,10 +143,10 @@ def _centred(
     return centred, activation.gradient(grad, torch.addcmul(shift, centred, scale) if z is None else z.to(grad.dtype))
 
 
-def _tiles(*tensors: torch.Tensor | None) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Views of tensors of one shape, (N, C, ...), that together cover them; None stays None."""
+def tiles(*tensors: torch.Tensor | None) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Views of tensors of one shape, (N, C, ...), that together cover them, of all channels; None stays None."""
     elems, on_cpu = tensors[0].numel(), tensors[0].is_cpu
-    most = min(_TILE_ELEMS, max(_MIN_TILE_ELEMS, elems // _MIN_TILES)) if on_cpu else _DEVICE_TILE_ELEMS
+    most = min(TILE_ELEMS, max(_MIN_TILE_ELEMS, elems // _MIN_TILES)) if on_cpu else _DEVICE_TILE_ELEMS
     return _split(tensors, most, 0)
 
 
