@@ -22,13 +22,12 @@ from shoal.capture.fx_nodes import is_view
 from shoal.core.schedule import schedule
 from shoal.kernels import (
     batch_norm,
-    batch_norm_pieces,
     direct_convolution,
     dropout,
     encoded_activation,
     group_norm,
-    group_norm_pieces,
     layer_norm,
+    norm_pieces,
     prelu,
     prelu_pieces,
     relu,
@@ -141,10 +140,10 @@ CALLS: list[tuple[Any, Callable[[torch.Tensor, torch.Tensor], tuple[Any, ...]]]]
     ),
     (batch_norm.normalise, lambda x, y: (x, *statistics(x))),
     (batch_norm.backward, lambda x, y: (x, y, *statistics(x)[:3])),
-    (batch_norm_pieces.native_backward, by_channels),
+    (norm_pieces.native_backward, by_channels),
     (group_norm.normalise, lambda x, y: (x, *statistics(x)[:2], *of_one_group(x))),
     (group_norm.backward, lambda x, y: (x, y, statistics(x)[0], *of_one_group(x))),
-    (group_norm_pieces.backward, by_groups),
+    (norm_pieces.group_backward, by_groups),
     (inverted_batch_norm, lambda x, y: (x, *wide_statistics(x)[:2], None, None, 1e-5, "leaky_relu", 0.2)),
     (inverted_batch_norm, lambda x, y: (x, None, None, *wide_statistics(x)[:2], 1e-5, "elu", 0.2)),
     (inverted_batch_norm_backward, lambda x, y: (x, y, *wide_statistics(x)[:3], False, 1e-5, "leaky_relu", 0.2)),
@@ -224,7 +223,7 @@ def first(result: Any) -> torch.Tensor:
 
 
 def test_every_form_that_overwrites_is_tried() -> None:
-    elsewhere = {batch_norm_pieces.cudnn_backward}  # runs only on CUDA
+    elsewhere = {norm_pieces.cudnn_backward}  # runs only on CUDA
     assert {target for target, _ in CALLS} == {*inplace._OUT, *inplace._CALLS} - elsewhere
 
 

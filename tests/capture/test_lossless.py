@@ -16,6 +16,7 @@ from shoal.capture.capture_step import capture_step
 from shoal.capture.captured import Captured
 from shoal.core.step import StepGraph, Storage
 from shoal.kernels.batch_norm import backward_repeats_bits
+from shoal.kernels.pieces import Cut
 from tests.engine.training_laws import assert_same_training, same_bits
 from tests.joint_graphs import (
     NETWORKS,
@@ -320,9 +321,9 @@ def test_a_convolution_can_let_its_input_go_before_the_gradient_of_its_input_com
 
 
 def test_a_weight_gradient_with_a_large_scratch_comes_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.capture.lossless.weight_gradient_pieces", lambda *_: 2)
+    monkeypatch.setattr("shoal.capture.lossless.cut_of_large_weight", lambda *_: Cut(0, 2, 1))
     before, after = before_and_after_rewrites(nn.Sequential(nn.Conv2d(3, 5, 3), nn.Tanh(), conv(5, 6)))
-    in_pieces = [op for op in after.graph.ops if op.target == "shoal.convolution.weight_gradient"]
+    in_pieces = [op for op in after.graph.ops if op.target == "shoal.convolution_pieces.weight_gradient"]
     assert len(in_pieces) == 2
     assert all(op.flops > 0 for op in in_pieces)
     tensors = operands(before.joint)

@@ -18,7 +18,7 @@ from shoal.capture.captured import Captured
 from shoal.capture.lower import lower
 from shoal.capture.pieces import choose_pieces, in_pieces
 from shoal.cost.profile import profile_step
-from shoal.kernels import batch_norm_pieces
+from shoal.kernels import norm_pieces
 from shoal.planners.just_in_time import just_in_time
 from tests.cuda_standin.counts import device_counts
 
@@ -174,7 +174,7 @@ def test_the_gradient_of_a_large_map_takes_the_block_of_the_incoming_one(
     amp: torch.dtype | None, channels_last: bool, held: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether bits repeat cannot be told where kernels do nothing."""
-    monkeypatch.setattr(batch_norm_pieces, "_repeats_bits", lambda *_: True)
+    monkeypatch.setattr(norm_pieces, "repeats_bits", lambda *_: True)
     layers = [nn.Conv2d(3, 32, 1), nn.BatchNorm2d(32), nn.Tanh(), nn.Conv2d(32, 2, 1)]
     layout = torch.channels_last if channels_last else torch.contiguous_format
     model = nn.Sequential(*layers).cuda().to(memory_format=layout)

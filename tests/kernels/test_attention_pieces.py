@@ -98,6 +98,6 @@ def test_large_scores_are_cut_by_windows() -> None:
 
 def test_what_does_not_repeat_the_bits_here_is_reordered(monkeypatch: pytest.MonkeyPatch) -> None:
     layout, (q, k, v, *biases) = large()
-    monkeypatch.setattr(attention_pieces, "_repeats_bits", lambda *_: False)
+    monkeypatch.setattr(attention_pieces, "repeats_bits", lambda *_: False)
     cut = attention_pieces.choose(q, k, v, biases, layout, False)
     assert cut is not None and cut.reordered

@@ -1,4 +1,4 @@
-"""A convolution's gradients: that of its input needs no input, that of its weight may come in pieces."""
+"""The gradient of a convolution's input needs no input."""
 
 from __future__ import annotations
 
@@ -9,14 +9,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from shoal.kernels.convolution import (
-    _pieces_repeat_bits,
-    _turned,
-    _unread,
-    input_gradient,
-    weight_gradient,
-    weight_gradient_pieces,
-)
+from shoal.kernels.convolution import _turned, _unread, input_gradient
 from shoal.lowlevel import allocations
 
 aten = torch.ops.aten
@@ -118,79 +111,3 @@ def test_an_empty_batch_has_a_stand_in_and_a_gradient_too(shape: tuple[int, ...]
         grad = torch.empty(0, 2, *shape[2:])
         options = [[1, 1], [0, 0], [1, 1], False, [0, 0], 1]
         assert input_gradient(grad, weight, list(shape), list(stride), *options).shape == shape
-
-
-@given(convolutions(), st.integers(1, 9), st.booleans())
-def test_a_weight_gradient_in_pieces_is_as_close_to_float64_as_the_whole(
-    convolution: tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[Any]], pieces: int, with_bias: bool
-) -> None:
-    grad, x, weight, options = convolution
-    assume(not options[3] and options[5] == 1)
-    rest = ([weight.shape[0]] if with_bias else None, *options, [False, True, with_bias])
-    exact = aten.convolution_backward(grad.double(), x.double(), weight.double(), *rest)[1:]
-    whole = aten.convolution_backward(grad, x, weight, *rest)[1:]
-    nothing, *found = weight_gradient(grad, x, weight, *rest, pieces)
-    assert nothing is None
-    assert (found[1] is None) == (not with_bias)
-    for ours, theirs, reference in zip(found, whole, exact, strict=True):
-        if ours is not None:
-            assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
-            tolerance = 8 * torch.finfo(ours.dtype).eps * max(1.0, float(reference.abs().max()))
-            assert (ours - reference).abs().max() <= (theirs - reference).abs().max() + tolerance
-
-
-def large_weight(channels: int = 512, groups: int = 1, device: str = "cpu") -> tuple[Any, ...]:
-    """A weight of 9 MiB on images of one pixel; the arguments of `weight_gradient` but for the pieces."""
-    generator = torch.Generator().manual_seed(channels)
-    draw = lambda *shape: torch.randn(shape, generator=generator).to(device)  # noqa: E731
-    options = ([1, 1], [1, 1], [1, 1], False, [0, 0], groups, [False, True, False])
-    return draw(4, channels, 1, 1), draw(4, 512, 1, 1), draw(channels, 512 // groups, 3, 3), None, *options
-
-
-def test_pieces_are_proposed_only_where_they_repeat_the_bits_and_save_the_bytes_of_the_result() -> None:
-    arguments = large_weight()
-    pieces = weight_gradient_pieces(*arguments)
-    if pieces is None:
-        pytest.skip("this processor's whole weight gradient takes no scratch worth saving, or other bits than pieces")
-    whole, theirs = allocations.record(lambda: aten.convolution_backward(*arguments)[1])
-    found, ours = allocations.record(lambda: weight_gradient(*arguments, pieces)[1])
-    assert torch.equal(found, whole)
-    assert allocations.peak_bytes(ours) <= allocations.peak_bytes(theirs) - whole.nbytes
-
-
-def test_a_running_profiler_does_not_change_whether_pieces_are_proposed() -> None:
-    _pieces_repeat_bits.cache_clear()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        beside = weight_gradient_pieces(*large_weight())
-    _pieces_repeat_bits.cache_clear()
-    assert beside == weight_gradient_pieces(*large_weight())
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        large_weight(channels=16),  # a small weight
-        large_weight(groups=2),
-        large_weight(device="meta"),
-        (
-            torch.empty(4, 512, 64, 64),
-            torch.empty(4, 512, 64, 64),
-            *large_weight()[2:],
-        ),  # images larger than the weight
-    ],
-    ids=["small", "grouped", "elsewhere", "large images"],
-)
-def test_other_weight_gradients_come_whole_untried(arguments: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.kernels.convolution._pieces_repeat_bits", lambda *_: pytest.fail("tried"))
-    assert weight_gradient_pieces(*arguments) is None
-
-
-def test_where_pieces_give_other_bits_the_whole_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    _pieces_repeat_bits.cache_clear()
-
-    def off_by_a_little(*arguments: Any) -> tuple[None, torch.Tensor, None]:
-        return None, aten.convolution_backward(*arguments[:-1])[1] + 1e-3, None
-
-    monkeypatch.setattr("shoal.kernels.convolution.weight_gradient", off_by_a_little)
-    assert weight_gradient_pieces(*large_weight()) is None
-    _pieces_repeat_bits.cache_clear()

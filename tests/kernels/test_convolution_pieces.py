@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shoal.kernels import convolution_pieces
 from shoal.kernels.convolution import input_gradient
-from shoal.kernels.convolution_pieces import IN_PIECES, choose, may_be_worth_pieces
+from shoal.kernels.convolution_pieces import IN_PIECES, choose, cut_of_large_weight, may_be_worth_pieces
 from shoal.lowlevel import allocations
 from tests.kernels.test_convolution import convolutions
 
@@ -172,3 +172,62 @@ def test_what_takes_little_scratch_or_is_elsewhere_stays_whole() -> None:
     assert not may_be_worth_pieces(x, weight, x)
     x, weight, *_ = unfolded()[CONVOLUTION]
     assert may_be_worth_pieces(x, weight, x)
+
+
+def large_weight(channels: int = 512, groups: int = 1, device: str = "cpu") -> tuple[Any, ...]:
+    """A weight of 9 MiB on images of one pixel; the arguments of `weight_gradient` but for the cut."""
+    generator = torch.Generator().manual_seed(channels)
+    draw = lambda *shape: torch.randn(shape, generator=generator).to(device)  # noqa: E731
+    options = ([1, 1], [1, 1], [1, 1], False, [0, 0], groups, [False, True, False])
+    return draw(4, channels, 1, 1), draw(4, 512, 1, 1), draw(channels, 512 // groups, 3, 3), None, *options
+
+
+def test_pieces_of_a_large_weight_are_proposed_only_where_they_repeat_bits_and_save_its_bytes() -> (
+    None
+):
+    arguments = large_weight()
+    cut = cut_of_large_weight(*arguments)
+    if cut is None:
+        pytest.skip("this processor's whole weight gradient takes no scratch worth saving, or other bits than pieces")
+    whole, theirs = allocations.record(lambda: BACKWARD(*arguments)[1])
+    found, ours = allocations.record(lambda: convolution_pieces.weight_gradient(*arguments, cut.dim, cut.count)[1])
+    assert torch.equal(found, whole)
+    assert allocations.peak_bytes(ours) <= allocations.peak_bytes(theirs) - whole.nbytes
+
+
+def test_a_running_profiler_does_not_change_whether_a_large_weight_is_cut() -> None:
+    convolution_pieces._best_cut.cache_clear()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        beside = cut_of_large_weight(*large_weight())
+    convolution_pieces._best_cut.cache_clear()
+    assert beside == cut_of_large_weight(*large_weight())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        large_weight(channels=16),  # a small weight
+        large_weight(groups=2),
+        large_weight(device="meta"),
+        (
+            torch.empty(4, 512, 64, 64),
+            torch.empty(4, 512, 64, 64),
+            *large_weight()[2:],
+        ),  # images larger than the weight
+    ],
+    ids=["small", "grouped", "elsewhere", "large images"],
+)
+def test_other_weight_gradients_come_whole_untried(arguments: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convolution_pieces, "_best_cut", lambda *_: pytest.fail("tried"))
+    assert cut_of_large_weight(*arguments) is None
+
+
+def test_where_pieces_of_a_large_weight_give_other_bits_the_whole_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    convolution_pieces._best_cut.cache_clear()
+
+    def off_by_a_little(*arguments: Any) -> tuple[None, torch.Tensor, None]:
+        return None, BACKWARD(*arguments[:-2])[1] + 1e-3, None
+
+    monkeypatch.setitem(IN_PIECES, BACKWARD, off_by_a_little)
+    assert cut_of_large_weight(*large_weight()) is None
+    convolution_pieces._best_cut.cache_clear()

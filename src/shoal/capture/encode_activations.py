@@ -30,20 +30,19 @@ from shoal.core.lossy import LossyOptions
 from shoal.core.residence import Encode, Residence
 from shoal.core.step import StepGraph
 from shoal.errors import PlanError
-from shoal.kernels import batch_norm_pieces, convolution_pieces, cudnn_batch_norm
+from shoal.kernels import convolution_pieces, cudnn_batch_norm, norm_pieces
 from shoal.kernels.batch_norm import backward as batch_norm_backward
-from shoal.kernels.convolution import weight_gradient
 from shoal.kernels.encoded_activation import decode, encode, payload_bytes, relu_backward
 from shoal.kernels.relu import backward as from_mask
 
 _aten = torch.ops.aten
-_WEIGHT_GRADIENTS = (_aten.convolution_backward.default, weight_gradient, convolution_pieces.weight_gradient)
+_WEIGHT_GRADIENTS = (_aten.convolution_backward.default, convolution_pieces.weight_gradient)
 _BATCH_NORM_BACKWARDS = (
     _aten.native_batch_norm_backward.default,
     batch_norm_backward,
     cudnn_batch_norm.backward,
-    batch_norm_pieces.native_backward,
-    batch_norm_pieces.cudnn_backward,
+    norm_pieces.native_backward,
+    norm_pieces.cudnn_backward,
 )
 _CONVOLUTIONS = (_aten.convolution.default, convolution_pieces.forward)
 ENCODE, DECODE = target_name(encode), target_name(decode)

@@ -18,11 +18,10 @@ from shoal.capture.fx_nodes import held_bytes
 from shoal.capture.symbolic_sizes import at_numbers, expression_of
 from shoal.kernels import (
     batch_norm,
-    batch_norm_pieces,
     direct_convolution,
     group_norm,
-    group_norm_pieces,
     layer_norm,
+    norm_pieces,
     prelu,
     prelu_pieces,
 )
@@ -125,10 +124,10 @@ _CALLS: dict[Any, tuple[tuple[int, ...], Callable[..., Any]]] = {
     _aten._prelu_kernel.default: ((0,), prelu.forward_),
     encoded_relu_backward: ((0,), encoded_relu_backward_),
     batch_norm.backward: ((0,), batch_norm.backward_),
-    batch_norm_pieces.native_backward: ((0,), batch_norm_pieces.native_backward_),
-    batch_norm_pieces.cudnn_backward: ((0,), batch_norm_pieces.cudnn_backward_),
+    norm_pieces.native_backward: ((0,), norm_pieces.native_backward_),
+    norm_pieces.cudnn_backward: ((0,), norm_pieces.cudnn_backward_),
     group_norm.backward: ((0,), group_norm.backward_),
-    group_norm_pieces.backward: ((0,), group_norm_pieces.backward_),
+    norm_pieces.group_backward: ((0,), norm_pieces.group_backward_),
     dropout_backward: ((0,), dropout_backward_),
     _aten.copy.default: ((0,), _aten.copy_.default),
     _aten.scatter.src: ((0,), _aten.scatter_.src),

@@ -54,12 +54,8 @@ from shoal.capture.op_counts import convolution_backward_flops
 from shoal.capture.symbolic_sizes import as_arguments, usual
 from shoal.capture.whole_scatters import view_whole_scatters
 from shoal.codecs import pool_index
-from shoal.kernels.convolution import (
-    can_do_without_input,
-    input_gradient,
-    weight_gradient,
-    weight_gradient_pieces,
-)
+from shoal.kernels.convolution import can_do_without_input, input_gradient
+from shoal.kernels.convolution_pieces import cut_of_large_weight, weight_gradient
 from shoal.kernels.dropout import dropout, dropout_backward, noise_like
 from shoal.kernels.memory_format import channels_last_format, suggested_memory_format
 from shoal.kernels.norm import joined_statistics
@@ -256,10 +252,10 @@ def _take_out_weight_gradient(graph: fx.Graph, node: fx.Node, backward: set[fx.N
 
 def _cut_weight_gradient(node: fx.Node) -> None:
     operands, options = args_of(node)[:3], args_of(node)[3:]
-    pieces = weight_gradient_pieces(*(operand.meta["val"] for operand in operands), *options)
-    if pieces is not None:
+    cut = cut_of_large_weight(*(operand.meta["val"] for operand in operands), *options)
+    if cut is not None:
         node.meta["flops"] = _flops(node)
-        node.target, node.args = weight_gradient, (*node.args, pieces)
+        node.target, node.args = weight_gradient, (*node.args, cut.dim, cut.count)
 
 
 def _sink(graph: fx.Graph, backward: set[fx.Node]) -> None:

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 
-from shoal.kernels.pieces import WORTH_PIECES_BYTES, Cut, are_sizes_known, repeats, spans
+from shoal.kernels.pieces import WORTH_PIECES_BYTES, Cut, are_sizes_known, repeats_bits, spans
 
 _aten = torch.ops.aten
 _WINDOWS = 0
@@ -125,8 +124,8 @@ def choose(
     cut = cut_elsewhere(q, k, v, biases, layout, sums)
     if cut is None or cut.reordered or q.device.type == "meta":
         return cut
-    described = tuple((tuple(one.shape), one.stride(), one.dtype) for one in (q, k, v, *biases))
-    same = _repeats_bits(described, q.device, layout, cut.count, torch.get_num_threads())
+    grad = v.new_empty((*q.shape[:2], v.shape[2]))
+    same = repeats_bits(_at_once, _in_pieces, (grad, q, k, v, biases, layout), cut.count)
     return cut if same else replace(cut, reordered=True)
 
 
@@ -221,10 +220,10 @@ def _at_once(
     k: torch.Tensor,
     v: torch.Tensor,
     biases: Sequence[torch.Tensor],
-    layout: AttentionLayout,
+    given: Sequence[Any],
 ) -> tuple[torch.Tensor, ...]:
     """Result and gradients of q, k and v as the library computes them."""
-    scores = torch.bmm(q, k)
+    layout, scores = AttentionLayout(*given), torch.bmm(q, k)
     shape, by_window = scores.shape, (layout.images, layout.windows, layout.heads, *scores.shape[1:])
     for bias, of_bias, cast in zip(biases, layout.biases, layout.casts, strict=False):
         scores = (_cast(scores, cast).view(by_window) + bias.reshape(of_bias)).view(shape)
@@ -237,18 +236,6 @@ def _at_once(
     return torch.bmm(rounded, v), of_q, of_k, torch.bmm(rounded.transpose(1, 2), grad)
 
 
-@lru_cache(maxsize=256)
-def _repeats_bits(described: Any, device: torch.device, layout: AttentionLayout, pieces: int, n_threads: int) -> bool:
-    """Whether pieces give the bits of one piece on this device; False where it has no room to find out."""
-    del n_threads  # kernels differ by it, so it is part of the key
-
-    def compare(generator: torch.Generator) -> bool:
-        q, k, v, *biases = (
-            torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(dtype)
-            for shape, _, dtype in described
-        )
-        grad = torch.randn(*q.shape[:2], v.shape[2], generator=generator, device=device).to(v.dtype)
-        found = forward(q, k, v, biases, layout, pieces), *backward(grad, q, k, v, biases, layout, (), pieces)
-        return all(map(torch.equal, found, _at_once(grad, q, k, v, biases, layout)))
-
-    return repeats(device, compare)
+def _in_pieces(grad: torch.Tensor, *operands: Any) -> tuple[torch.Tensor, ...]:
+    *others, pieces = operands
+    return forward(*others, pieces), *backward(grad, *others, (), pieces)

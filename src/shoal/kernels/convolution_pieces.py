@@ -5,8 +5,11 @@ on a batch of one, which is unfolded for a matrix product, and two to three time
 blocked layouts. A part of the result needs scratch only for that part. Samples are independent, and so are slabs along
 the first spatial dimension with what the kernel reaches beyond them, and the channels of a weight's gradient.
 
-A piece may be computed by another kernel than the whole, so `choose` tests on this machine, with the same shapes,
-whether pieces repeat its bits and what they save.
+For the gradient of a weight that is larger than the images it works on, the scratch may be several times the weight's
+size (on processors without AVX-512: 72 MiB for the 9 MiB of 512 x 512 x 3 x 3, on two threads).
+
+A piece may be computed by another kernel than the whole, so `choose` and `cut_of_large_weight` test on this machine,
+with the same shapes, whether pieces repeat its bits and what they save.
 """
 
 from __future__ import annotations
@@ -18,11 +21,19 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shoal.kernels.convolution import ConvOptions, draw
+from shoal.kernels.convolution import ConvOptions
 from shoal.kernels.convolution import input_gradient as whole_input_gradient
-from shoal.kernels.convolution import weight_gradient as cut_weight_gradient
 from shoal.kernels.memory_format import suggested_memory_format
-from shoal.kernels.pieces import WORTH_PIECES_BYTES, Cut, are_sizes_known, have_same_bits, spans
+from shoal.kernels.pieces import (
+    WORTH_PIECES_BYTES,
+    Cut,
+    are_sizes_known,
+    described,
+    drawn,
+    have_same_bits,
+    results_of,
+    spans,
+)
 from shoal.lowlevel import allocations
 from shoal.lowlevel.torch_internals import isolated
 
@@ -31,7 +42,9 @@ _aten = torch.ops.aten
 _SAMPLES, _SLABS = 0, 2
 _N_SLABS = (4, 8)
 _N_CHANNEL_PIECES = (4, 8)  # with fewer channels at a time oneDNN slows down
-_MAX_PIECES = 16
+_MAX_PIECES = 16  # on fewer channels at a time oneDNN slows down
+_PIECES_A_THREAD = 2  # of a large weight: the scratch grows with the threads
+_MIN_PIECES = 4
 _WORTH_SHARE = 0.25  # of the scratch, to be saved
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -100,10 +113,30 @@ def input_gradient(
     return _joined(length, dim, _gathered(grad, length, pieces, window, of_slab))
 
 
-def weight_gradient(*arguments: Any) -> tuple[None, torch.Tensor, torch.Tensor | None]:
-    """`convolution.weight_gradient`, as a plan asks for it by the op's name: `dim` comes before the pieces."""
-    *others, dim, pieces = arguments
-    return cut_weight_gradient(*others, pieces, dim)
+def weight_gradient(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias_sizes: Sequence[int] | None, *rest: Any
+) -> tuple[None, torch.Tensor, torch.Tensor | None]:
+    """`aten.convolution_backward` of the same arguments, the channels along `dim` of the weight in that many pieces.
+
+    Args:
+        rest: options of the convolution, which is not grouped; which gradients are wanted, not that of the input;
+            `dim`; and how many pieces.
+    """
+    *options, wanted, dim, pieces = rest
+    transposed = ConvOptions(*options).transposed
+    of_weight, of_bias = torch.empty_like(weight), grad.new_empty(grad.shape[1]) if wanted[2] else None
+    of_results = (dim == 0) != transposed  # those channels are the result's, or the input's
+    for some in spans(weight.shape[dim], pieces):
+        read = (grad[:, some], x) if of_results else (grad, x[:, some])
+        sizes = None if bias_sizes is None else [read[0].shape[1]]
+        mask = [False, True, wanted[2] and (of_results or some.start == 0)]
+        part = weight[some] if dim == 0 else weight[:, some]
+        _, piece, bias = _aten.convolution_backward(*read, part, sizes, *options, mask)
+        (of_weight[some] if dim == 0 else of_weight[:, some]).copy_(piece)
+        if of_bias is not None and bias is not None:
+            (of_bias[some] if of_results else of_bias).copy_(bias)
+        del piece  # before the next is allocated
+    return None, of_weight, of_bias
 
 
 class _Window(NamedTuple):
@@ -212,8 +245,31 @@ def choose(whole: Callable[..., Any], arguments: Sequence[Any]) -> Cut | None:
         return None
     if any(tensor.device.type != "cpu" or tensor.dtype not in _DTYPES for tensor in tensors):
         return None
-    frozen = tuple(_frozen(value) for value in arguments)
-    return allocations.unprofiled(lambda: _best_cut(whole, frozen, torch.get_num_threads()))
+    key = described(arguments)
+    return allocations.unprofiled(lambda: _best_cut(whole, key, tuple(_ways(whole, key)), torch.get_num_threads()))
+
+
+def cut_of_large_weight(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *options: Any) -> Cut | None:
+    """How the gradient of a weight is cut that is larger than the images; None: not at all.
+
+    It is wherever that saves the bytes of the result and repeats the bits; whether or not the op sets a peak.
+
+    Args:
+        grad, x, weight, options: of `aten.convolution_backward`. Tensors may be fake, as for `choose`.
+    """
+    tensors = (grad, x, weight)
+    transposed, _, groups, wanted = options[-4:]
+    if transposed or groups != 1 or not wanted[1] or not are_sizes_known(*tensors):
+        return None
+    if any(tensor.dtype != weight.dtype or tensor.device.type != "cpu" for tensor in tensors):
+        return None
+    if weight.nbytes < max(WORTH_PIECES_BYTES, grad.nbytes, x.nbytes):
+        return None
+    threads = torch.get_num_threads()
+    ways = ((0, max(_MIN_PIECES, min(_MAX_PIECES, _PIECES_A_THREAD * threads))),)
+    key = described((*tensors, *options))
+    cut = allocations.unprofiled(lambda: _best_cut(_aten.convolution_backward.default, key, ways, threads))
+    return cut if cut is not None and cut.saved_bytes >= weight.nbytes else None
 
 
 def may_be_worth_pieces(x: torch.Tensor, weight: torch.Tensor, result: torch.Tensor) -> bool:
@@ -237,27 +293,17 @@ IN_PIECES: dict[Any, Callable[..., Any]] = {
 """What computes each in pieces."""
 
 
-class _PieceTensor(NamedTuple):
-    """What is read of a tensor."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-
 @lru_cache(maxsize=1024)
-def _best_cut(whole: Callable[..., Any], frozen: tuple[Any, ...], n_threads: int) -> Cut | None:
+def _best_cut(
+    whole: Callable[..., Any], key: tuple[Any, ...], ways: tuple[tuple[int, int], ...], n_threads: int
+) -> Cut | None:
     del n_threads  # kernels and scratches differ by it, so it is part of the key
-    ways = list(_ways(whole, frozen))
     if not ways:
         return None
     best: Cut | None = None
     with isolated(torch.device("cpu")):
-        arguments = [
-            draw(place, (value.shape, value.stride), value.dtype) if isinstance(value, _PieceTensor) else value
-            for place, value in enumerate(frozen)
-        ]
-        expected, changes = allocations.record(lambda: _results(whole(*arguments)))
+        arguments = drawn(key, torch.device("cpu"))
+        expected, changes = allocations.record(lambda: results_of(whole(*arguments)))
         result_bytes = sum(result.nbytes for result in expected)
         whole_bytes = allocations.peak_bytes(changes)
         scratch_bytes = whole_bytes - result_bytes
@@ -265,21 +311,21 @@ def _best_cut(whole: Callable[..., Any], frozen: tuple[Any, ...], n_threads: int
             return None
         least_saved_bytes = _WORTH_SHARE * scratch_bytes
         for way in ways:
-            found, changes = allocations.record(lambda way=way: _results(IN_PIECES[whole](*arguments, *way)))  # type: ignore[misc]
+            found, changes = allocations.record(lambda way=way: results_of(IN_PIECES[whole](*arguments, *way)))  # type: ignore[misc]
             saved_bytes = whole_bytes - allocations.peak_bytes(changes)
             if have_same_bits(found, expected) and saved_bytes > least_saved_bytes:
                 best, least_saved_bytes = Cut(*way, saved_bytes), saved_bytes
     return best
 
 
-def _ways(whole: Callable[..., Any], frozen: tuple[Any, ...]) -> Iterator[tuple[int, int]]:
+def _ways(whole: Callable[..., Any], key: tuple[Any, ...]) -> Iterator[tuple[int, int]]:
     if whole is _aten.convolution_backward.default:
-        weight, groups, wanted = (frozen[place] for place in (2, 9, 10))
+        weight, groups, wanted = (key[place] for place in (2, 9, 10))
         if groups == 1 and not wanted[0] and wanted[1]:
             yield from ((dim, n) for dim in (0, 1) for n in _N_CHANNEL_PIECES if weight.shape[dim] >= n)
         return
-    shape = frozen[2] if whole is whole_input_gradient else frozen[0].shape
-    weight, padding, dilation = frozen[1], frozen[-5], frozen[-4]
+    shape = key[2] if whole is whole_input_gradient else key[0].shape
+    weight, padding, dilation = key[1], key[-5], key[-4]
     if len(shape) != len(weight.shape) or 0 in shape:
         return
     if shape[0] > 1:
@@ -288,16 +334,6 @@ def _ways(whole: Callable[..., Any], frozen: tuple[Any, ...]) -> Iterator[tuple[
     for pieces in _N_SLABS if padding[0] <= reach else ():
         if shape[2] // pieces >= max(1, reach):  # what slabs share is computed twice
             yield _SLABS, pieces
-
-
-def _results(made: Any) -> list[torch.Tensor]:
-    return [one for one in (made if isinstance(made, tuple) else (made,)) if one is not None]
-
-
-def _frozen(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return _PieceTensor(tuple(value.shape), value.stride(), value.dtype)
-    return tuple(value) if isinstance(value, Sequence) else value
 
 
 def _size(some: slice) -> int:

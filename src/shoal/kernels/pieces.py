@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 
@@ -41,18 +43,89 @@ def are_sizes_known(*tensors: torch.Tensor) -> bool:
     return all(type(size) is int for tensor in tensors for size in (*tensor.shape, *tensor.stride()))
 
 
-def have_same_bits(found: Sequence[torch.Tensor | None], expected: Sequence[torch.Tensor | None]) -> bool:
-    """Whether tensors are equal in elements and strides; pairs with a None are skipped."""
+class TensorLayout(NamedTuple):
+    """What kernels are chosen by: shape, strides and dtype of a tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def described(arguments: Sequence[Any]) -> tuple[Any, ...]:
+    """Arguments of an op as the key of a cache: layouts for tensors, which may be fake, tuples for lists."""
+
+    def key(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return TensorLayout(tuple(value.shape), value.stride(), value.dtype)
+        return tuple(map(key, value)) if isinstance(value, (list, tuple)) else value
+
+    return tuple(map(key, arguments))
+
+
+def drawn(arguments: Sequence[Any], device: torch.device) -> list[Any]:
+    """Arguments that were `described`, of random numbers, the same in every call."""
+
+    def made(value: Any, seed: int) -> Any:
+        if isinstance(value, TensorLayout):
+            return _random(value, device, seed)
+        return drawn(value, device) if isinstance(value, tuple) else value
+
+    return [made(value, place) for place, value in enumerate(arguments)]
+
+
+def _random(layout: TensorLayout, device: torch.device, seed: int) -> torch.Tensor:
+    shape, stride, dtype = layout
+    memory = torch.empty(span_elems(shape, stride), dtype=dtype, device=device)
+    return memory.normal_(generator=torch.Generator(device).manual_seed(seed)).as_strided(shape, stride)
+
+
+def span_elems(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """From the first element of a tensor to the last, both included."""
+    return 0 if 0 in shape else 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+
+
+def results_of(made: Any) -> list[torch.Tensor]:
+    """What an op returned, a tensor or several of which some may be None, without these."""
+    return [one for one in (made if isinstance(made, (tuple, list)) else (made,)) if one is not None]
+
+
+def have_same_bits(found: Any, expected: Any) -> bool:
+    """Whether what two ops returned is equal in elements and strides."""
     return all(
-        ours is None or theirs is None or (torch.equal(ours, theirs) and ours.stride() == theirs.stride())
-        for ours, theirs in zip(found, expected, strict=True)
+        torch.equal(ours, theirs) and ours.stride() == theirs.stride()
+        for ours, theirs in zip(results_of(found), results_of(expected), strict=True)
     )
 
 
-def repeats(device: torch.device, compare: Callable[[torch.Generator], bool]) -> bool:
-    """What `compare` returns for a seeded generator of the device; False if the device is out of memory."""
+def repeats_bits(whole: Callable[..., Any], other: Callable[..., Any], arguments: Sequence[Any], *more: Any) -> bool:
+    """Whether another form of an op gives the bits of the whole on its device, found out on random numbers.
+
+    Args:
+        whole: of the arguments.
+        other: of the arguments, and of `more`.
+        arguments: their tensors may be fake: shapes, strides, dtypes and the device are read only.
+
+    Returns:
+        False, too, if the device is out of memory.
+    """
+    device = next(value.device for value in arguments if isinstance(value, torch.Tensor))
+    return _repeats_bits(whole, other, described(arguments), described(more), device, torch.get_num_threads())
+
+
+@lru_cache(maxsize=1024)
+def _repeats_bits(
+    whole: Callable[..., Any],
+    other: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    more: tuple[Any, ...],
+    device: torch.device,
+    n_threads: int,
+) -> bool:
+    del n_threads  # kernels differ by it, so it is part of the key
     try:
         with isolated(device):
-            return compare(torch.Generator(device).manual_seed(1))
+            operands = drawn(arguments, device)
+            expected = whole(*operands)
+            return have_same_bits(other(*operands, *more), expected)
     except torch.OutOfMemoryError:
         return False

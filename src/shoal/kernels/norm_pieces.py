@@ -1,10 +1,12 @@
-"""Batch norm's backward on CUDA in pieces, written over the incoming gradient: two tensors instead of three.
+"""A norm's backward on CUDA in pieces, written over the incoming gradient: two tensors instead of three.
 
 PyTorch's kernels return a gradient of their own. A piece at a time is copied over the incoming one:
 
-- native, channels_last: `batch_norm_backward_reduce` over all, then `batch_norm_backward_elemt` on some pixels;
-- native, contiguous: the whole kernel on some channels, which are independent;
-- cuDNN's: the whole kernel on a copy of some channels.
+- native batch norm, channels_last: `batch_norm_backward_reduce` over all, then `batch_norm_backward_elemt` on some
+  pixels;
+- native batch norm, contiguous: the whole kernel on some channels, which are independent;
+- cuDNN's: the whole kernel on a copy of some channels;
+- group norm: the gradients of weight and bias, then the input's, some groups of one sample at a time.
 
 A piece may be computed by another kernel than the whole, so `choose` tries on the device, with the same shapes, whether
 pieces repeat its bits. They take more launches and sweeps, so only the gradients that set a step's peak are cut.
@@ -13,19 +15,20 @@ pieces repeat its bits. They take more launches and sweeps, so only the gradient
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
 
 from shoal.kernels import cudnn_batch_norm
+from shoal.kernels.group_norm import backward_in_pieces
 from shoal.kernels.memory_format import channels_last_format
-from shoal.kernels.pieces import WORTH_PIECES_BYTES, Cut, are_sizes_known, have_same_bits, repeats, spans
+from shoal.kernels.pieces import WORTH_PIECES_BYTES, Cut, are_sizes_known, repeats_bits, spans
 
 _aten = torch.ops.aten
 _NATIVE = _aten.native_batch_norm_backward.default
+_OF_GROUPS = _aten.native_group_norm_backward.default
 _PIXELS, _CHANNELS = 0, 1
-_PIECES = 8
+_PIECES = 8  # of group norms: of a sample
 Gradients = tuple[torch.Tensor | None, ...]
 
 
@@ -94,86 +97,71 @@ def _by_channels(
     return grad, *of_layer
 
 
-IN_PIECES: dict[Any, Callable[..., Gradients]] = {_NATIVE: native_backward, cudnn_batch_norm.backward: cudnn_backward}
+def group_backward(grad: torch.Tensor, *rest: Any) -> Gradients:
+    """`aten.native_group_norm_backward` of contiguous tensors, in that many pieces of each sample's groups."""
+    return group_backward_(grad.clone(), *rest)
+
+
+def group_backward_(
+    grad: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, invstd: torch.Tensor, weight: torch.Tensor, *rest: Any
+) -> Gradients:
+    """`group_backward` that writes the gradient of the input over `grad`."""
+    *settings, _, pieces = rest  # sizes, groups, and what is wanted; along which dimension
+    if not (grad.is_contiguous() and x.is_contiguous()):
+        of_input, *others = _OF_GROUPS(grad, x, mean, invstd, weight, *settings)
+        return grad.copy_(of_input), *others
+    return backward_in_pieces(grad, x, weight, mean, invstd, -(-mean.shape[1] // pieces))
+
+
+IN_PIECES: dict[Any, Callable[..., Gradients]] = {
+    _NATIVE: native_backward,
+    cudnn_batch_norm.backward: cudnn_backward,
+    _OF_GROUPS: group_backward,
+}
 """What computes each in pieces."""
 
 
 def choose(whole: Callable[..., Any], arguments: Sequence[Any]) -> Cut | None:
-    """How batch norm's backward is cut into pieces on CUDA; None: not at all.
+    """How a norm's backward is cut into pieces on CUDA; None: not at all.
 
     It is cut where its tensors have 4 MiB and more, and pieces repeat its bits on the device with these shapes.
 
     Args:
-        whole: `aten.native_batch_norm_backward.default` or `cudnn_batch_norm.backward`.
+        whole: `aten.native_batch_norm_backward.default`, `cudnn_batch_norm.backward` or
+            `aten.native_group_norm_backward.default`.
         arguments: its arguments. Tensors may be fake: only their shapes, strides, dtypes and devices are read.
 
     Returns:
         What `IN_PIECES[whole]` takes besides, and what that saves.
     """
     cut = cut_elsewhere(whole, arguments)
-    x = arguments[1]
-    if cut is None or x.device.type != "cuda":
+    if cut is None or arguments[1].device.type != "cuda":
         return None
-    weight, mean, _, wanted = _settings(whole, arguments)
-    layout = tuple(x.shape), x.stride()
-    dtypes = x.dtype, None if weight is None else weight.dtype, mean.dtype
-    same = _repeats_bits(whole, layout, dtypes, x.device, tuple(wanted), cut.dim, cut.count)
-    return cut if same else None
+    return cut if repeats_bits(whole, IN_PIECES[whole], arguments, cut.dim, cut.count) else None
 
 
 def cut_elsewhere(whole: Callable[..., Any], arguments: Sequence[Any]) -> Cut | None:
     """`choose` for a GPU that is not here, on which it cannot be tried whether pieces repeat the bits."""
     grad, x = arguments[:2]
-    if not are_sizes_known(grad, x):
+    if not are_sizes_known(grad, x) or x.dim() < 3 or x.nbytes < WORTH_PIECES_BYTES:
         return None
-    _, _, trains, wanted = _settings(whole, arguments)
-    nbytes = x.numel() * x.element_size()
-    if not trains or not wanted[0] or nbytes < WORTH_PIECES_BYTES or x.dim() < 3:
+    if grad.stride() != x.stride() or grad.dtype != x.dtype:
         return None
-    if grad.stride() != x.stride() or grad.dtype != x.dtype or x.shape[1] < 2:
-        return None
+    if whole is _OF_GROUPS:
+        mean, weight, groups, wanted = (arguments[place] for place in (2, 4, 8, 9))
+        pieces = min(_PIECES, groups)
+        if not all(wanted) or weight is None or weight.dtype != mean.dtype or not x.is_contiguous():
+            return None
+        parts = x.shape[0] * pieces
+        return Cut(_CHANNELS, pieces, x.nbytes - x.nbytes // parts) if parts > 1 else None
+    wanted, trains = (arguments[9], arguments[7]) if whole is _NATIVE else (arguments[7], arguments[5] is None)
     channels_last = not x.is_contiguous()
+    if not trains or not wanted[0] or x.shape[1] < 2:
+        return None
     if channels_last and (x.dim() == 3 or not x.is_contiguous(memory_format=channels_last_format(x.dim()))):
         return None
     dim = _PIXELS if whole is _NATIVE and channels_last else _CHANNELS
     pieces = _PIECES if dim == _PIXELS else min(_PIECES, x.shape[1])
     pieces_held = 1 if whole is _NATIVE else 3  # with copies of both operands
-    saved_bytes = nbytes - pieces_held * nbytes // pieces
+    saved_bytes = x.nbytes - pieces_held * x.nbytes // pieces
     return Cut(dim, pieces, saved_bytes) if saved_bytes > 0 else None
-
-
-def _settings(whole: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Any, Any, bool, Sequence[bool]]:
-    """Weight, mean, whether it trains, and which gradients are wanted."""
-    if whole is _NATIVE:
-        return arguments[2], arguments[5], arguments[7], arguments[9]
-    return arguments[2], arguments[3], arguments[5] is None, arguments[7]
-
-
-@lru_cache(maxsize=256)
-def _repeats_bits(
-    whole: Callable[..., Any],
-    layout: tuple[tuple[int, ...], tuple[int, ...]],
-    dtypes: tuple[torch.dtype, torch.dtype | None, torch.dtype],
-    device: torch.device,
-    wanted: tuple[bool, ...],
-    dim: int,
-    pieces: int,
-) -> bool:
-    """Whether pieces give the bits of the whole on this device; False where it has no room to find out."""
-
-    def compare(generator: torch.Generator) -> bool:
-        grad, x = (torch.empty_strided(*layout, dtype=dtypes[0], device=device) for _ in range(2))
-        for tensor in (grad, x):
-            tensor.normal_(generator=generator)
-        weight = None if dtypes[1] is None else torch.linspace(0.5, 2, x.shape[1], dtype=dtypes[1], device=device)
-        dims = [0, *range(2, x.dim())]
-        mean = x.float().mean(dims).to(dtypes[2])
-        invstd = torch.rsqrt(x.float().var(dims, correction=0) + 1e-5).to(dtypes[2])
-        if whole is _NATIVE:
-            arguments: tuple[Any, ...] = (grad, x, weight, None, None, mean, invstd, True, 1e-5, list(wanted))
-        else:
-            arguments = (grad, x, weight, mean, invstd, None, 1e-5, list(wanted))
-        expected = whole(*arguments)
-        return have_same_bits(IN_PIECES[whole](*arguments, dim, pieces), expected)
-
-    return repeats(device, compare)
