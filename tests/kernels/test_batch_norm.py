@@ -7,7 +7,7 @@ import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from shoal.kernels import batch_norm
+from shoal.kernels import batch_norm, pieces
 from shoal.kernels.batch_norm import backward, backward_, backward_repeats_bits, normalise, normalise_, repeats_bits
 from shoal.kernels.pieces import WORTH_PIECES_BYTES
 from shoal.lowlevel import allocations
@@ -141,8 +141,7 @@ def test_a_gradient_of_another_layout_than_its_input_is_left_to_pytorch() -> Non
 
 def test_whether_bits_repeat_is_found_out_without_a_trace() -> None:
     state = torch.get_rng_state()
-    repeats_bits.cache_clear()
-    backward_repeats_bits.cache_clear()
+    pieces._repeats_bits.cache_clear()
     with torch.autocast("cpu", torch.bfloat16):
         repeats_bits(torch.float32, CPU, 4, 6, False, torch.float32)
         backward_repeats_bits(torch.float32, torch.float32, CPU, 4, 6, True)
@@ -169,7 +168,7 @@ def test_in_channels_last_the_native_sweep_repeats_them_over_the_gradient(
     weight = per_channel(x, 1, torch.float32)
     _, mean, deviation = forward(x, weight, weight)
     expected = gradients(grad, x, weight, mean, deviation)
-    backward_repeats_bits.cache_clear()
+    pieces._repeats_bits.cache_clear()
     assert backward_repeats_bits(dtype, torch.float32, CPU, 4, 32, True)  # tries it out
     found, changes = allocations.record(lambda: backward_(grad, x, weight, mean, deviation))
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
@@ -195,8 +194,7 @@ def test_a_native_sweep_that_does_not_repeat_them_is_not_used(monkeypatch: pytes
 
 
 def test_bits_that_do_not_repeat_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    repeats_bits.cache_clear()
-    backward_repeats_bits.cache_clear()
+    pieces._repeats_bits.cache_clear()
     try:
         lines, whole = batch_norm.lines, batch_norm._whole_backward
         off = lambda tensors: (tensors[0] * (1 + 1e-6), *tensors[1:])  # noqa: E731
@@ -207,8 +205,7 @@ def test_bits_that_do_not_repeat_are_noticed(monkeypatch: pytest.MonkeyPatch) ->
         assert not repeats_bits(torch.float32, CPU, 4, 8, False, torch.float32)
         assert not backward_repeats_bits(torch.float32, torch.float32, CPU, 4, 8, False)
     finally:
-        repeats_bits.cache_clear()
-        backward_repeats_bits.cache_clear()
+        pieces._repeats_bits.cache_clear()
 
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])

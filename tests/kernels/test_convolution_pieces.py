@@ -182,9 +182,7 @@ def large_weight(channels: int = 512, groups: int = 1, device: str = "cpu") -> t
     return draw(4, channels, 1, 1), draw(4, 512, 1, 1), draw(channels, 512 // groups, 3, 3), None, *options
 
 
-def test_pieces_of_a_large_weight_are_proposed_only_where_they_repeat_bits_and_save_its_bytes() -> (
-    None
-):
+def test_pieces_of_a_large_weight_are_proposed_only_where_they_repeat_bits_and_save_its_bytes() -> None:
     arguments = large_weight()
     cut = cut_of_large_weight(*arguments)
     if cut is None:

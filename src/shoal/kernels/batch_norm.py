@@ -20,7 +20,9 @@ from functools import lru_cache
 import torch
 
 from shoal.codecs.launch import threads_for
+from shoal.kernels import pieces
 from shoal.kernels.memory_format import channels_last_format
+from shoal.kernels.pieces import TensorLayout, drawn, have_same_bits, of_odd_size
 from shoal.lowlevel import native
 from shoal.lowlevel.dispatch import DispatchedOp, Implementation, allowed, choose, level_number, register
 from shoal.lowlevel.torch_internals import isolated
@@ -205,14 +207,12 @@ def _native_call(x: torch.Tensor, fused: bool) -> Gradient:
 @lru_cache(maxsize=1024)
 def _native_arithmetic(dtype: torch.dtype, channels: int, level: str | None) -> bool | None:
     """Whether PyTorch's kernel leaves a product unrounded here; None where neither gives its bits."""
-    with isolated(torch.device("cpu")):
-        grad, x, weight, mean, deviation = _drawn(dtype, torch.float32, torch.device("cpu"), 4, channels, True)
-        whole = _whole_backward(grad, x, weight, mean, deviation)
-        for fused in (False, True):
-            own = _native_call(x, fused)(grad, x, weight, mean, deviation, torch.empty_like(grad))
-            if all(torch.equal(ours, theirs) for ours, theirs in zip(own, whole, strict=True)):
-                return fused
-    return None
+    del level  # is part of the key
+    cpu = torch.device("cpu")
+    with isolated(cpu):
+        operands = drawn(_operands(dtype, torch.float32, 4, channels, True), cpu)
+        whole, into = _whole_backward(*operands), torch.empty_like(operands[0])
+        return next((f for f in (False, True) if have_same_bits(_native_call(into, f)(*operands, into), whole)), None)
 
 
 def _backward_by_channels(
@@ -245,7 +245,6 @@ def _whole_backward(
     return whole
 
 
-@lru_cache(maxsize=1024)
 def backward_repeats_bits(
     dtype: torch.dtype, weight_dtype: torch.dtype, device: torch.device, dims: int, channels: int, channels_last: bool
 ) -> bool:
@@ -253,22 +252,20 @@ def backward_repeats_bits(
 
     `weight_dtype` is that of weight and statistics: float32 where autocast made `dtype` another.
     """
+    operands = _operands(dtype, weight_dtype, dims, channels, channels_last)
+    if not channels_last:
+        return pieces.repeats_bits(_whole_backward, _backward_by_two_channels, operands, device=device)
     with isolated(device):
-        grad, x, weight, mean, deviation = _drawn(dtype, weight_dtype, device, dims, channels, channels_last)
-        if channels_last and weight_dtype != dtype and choose(_GRADIENT, grad, x, weight) is not _native:
-            return False
-        whole = _whole_backward(grad, x, weight, mean, deviation)
-        if channels_last:
-            pieces = backward(grad, x, weight, mean, deviation)
-        else:
-            elems_of_two_channels = 2 * grad.numel() // channels
-            pieces = _backward_by_channels(grad.clone(), x, weight, mean, deviation, elems_of_two_channels)
-        return pieces[0].stride() == whole[0].stride() and all(
-            ours is not None and torch.equal(ours, theirs) for ours, theirs in zip(pieces, whole, strict=True)
-        )
+        is_native = choose(_GRADIENT, *drawn(operands[:3], device)) is _native
+    if weight_dtype != dtype and not is_native:
+        return False
+    return pieces.repeats_bits(_whole_backward, backward, operands, device=device)
 
 
-@lru_cache(maxsize=1024)
+def _backward_by_two_channels(grad: torch.Tensor, x: torch.Tensor, *vectors: torch.Tensor) -> Gradients:
+    return _backward_by_channels(grad.clone(), x, *vectors, 2 * grad.numel() // grad.shape[1])
+
+
 def repeats_bits(
     dtype: torch.dtype,
     device: torch.device,
@@ -283,33 +280,32 @@ def repeats_bits(
     """
     if weight_dtype not in (None, dtype) and not _has_second_half(device):
         return False
-    with isolated(device):
-        x = _draw(1, (3, channels, *(7, 5, 3)[: dims - 2]), dtype, device)
-        if channels_last:
-            x = x.contiguous(memory_format=channels_last_format(dims))
-        weight = _draw(2, (channels,), weight_dtype, device) if weight_dtype else None
-        bias = _draw(3, (channels,), weight_dtype, device) if weight_dtype else None
-        whole = torch.ops.aten._native_batch_norm_legit.no_stats(x, weight, bias, True, 0.1, 1e-5)
-        again = normalise(x, weight, bias, whole[1], whole[2])
-        same = torch.equal(again, whole[0]) and again.stride() == whole[0].stride()
-        return same and torch.equal(normalise_(x, weight, bias, whole[1], whole[2]), whole[0])
+    _, x, vector, *_ = _operands(dtype, weight_dtype or dtype, dims, channels, channels_last)
+    arguments = (x, *((vector, vector) if weight_dtype else (None, None)))
+    return pieces.repeats_bits(_normalised_twice, _normalised_again, arguments, device=device)
 
 
-def _drawn(
-    dtype: torch.dtype, weight_dtype: torch.dtype, device: torch.device, dims: int, channels: int, channels_last: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What batch norm's backward reads, of odd size: gradient, input, weight, mean and inverse deviation."""
-    layout = channels_last_format(dims) if channels_last else torch.contiguous_format
-    shape = (3, channels, *(7, 5, 3)[: dims - 2])
-    grad, x = (_draw(seed, shape, dtype, device).contiguous(memory_format=layout) for seed in (1, 2))
-    weight = _draw(3, (channels,), weight_dtype, device)
-    _, mean, deviation = torch.ops.aten._native_batch_norm_legit.no_stats(x, weight, weight, True, 0.1, 1e-5)
-    return grad, x, weight, mean, deviation
+def _forward(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    """PyTorch's batch norm in training mode: result, mean and inverse deviation."""
+    found: tuple[torch.Tensor, ...] = torch.ops.aten._native_batch_norm_legit.no_stats(x, weight, bias, True, 0.1, 1e-5)
+    return found
 
 
-def _draw(seed: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    drawn = torch.randn(shape, generator=torch.Generator(device="cpu").manual_seed(seed))
-    return (drawn * 3 + 1).to(device=device, dtype=dtype)
+def _normalised_twice(*arguments: torch.Tensor) -> list[torch.Tensor]:
+    return 2 * [_forward(*arguments)[0]]
+
+
+def _normalised_again(x: torch.Tensor, *affine: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    _, *statistics = _forward(x, *affine)
+    return normalise(x, *affine, *statistics), normalise_(x, *affine, *statistics)
+
+
+def _operands(
+    dtype: torch.dtype, weight_dtype: torch.dtype, dims: int, channels: int, channels_last: bool
+) -> tuple[TensorLayout, ...]:
+    """What batch norm's backward reads: gradient, input, weight, mean and inverse deviation."""
+    x, vector = of_odd_size(dtype, dims, channels, channels_last), TensorLayout((channels,), (1,), weight_dtype)
+    return x, x, vector, vector, vector
 
 
 def lines(

@@ -23,7 +23,7 @@ import torch
 
 from shoal.kernels.convolution import ConvOptions
 from shoal.kernels.convolution import input_gradient as whole_input_gradient
-from shoal.kernels.memory_format import suggested_memory_format
+from shoal.kernels.memory_format import dense_strides, suggested_memory_format
 from shoal.kernels.pieces import (
     WORTH_PIECES_BYTES,
     Cut,
@@ -88,11 +88,11 @@ def input_gradient(
     *options, dim, pieces = rest
     stride, padding, dilation, transposed, output_padding, groups = ConvOptions(*options)
     length = input_shape[dim]
-    channels_last = tuple(input_stride) != _strides(input_shape, False)
+    channels_last = tuple(input_stride) != dense_strides(input_shape, False)
 
     def of(read: torch.Tensor, n: int, pads: Sequence[int], extra: Sequence[int]) -> torch.Tensor:
         shape = [n if axis == dim else size for axis, size in enumerate(input_shape)]
-        layout = shape, _strides(shape, channels_last)
+        layout = shape, dense_strides(shape, channels_last)
         return whole_input_gradient(read, weight, *layout, stride, pads, dilation, transposed, extra, groups)
 
     if dim == _SAMPLES:
@@ -345,14 +345,5 @@ def _empty(piece: torch.Tensor, dim: int, length: int) -> torch.Tensor:
     shape = list(piece.shape)
     shape[dim] = length
     return piece.new_empty_strided(
-        shape, _strides(shape, suggested_memory_format(piece) is not torch.contiguous_format)
+        shape, dense_strides(shape, suggested_memory_format(piece) is not torch.contiguous_format)
     )
-
-
-def _strides(shape: Sequence[int], channels_last: bool) -> tuple[int, ...]:
-    order = [0, *range(2, len(shape)), 1] if channels_last else range(len(shape))
-    strides, step = [0] * len(shape), 1
-    for axis in reversed(order):
-        strides[axis] = step
-        step *= max(1, shape[axis])
-    return tuple(strides)

@@ -10,13 +10,13 @@ stays there. `repeats_bits` and `backward_repeats_bits` test on this machine tha
 
 from __future__ import annotations
 
-from functools import lru_cache
+from typing import Any
 
 import torch
 
+from shoal.kernels import pieces
 from shoal.kernels.batch_norm import Gradients, scaled
-from shoal.kernels.memory_format import channels_last_format
-from shoal.lowlevel.torch_internals import isolated
+from shoal.kernels.pieces import TensorLayout, of_odd_size
 
 _PIECE_ELEMS = 1 << 18  # 1 MiB of float32: a piece stays in L2 until it is copied
 
@@ -95,39 +95,40 @@ def lines(
     return scale.view(shape), shift.view(shape)
 
 
-@lru_cache(maxsize=1024)
 def repeats_bits(
     dtype: torch.dtype, device: torch.device, dims: int, channels: int, groups: int, channels_last: bool
 ) -> bool:
     """Whether `normalise` gives the bits of group norm here, found out on random data of odd size."""
-    with isolated(device):
-        x, weight, bias = _drawn(dtype, device, dims, channels, channels_last)
-        pixels = x.shape[2:].numel()
-        whole = torch.ops.aten.native_group_norm(x, weight, bias, x.shape[0], channels, pixels, groups, 1e-5)
-        again = normalise(x, weight, bias, *whole[1:])
-        same = torch.equal(again, whole[0]) and again.stride() == whole[0].stride()
-        return same and torch.equal(normalise_(x, weight, bias, *whole[1:]), whole[0])
+    x, vector = of_odd_size(dtype, dims, channels, channels_last), TensorLayout((channels,), (1,), dtype)
+    arguments = (x, vector, vector, groups)
+    return pieces.repeats_bits(_normalised_twice, _normalised_again, arguments, device=device)
 
 
-@lru_cache(maxsize=1024)
+def _forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, groups: int) -> tuple[torch.Tensor, ...]:
+    """PyTorch's group norm: result, mean and inverse deviation."""
+    sizes = *x.shape[:2], x.shape[2:].numel(), groups
+    found: tuple[torch.Tensor, ...] = torch.ops.aten.native_group_norm(x, weight, bias, *sizes, 1e-5)
+    return found
+
+
+def _normalised_twice(*arguments: Any) -> list[torch.Tensor]:
+    return 2 * [_forward(*arguments)[0]]
+
+
+def _normalised_again(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, groups: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    _, *statistics = _forward(x, weight, bias, groups)
+    return normalise(x, weight, bias, *statistics), normalise_(x, weight, bias, *statistics)
+
+
 def backward_repeats_bits(dtype: torch.dtype, device: torch.device, dims: int, channels: int, groups: int) -> bool:
     """Whether `backward_` gives the bits of group norm's backward here, found out on random data of odd size."""
-    with isolated(device):
-        x, weight, bias = _drawn(dtype, device, dims, channels, False)
-        grad = x.flip(0).contiguous()
-        pixels = x.shape[2:].numel()
-        _, mean, invstd = torch.ops.aten.native_group_norm(x, weight, bias, x.shape[0], channels, pixels, groups, 1e-5)
-        whole = backward(grad, x, weight, mean, invstd)
-        pieces = backward_in_pieces(grad, x, weight, mean, invstd, 1)
-        return all(torch.equal(ours, theirs) for ours, theirs in zip(pieces, whole, strict=True))
+    x, vector = of_odd_size(dtype, dims, channels), TensorLayout((channels,), (1,), dtype)
+    statistics = TensorLayout((x.shape[0], groups), (groups, 1), dtype)
+    arguments = (x, x, vector, statistics, statistics)
+    return pieces.repeats_bits(backward, _backward_by_single_groups, arguments, device=device)
 
 
-def _drawn(
-    dtype: torch.dtype, device: torch.device, dims: int, channels: int, channels_last: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Input, weight and bias of odd size."""
-    draw = torch.Generator(device="cpu").manual_seed(1)
-    layout = channels_last_format(dims) if channels_last else torch.contiguous_format
-    shapes: tuple[tuple[int, ...], ...] = ((3, channels, *(7, 5, 3)[: dims - 2]), (channels,), (channels,))
-    x, weight, bias = ((torch.randn(shape, generator=draw) * 3 + 1).to(device, dtype) for shape in shapes)
-    return x.contiguous(memory_format=layout), weight, bias
+def _backward_by_single_groups(grad: torch.Tensor, *operands: torch.Tensor) -> Gradients:
+    return backward_in_pieces(grad.clone(), *operands, 1)  # type: ignore[misc]

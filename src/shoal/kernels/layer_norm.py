@@ -6,13 +6,12 @@ Rows are independent in the gradient of the input; those of weight and bias are 
 
 from __future__ import annotations
 
-from functools import lru_cache
 from math import prod
 from typing import Any
 
 import torch
 
-from shoal.lowlevel.torch_internals import isolated
+from shoal.kernels.pieces import TensorLayout, repeats_bits
 
 _PIECE_ELEMS = 1 << 18  # 1 MiB of float32: a piece stays in L2 until it is copied
 _WHOLE = torch.ops.aten.native_layer_norm_backward
@@ -53,7 +52,6 @@ def _backward_in_pieces(grad: torch.Tensor, x: torch.Tensor, shape: list[int], *
     return grad, of_weight, of_bias
 
 
-@lru_cache(maxsize=1024)
 def backward_repeats_bits(dtype: torch.dtype, weight_dtype: torch.dtype, normalised: int) -> bool:
     """Whether `backward_` gives the bits of layer norm's backward on this CPU, found out on random data of odd size.
 
@@ -61,12 +59,12 @@ def backward_repeats_bits(dtype: torch.dtype, weight_dtype: torch.dtype, normali
         dtype, weight_dtype: of input and weight.
         normalised: how many elements each row has.
     """
-    with isolated(torch.device("cpu")):
-        draw = torch.Generator(device="cpu").manual_seed(1)
-        x, grad = (torch.randn(37, normalised, generator=draw).mul_(3).add_(1).to(dtype) for _ in range(2))
-        weight, bias = (torch.randn(normalised, generator=draw).to(weight_dtype) for _ in range(2))
-        _, mean, invstd = torch.ops.aten.native_layer_norm(x, [normalised], weight, bias, 1e-5)
-        operands = (x, [normalised], mean, invstd, weight, bias)
-        whole = backward(grad, *operands)
-        pieces = _backward_in_pieces(grad.clone(), *operands, 5 * normalised)
-        return all(torch.equal(ours, theirs) for ours, theirs in zip(pieces, whole, strict=True))
+    rows, vector = 37, TensorLayout((normalised,), (1,), weight_dtype)
+    x = TensorLayout((rows, normalised), (normalised, 1), dtype)
+    statistics = TensorLayout((rows, 1), (1, 1), weight_dtype)
+    arguments = (x, x, [normalised], statistics, statistics, vector, vector)
+    return repeats_bits(backward, _backward_of_a_copy, arguments, 5 * normalised, device=torch.device("cpu"))
+
+
+def _backward_of_a_copy(grad: torch.Tensor, *operands: Any) -> Gradients:
+    return _backward_in_pieces(grad.clone(), *operands)

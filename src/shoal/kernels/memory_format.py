@@ -60,6 +60,20 @@ def in_format(x: torch.Tensor, memory_format: torch.memory_format) -> torch.Tens
     return x if memory_format_of(x) == memory_format and not expanded else x.contiguous(memory_format=memory_format)
 
 
+def dense_strides(shape: Sequence[int], channels_last: bool) -> tuple[int, ...]:
+    """Of a tensor without gaps, contiguous or channels_last.
+
+    >>> dense_strides((2, 3, 4, 5), True)
+    (60, 1, 15, 3)
+    """
+    order = [0, *range(2, len(shape)), 1] if channels_last else range(len(shape))
+    strides, step = [0] * len(shape), 1
+    for axis in reversed(order):
+        strides[axis] = step
+        step *= max(1, shape[axis])
+    return tuple(strides)
+
+
 def row_stride(x: torch.Tensor) -> int | None:
     """Elements from pixel to pixel of `x`, (N, C, ...), in NHWC order without gaps between its rows; else None.
 

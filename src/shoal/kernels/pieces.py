@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from shoal.kernels.memory_format import dense_strides
 from shoal.lowlevel.torch_internals import isolated
 
 WORTH_PIECES_BYTES = 4 << 20
@@ -57,7 +58,7 @@ def described(arguments: Sequence[Any]) -> tuple[Any, ...]:
     def key(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return TensorLayout(tuple(value.shape), value.stride(), value.dtype)
-        return tuple(map(key, value)) if isinstance(value, (list, tuple)) else value
+        return tuple(map(key, value)) if type(value) in (list, tuple) else value
 
     return tuple(map(key, arguments))
 
@@ -97,18 +98,31 @@ def have_same_bits(found: Any, expected: Any) -> bool:
     )
 
 
-def repeats_bits(whole: Callable[..., Any], other: Callable[..., Any], arguments: Sequence[Any], *more: Any) -> bool:
-    """Whether another form of an op gives the bits of the whole on its device, found out on random numbers.
+def of_odd_size(dtype: torch.dtype, dims: int, channels: int, channels_last: bool = False) -> TensorLayout:
+    """A few elements, (3, channels, ...), of sizes that no vector and no block divides."""
+    shape = (3, channels, *(7, 5, 3)[: dims - 2])
+    return TensorLayout(shape, dense_strides(shape, channels_last), dtype)
+
+
+def repeats_bits(
+    whole: Callable[..., Any],
+    other: Callable[..., Any],
+    arguments: Sequence[Any],
+    *more: Any,
+    device: torch.device | None = None,
+) -> bool:
+    """Whether another form of an op gives the bits of the whole on a device, found out on random numbers.
 
     Args:
         whole: of the arguments.
         other: of the arguments, and of `more`.
-        arguments: their tensors may be fake: shapes, strides, dtypes and the device are read only.
+        arguments: layouts, or tensors, which may be fake: only shapes, strides and dtypes are read.
+        device: None: that of the arguments.
 
     Returns:
         False, too, if the device is out of memory.
     """
-    device = next(value.device for value in arguments if isinstance(value, torch.Tensor))
+    device = device or next(value.device for value in arguments if isinstance(value, torch.Tensor))
     return _repeats_bits(whole, other, described(arguments), described(more), device, torch.get_num_threads())
 
 
