@@ -57,7 +57,7 @@ _LATE = {
     "frontier": "shoal.engine.frontier",
     "plan": "shoal.engine.plan",
 }
-for _with_ops in ("cumulative_statistics", "norm.joined_statistics"):  # every op of Shoal exists all the same
+for _with_ops in ("batch_norm_vectors", "norm.joined_statistics"):  # every op of Shoal exists all the same
     import_module(f"shoal.kernels.{_with_ops}")
 
 

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 import shoal
 from shoal.capture import cumulative_norms
-from shoal.kernels.cumulative_statistics import cumulative_statistics
+from shoal.kernels.batch_norm_vectors import cumulative_statistics
 from tests.engine.training_laws import differences, images, train
 
 

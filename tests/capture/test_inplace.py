@@ -29,7 +29,6 @@ from shoal.kernels import (
     layer_norm,
     norm_pieces,
     prelu,
-    prelu_pieces,
     relu,
 )
 from shoal.lowlevel import allocations
@@ -130,7 +129,7 @@ CALLS: list[tuple[Any, Callable[[torch.Tensor, torch.Tensor], tuple[Any, ...]]]]
     (relu.leaky_backward, lambda x, y: (x, y > 0, 0.2)),
     (layer_norm.backward, lambda x, y: (x, y, [x.shape[-1]], *of_rows(x))),
     (prelu.backward, lambda x, y: (x, y, statistics(x)[0].view(1, -1, 1, 1), [0, 2, 3], True)),
-    (prelu_pieces.backward, lambda x, y: (x, y, statistics(x)[0].view(1, -1, 1, 1), [0, 2, 3], True, 1, 2)),
+    (prelu.in_pieces, lambda x, y: (x, y, statistics(x)[0].view(1, -1, 1, 1), [0, 2, 3], True, 1, 2)),
     (aten._prelu_kernel.default, lambda x, y: (x, statistics(x)[0].view(1, -1, 1, 1))),
     (aten._prelu_kernel.default, lambda x, y: (x, statistics(x)[0][:1].view(1, 1, 1, 1))),
     (relu.backward, lambda x, y: (x, y > 0)),

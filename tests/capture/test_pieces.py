@@ -177,7 +177,7 @@ def test_those_of_the_cpu_lose_their_summands() -> None:
     assert len(reordered) == 2
     for one in reordered:
         before, after = whole.op_called[one.op], cut.op_called[one.op]
-        assert after.target == "shoal.prelu_pieces.backward" and (before.reads, before.writes) == (
+        assert after.target == "shoal.prelu.in_pieces" and (before.reads, before.writes) == (
             after.reads,
             after.writes,
         )

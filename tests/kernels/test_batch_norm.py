@@ -105,7 +105,7 @@ def test_where_its_gradient_repeats_the_bits_it_does_for_any_batch_and_any_piece
     expected = gradients(grad, x, weight, mean, deviation)
     untouched = grad.clone()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batch_norm, "_PIECE_ELEMS", piece_elems)
+        patch.setattr(pieces, "TILE_ELEMS", piece_elems)
         patch.setattr(batch_norm, "_CHANNELS_ELEMS", channels_elems)
         patch.setenv(VARIABLE, kernels)
         found = backward(grad, x, weight, mean, deviation)
@@ -222,7 +222,7 @@ def test_normalising_again_allocates_the_result_and_two_numbers_a_channel(layout
 
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 def test_the_gradient_is_never_there_twice(layout: torch.memory_format, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_norm, "_PIECE_ELEMS", 128)
+    monkeypatch.setattr(pieces, "TILE_ELEMS", 128)
     grad, x = (torch.randn(8, 32, 16, 16).contiguous(memory_format=layout) for _ in range(2))
     weight = per_channel(x, 1)
     _, mean, deviation = forward(x, weight, weight)

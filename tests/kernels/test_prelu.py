@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.kernels import prelu
+from shoal.kernels import pieces, prelu
 from shoal.lowlevel import allocations
 
 aten = torch.ops.aten
@@ -36,7 +36,7 @@ def test_over_its_operands_it_gives_pytorch_s_bits(
     grad, x, weight, dims = case
     of_input, summands = aten._prelu_kernel_backward(grad, x, weight)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prelu, "_PIECE_ELEMS", piece_elems)
+        patch.setattr(pieces, "TILE_ELEMS", piece_elems)
         over = grad.clone()
         found, of_weight = prelu.backward_(over, x, weight, dims, True)
         result = prelu.forward_(x.clone(), weight)

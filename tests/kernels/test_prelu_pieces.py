@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.kernels import prelu, prelu_pieces
+from shoal.kernels import prelu
 from shoal.kernels.pieces import Cut
 from shoal.lowlevel import allocations
 
@@ -37,9 +37,9 @@ def test_pieces_are_the_whole_and_only_the_second_form_writes(
     of_input, of_slope = prelu.backward(*call)
     exact = prelu.backward(*(one.double() if isinstance(one, torch.Tensor) else one for one in call))[1]
     before, dim = call[0].clone(), int(slopes > 1 and layout is torch.contiguous_format)
-    found = prelu_pieces.backward(*call, dim, pieces)
+    found = prelu.in_pieces(*call, dim, pieces)
     assert torch.equal(call[0], before)
-    over = prelu_pieces.backward_(*call, dim, pieces)
+    over = prelu.in_pieces_(*call, dim, pieces)
     assert over[0] is call[0]
     for mine in (found, over):
         assert torch.equal(mine[0], of_input)
@@ -52,7 +52,7 @@ def test_operands_of_two_layouts_are_computed_as_a_whole() -> None:
     grad, *others = arguments(2, 6, 5, 9, 8, slopes=6)
     last = grad.contiguous(memory_format=torch.channels_last_3d)
     expected = prelu.backward(last, *others)
-    assert all(map(torch.equal, prelu_pieces.backward(last, *others, 1, 3), expected))
+    assert all(map(torch.equal, prelu.in_pieces(last, *others, 1, 3), expected))
 
 
 @pytest.mark.parametrize("slopes", [1, 6])
@@ -61,7 +61,7 @@ def test_a_gradient_that_is_some_channels_of_a_larger_one_is_cut_and_left_as_it_
     grad, x, *others = arguments(samples, 6, 5, 9, 8, slopes=slopes)
     whole = torch.cat([torch.ones_like(grad), grad], 1)
     before, part = whole.clone(), whole[:, 6:]
-    of_input, of_slope = prelu_pieces.backward(part, x, *others, int(slopes > 1), 3)
+    of_input, of_slope = prelu.in_pieces(part, x, *others, int(slopes > 1), 3)
     expected = prelu.backward(grad, x, *others)
     assert torch.equal(whole, before) and of_input.stride() == x.stride()
     assert torch.equal(of_input, expected[0])
@@ -70,7 +70,7 @@ def test_a_gradient_that_is_some_channels_of_a_larger_one_is_cut_and_left_as_it_
 
 def test_two_eighths_of_a_tensor_are_held_beside_the_operands() -> None:
     call = arguments(1, 8, 32, 64, 64)
-    _, changes = allocations.record(lambda: prelu_pieces.backward_(*call, 0, 8))
+    _, changes = allocations.record(lambda: prelu.in_pieces_(*call, 0, 8))
     assert allocations.peak_bytes(changes) <= call[1].nbytes / 4 + 2048
 
 
@@ -78,13 +78,13 @@ def test_large_dense_ones_are_cut_by_elements_or_by_channels() -> None:
     one, many = arguments(1, 16, 32, 32, 64), arguments(1, 16, 32, 32, 64, slopes=16)
     nbytes = one[0].nbytes
     assert nbytes == 4 << 20
-    assert prelu_pieces.choose(WHOLE, one[:3]) == Cut(0, 8, 2 * nbytes - nbytes // 4, reordered=True)
-    assert prelu_pieces.choose(prelu.backward, many) == Cut(1, 8, nbytes - nbytes // 4, reordered=True)
+    assert prelu.choose(WHOLE, one[:3]) == Cut(0, 8, 2 * nbytes - nbytes // 4, reordered=True)
+    assert prelu.choose(prelu.backward, many) == Cut(1, 8, nbytes - nbytes // 4, reordered=True)
     last = arguments(1, 16, 32, 32, 64, slopes=16, layout=torch.channels_last_3d)
-    assert prelu_pieces.choose(WHOLE, last[:3]) == Cut(0, 8, 2 * nbytes - nbytes // 4, reordered=True)
+    assert prelu.choose(WHOLE, last[:3]) == Cut(0, 8, 2 * nbytes - nbytes // 4, reordered=True)
     grad, x, weight, *_ = one
     part = torch.cat([grad, grad], 1)[:, 16:]  # is copied
-    assert prelu_pieces.choose(WHOLE, (part, x, weight)) == Cut(0, 8, nbytes - nbytes // 4, reordered=True)
+    assert prelu.choose(WHOLE, (part, x, weight)) == Cut(0, 8, nbytes - nbytes // 4, reordered=True)
     not_cut = {
         "small": arguments(1, 16, 32, 32, 8),
         "two layouts": (grad.contiguous(memory_format=torch.channels_last_3d), x, weight),
@@ -92,4 +92,4 @@ def test_large_dense_ones_are_cut_by_elements_or_by_channels() -> None:
         "with gaps": (grad[..., ::2], x[..., ::2], weight),
     }
     for name, other in not_cut.items():
-        assert prelu_pieces.choose(WHOLE, other[:3]) is None, name
+        assert prelu.choose(WHOLE, other[:3]) is None, name

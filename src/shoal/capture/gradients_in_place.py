@@ -17,7 +17,6 @@ from shoal.capture.fx_nodes import args_of, held_bytes
 from shoal.kernels import batch_norm, group_norm, layer_norm, prelu
 from shoal.kernels.memory_format import channels_last_format
 from shoal.kernels.pieces import WORTH_PIECES_BYTES
-from shoal.kernels.prelu_pieces import is_part
 
 _aten = torch.ops.aten
 _ALL = [True, True, True]
@@ -98,7 +97,7 @@ def slopes_gradient(node: fx.Node) -> fx.Node | None:
     if summands is None or total is None or len(summands.users) > 1 or total.target is not _aten.sum.dim_IntList:
         return None
     result = node.meta["val"][0]
-    if total.kwargs or (grad.stride() != x.stride() and not (is_part(grad, x) and result.stride() == x.stride())):
+    if total.kwargs or (grad.stride() != x.stride() and not (prelu.is_part(grad, x) and result.stride() == x.stride())):
         return None
     return total if grad.dtype == x.dtype == weight.dtype and weight.dim() == x.dim() else None
 

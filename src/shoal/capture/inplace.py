@@ -23,7 +23,6 @@ from shoal.kernels import (
     layer_norm,
     norm_pieces,
     prelu,
-    prelu_pieces,
 )
 from shoal.kernels.compiled_region import CompiledRegion
 from shoal.kernels.dropout import dropout, dropout_, dropout_backward, dropout_backward_
@@ -120,7 +119,7 @@ _CALLS: dict[Any, tuple[tuple[int, ...], Callable[..., Any]]] = {
     leaky_backward: ((0,), leaky_backward_),
     layer_norm.backward: ((0,), layer_norm.backward_),
     prelu.backward: ((0,), prelu.backward_),
-    prelu_pieces.backward: ((0,), prelu_pieces.backward_),
+    prelu.in_pieces: ((0,), prelu.in_pieces_),
     _aten._prelu_kernel.default: ((0,), prelu.forward_),
     encoded_relu_backward: ((0,), encoded_relu_backward_),
     batch_norm.backward: ((0,), batch_norm.backward_),

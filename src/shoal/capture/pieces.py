@@ -23,12 +23,12 @@ from shoal.capture.step_writer import StepWriter
 from shoal.core.step import Op, StepGraph
 from shoal.core.variant import Pieces
 from shoal.errors import PlanError
-from shoal.kernels import convolution_pieces, norm_pieces, prelu_pieces
+from shoal.kernels import convolution_pieces, norm_pieces, prelu
 from shoal.kernels.pieces import WORTH_PIECES_BYTES, Cut
 
 _OF_PRELU = torch.ops.aten._prelu_kernel_backward.default
-_KINDS = (norm_pieces, prelu_pieces)
-_OF_GRADIENTS = {_OF_PRELU: prelu_pieces} | {target: kind for kind in _KINDS for target in kind.IN_PIECES}
+_KINDS = (norm_pieces, prelu)
+_OF_GRADIENTS = {_OF_PRELU: prelu} | {target: kind for kind in _KINDS for target in kind.IN_PIECES}
 _IN_PIECES = {target: pieces for kind in (convolution_pieces, *_KINDS) for target, pieces in kind.IN_PIECES.items()}
 _NEAR_WHAT_STAYS = 0.5  # what else is held while an op runs differs about that much
 

@@ -87,14 +87,14 @@ def _piece_bytes(op: Op, graph: StepGraph) -> int:
     if not _is_gradient_in_pieces(op.target):
         return 0
     result = graph.storages[op.writes[0]]
-    if "prelu_pieces" in op.target:
+    if "prelu.in_pieces" in op.target:
         of_one_slope = prod(graph.storages[op.writes[1]].shape) == 1
         return 2 * -(-result.nbytes // (_PIECES if of_one_slope else min(_PIECES, result.shape[1])))
     return -(-result.nbytes // min(_PIECES, result.shape[1]))
 
 
 def _is_gradient_in_pieces(target: str) -> bool:
-    return "norm_pieces" in target or "prelu_pieces" in target
+    return "norm_pieces" in target or "prelu.in_pieces" in target
 
 
 def _passes(target: str) -> float:

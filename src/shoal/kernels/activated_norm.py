@@ -9,17 +9,16 @@ where that kernel is missing or has other bits, the activation writes over the w
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 
-from shoal.kernels import batch_norm, group_norm
+from shoal.kernels import batch_norm, group_norm, pieces
+from shoal.kernels.memory_format import dense_strides
 from shoal.kernels.norm.norm_operands import RELU, Activation, NormAffine
-from shoal.kernels.norm.norm_sweeps import TILE_ELEMS, tiles
 from shoal.kernels.norm.norm_sweeps_triton import TRITON
+from shoal.kernels.pieces import TILE_ELEMS, TensorLayout, tiles
 from shoal.lowlevel.dispatch import DispatchedOp, Implementation, choose, register
-from shoal.lowlevel.torch_internals import isolated
 
 
 class Norm(NamedTuple):
@@ -52,9 +51,9 @@ def activated(x: torch.Tensor, *rest: Any) -> torch.Tensor:
 
 
 def _by_pytorch(x: torch.Tensor, norm: Norm, slope: float) -> torch.Tensor:
-    kernels: Any = group_norm if norm.is_of_groups else batch_norm
     if not (x.is_cpu and x.is_contiguous() and x.dim() > 2):
-        return _activation(slope).apply_(kernels.normalise(x, *norm))
+        return _one_after_the_other(x, *norm, slope, None)
+    kernels: Any = group_norm if norm.is_of_groups else batch_norm
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     for some, into, scale, shift in tiles(x, y, *(line.expand_as(x) for line in kernels.lines(x, *norm))):
         _activation(slope).apply_(torch.addcmul(shift, some, scale, out=into))
@@ -86,7 +85,6 @@ def _activation(slope: float) -> Activation:
     return Activation("leaky_relu", slope) if slope else RELU
 
 
-@lru_cache(maxsize=1024)
 def repeats_bits(
     dtype: torch.dtype, device: torch.device, dims: int, of_groups: bool, slope: float, weight_dtype: torch.dtype | None
 ) -> bool:
@@ -98,20 +96,19 @@ def repeats_bits(
         of_groups: whether it is a group norm's, not a batch norm's.
         weight_dtype: of weight and bias; None: there are none.
     """
-    norm: Any = group_norm if of_groups else batch_norm
-    with isolated(device):
-        draw = torch.Generator().manual_seed(4)
+    shape = (2, 4, *(TILE_ELEMS // 2 + 3, 3, 1)[: dims - 2])
+    wide = dtype if of_groups or device.type == "cpu" else torch.float32  # of the statistics
+    statistics = TensorLayout((2, 2), (2, 1), wide) if of_groups else TensorLayout((4,), (1,), wide)
+    vector = None if weight_dtype is None else TensorLayout((4,), (1,), weight_dtype)
+    x = TensorLayout(shape, dense_strides(shape, channels_last=False), dtype)
+    arguments = (x, vector, vector, statistics, statistics, slope, shape)
+    return pieces.repeats_bits(_one_after_the_other, activated, arguments, device=device)
 
-        def drawn(shape: tuple[int, ...], kind: torch.dtype) -> torch.Tensor:
-            return (torch.randn(shape, generator=draw) * 3 + 1).to(device=device, dtype=kind)
 
-        x = drawn((2, 4, *(TILE_ELEMS // 2 + 3, 3, 1)[: dims - 2]), dtype)
-        wide = dtype if of_groups or device.type == "cpu" else torch.float32  # of the statistics
-        mean, invstd = (drawn((2, 2) if of_groups else (4,), wide) for _ in range(2))
-        weight, bias = (None if weight_dtype is None else drawn((4,), weight_dtype) for _ in range(2))
-        vectors = (weight, bias, mean, invstd.abs_())
-        expected = _activation(slope).apply_(norm.normalise(x, *vectors))
-        return torch.equal(activated(x, *vectors, slope, list(x.shape)), expected)
+def _one_after_the_other(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+    *norm, slope, _ = rest
+    kernels: Any = group_norm if Norm(*norm).is_of_groups else batch_norm
+    return _activation(slope).apply_(kernels.normalise(x, *norm))
 
 
 _OP: DispatchedOp[Callable[..., torch.Tensor]] = register(

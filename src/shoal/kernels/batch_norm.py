@@ -14,21 +14,22 @@ time. `repeats_bits` and `backward_repeats_bits` test on this machine that the b
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 
 from shoal.codecs.launch import threads_for
 from shoal.kernels import pieces
 from shoal.kernels.memory_format import channels_last_format
-from shoal.kernels.pieces import TensorLayout, drawn, have_same_bits, of_odd_size
+from shoal.kernels.norm.norm_operands import by_channel
+from shoal.kernels.pieces import TensorLayout, drawn, have_same_bits, of_odd_size, tiles
 from shoal.lowlevel import native
 from shoal.lowlevel.dispatch import DispatchedOp, Implementation, allowed, choose, level_number, register
 from shoal.lowlevel.torch_internals import isolated
 
-_PIECE_ELEMS = 1 << 18  # 1 MiB of float32: a piece stays in L2 through its passes
-_CHANNELS_ELEMS = 1 << 19  # and twice that where a piece is copied out and back, but no less than 16 pieces
+_CHANNELS_ELEMS = 1 << 19  # 2 MiB of float32, of a piece that is copied out and back; but no less than 16 pieces
 _MIN_PIECES = 16
 _NATIVE = (torch.float32, torch.bfloat16)
 _MIN_ELEMS = 1 << 15  # of a thread that is worth waking
@@ -128,16 +129,11 @@ def _in_pieces(grad: torch.Tensor, x: torch.Tensor, *others: torch.Tensor) -> Gr
     if not _is_channels_last(grad, x) or weight.dtype != x.dtype:  # in bfloat16 each piece would be rounded five times
         return _whole_backward(grad, x, weight, mean, invstd)
     of_weight, of_bias = _sums(grad, x, weight, mean, invstd)
-    channels = x.shape[1]
-    rows = x.numel() // channels
+    rows = x.numel() // x.shape[1]
     mean_grad, projection = of_bias / rows, of_weight * invstd / rows
-    grad_rows = grad.movedim(1, -1).view(rows, channels)
-    x_rows = x.movedim(1, -1).view(rows, channels)
-    step = max(1, _PIECE_ELEMS // channels)
-    for start in range(0, rows, step):
-        piece = grad_rows[start : start + step]
-        centred = x_rows[start : start + step] - mean
-        piece.sub_(mean_grad).addcmul_(centred, projection, value=-1).mul_(invstd).mul_(weight)
+    # As matrices: over pixels as they lie, PyTorch's loops may round otherwise.
+    for of_some, some in tiles(*(tensor.movedim(1, -1).view(rows, -1) for tensor in (grad, x))):
+        of_some.sub_(mean_grad).addcmul_(some - mean, projection, value=-1).mul_(invstd).mul_(weight)
     return of_input, of_weight, of_bias
 
 
@@ -227,13 +223,33 @@ def _backward_by_channels(
     step = max(1, piece_elems // (x.numel() // channels))
     if step >= channels:
         return _whole_backward(grad, x, weight, mean, invstd)
-    of_weight, of_bias = torch.empty_like(weight), torch.empty_like(weight)
-    for start in range(0, channels, step):
-        some = slice(start, start + step)
-        grad[:, some], of_weight[some], of_bias[some] = _whole_backward(
-            grad[:, some].contiguous(), x[:, some].contiguous(), weight[some], mean[some], invstd[some]
-        )
-    return grad, of_weight, of_bias
+
+    def of(some: slice) -> Gradients:
+        copies = grad[:, some].contiguous(), x[:, some].contiguous()
+        return _whole_backward(*copies, weight[some], mean[some], invstd[some])
+
+    return by_channels(grad, mean, [True, True, True], -(-channels // step), of)
+
+
+def by_channels(grad: torch.Tensor, like: torch.Tensor, wanted: Sequence[bool], count: int, of: Gradient) -> Any:
+    """Gradients of input, weight and bias in so many pieces of the channels, the first written over `grad`.
+
+    Args:
+        grad: of the result, (N, C, ...).
+        like: as the gradients of weight and bias, (C,).
+        wanted: which of the three; the first is.
+        count: of pieces.
+        of: the gradients of some channels, given a slice.
+    """
+    of_layer = [torch.empty_like(like) if asked else None for asked in wanted[1:]]
+    for some in pieces.spans(grad.shape[1], count):
+        of_input, *of_some = of(some)
+        grad[:, some].copy_(of_input)
+        for whole, part in zip(of_layer, of_some, strict=True):
+            if whole is not None and part is not None:
+                whole[some].copy_(part)
+        del of_input  # before the next is allocated
+    return grad, *of_layer
 
 
 def _whole_backward(
@@ -314,8 +330,7 @@ def lines(
     """Scale and shift of each channel, each (1, C, 1, ...)."""
     scale = invstd if weight is None else invstd * weight
     shift = torch.addcmul(torch.zeros_like(mean) if bias is None else bias, mean, scale, value=-1)
-    per_channel = (1, -1, *[1] * (x.dim() - 2))
-    return scale.view(per_channel), shift.view(per_channel)
+    return by_channel(scale, x), by_channel(shift, x)
 
 
 _GRADIENT: DispatchedOp[Gradient] = register(

@@ -1,4 +1,5 @@
-"""Batch norm's arithmetic on vectors, one op each: `shoal::batch_norm_scale` and `shoal::moved_statistics`.
+"""Batch norm's arithmetic on vectors, one op each: `shoal::batch_norm_scale`, `shoal::moved_statistics` and
+`shoal::cumulative_statistics`, the mean over all batches that a batch norm with `momentum=None` updates.
 
 In plain PyTorch ops each batch norm would be twenty ops of a few elements in a captured step, all of which a planner
 would have to consider.
@@ -146,3 +147,40 @@ register_op(
     " float momentum, SymInt count) -> (Tensor, Tensor)",
     *(_moved, _moved_fake),
 )
+
+
+@torch.library.custom_op("shoal::cumulative_statistics", mutates_args=())
+def cumulative_statistics(
+    x: torch.Tensor, running_mean: torch.Tensor, running_var: torch.Tensor, batches: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The running statistics after one more batch, with the bits of `F.batch_norm(..., momentum=1 / float(batches))`.
+
+    The share that a batch has in them is a tensor's value, which no captured graph can hold as a number: it is read
+    where this runs, on CUDA too, as PyTorch's own layer does.
+
+    Args:
+        x: (N, C, ...), the batch.
+        running_mean, running_var: (C,), over the batches before.
+        batches: how many there are with this one, one integer.
+
+    Returns:
+        The new mean and variance, (C,) each. They carry no gradient.
+
+    >>> mean, _ = cumulative_statistics(torch.tensor([[2.0], [4.0]]), torch.zeros(1), torch.ones(1), torch.tensor(3))
+    >>> mean
+    tensor([1.])
+    """
+    mean, var = running_mean.clone(), running_var.clone()
+    share = 1.0 / (float(batches) or 1.0)  # ops are timed on counters of 0
+    if x.device.type == "cpu":
+        torch.batch_norm_update_stats(x, mean, var, share)
+    else:  # cuDNN's statistics have bits of their own
+        torch.nn.functional.batch_norm(x, mean, var, None, None, True, share)
+    return mean, var
+
+
+@cumulative_statistics.register_fake
+def _fake(
+    x: torch.Tensor, running_mean: torch.Tensor, running_var: torch.Tensor, batches: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(running_mean), torch.empty_like(running_var)

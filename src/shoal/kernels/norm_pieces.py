@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from shoal.kernels import cudnn_batch_norm
+from shoal.kernels.batch_norm import by_channels
 from shoal.kernels.group_norm import backward_in_pieces
 from shoal.kernels.memory_format import channels_last_format
 from shoal.kernels.pieces import WORTH_PIECES_BYTES, Cut, are_sizes_known, repeats_bits, spans
@@ -51,7 +52,7 @@ def native_backward_(
             )
             return whole
 
-        return _by_channels(grad, mean, wanted, pieces, of)
+        return by_channels(grad, mean, wanted, pieces, of)
     sums = _aten.batch_norm_backward_reduce.default(grad, x, mean, invstd, weight, True, wanted[1], wanted[2])
     of_grad, of_grad_x, *of_layer = sums
     channels = x.shape[1]
@@ -79,22 +80,7 @@ def cudnn_backward_(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *
         own_grad, own_x = (tensor[:, some].contiguous(memory_format=layout) for tensor in (grad, x))
         return cudnn_batch_norm.backward(own_grad, own_x, weight[some], mean[some], invstd[some], reserve, eps, wanted)
 
-    return _by_channels(grad, mean, wanted, pieces, of)
-
-
-def _by_channels(
-    grad: torch.Tensor, like: torch.Tensor, wanted: Sequence[bool], pieces: int, of: Callable[[slice], Gradients]
-) -> Gradients:
-    of_layer = [torch.empty_like(like) if asked else None for asked in wanted[1:]]
-    for some in spans(grad.shape[1], pieces):
-        of_input, *of_some = of(some)
-        assert of_input is not None
-        grad[:, some].copy_(of_input)
-        for whole, part in zip(of_layer, of_some, strict=True):
-            if whole is not None and part is not None:
-                whole[some].copy_(part)
-        del of_input  # before the next is allocated
-    return grad, *of_layer
+    return by_channels(grad, mean, wanted, pieces, of)
 
 
 def group_backward(grad: torch.Tensor, *rest: Any) -> Gradients:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,11 @@ from shoal.lowlevel.torch_internals import isolated
 
 WORTH_PIECES_BYTES = 4 << 20
 """Tensors and scratch smaller than this are not cut."""
+TILE_ELEMS = 1 << 17
+"""512 KiB of float32: the operands and temporaries of a tile stay in L2."""
+_DEVICE_TILE_ELEMS = 1 << 24  # where every tile costs launches of kernels
+_MIN_TILES = 16  # so that temporaries are small compared with small tensors too
+_MIN_TILE_ELEMS = 1 << 12
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,24 @@ def spans(length: int, pieces: int) -> Iterator[slice]:
     """
     step = -(-length // pieces)
     return (slice(begin, min(length, begin + step)) for begin in range(0, length, step))
+
+
+def tiles(*tensors: torch.Tensor | None) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Views of tensors of one shape, (N, C, ...), that together cover them, of all channels; None stays None."""
+    elems, on_cpu = tensors[0].numel(), tensors[0].is_cpu
+    most = min(TILE_ELEMS, max(_MIN_TILE_ELEMS, elems // _MIN_TILES)) if on_cpu else _DEVICE_TILE_ELEMS
+    return _split(tensors, most, 0)
+
+
+def _split(tensors: tuple[torch.Tensor | None, ...], most_elems: int, dim: int) -> Iterator[tuple[torch.Tensor, ...]]:
+    shape, elems = tensors[0].shape, tensors[0].numel()
+    if elems <= most_elems or dim >= len(shape):
+        yield tensors
+        return
+    step = max(1, most_elems * shape[dim] // elems)
+    parts = (repeat(None) if tensor is None else tensor.split(step, dim) for tensor in tensors)
+    for tile in zip(*parts, strict=False):  # None has no end
+        yield from _split(tile, most_elems, dim + 1 if dim else 2)
 
 
 def are_sizes_known(*tensors: torch.Tensor) -> bool:

@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from shoal.kernels import pieces
 from shoal.kernels.invertible_norm.inverted_batch_norm import (
     backward_,
     forward_,
@@ -22,7 +23,6 @@ from shoal.kernels.invertible_norm.inverted_batch_norm import (
     reconstruction_error,
     run,
 )
-from shoal.kernels.norm import norm_sweeps
 from shoal.kernels.norm.norm_operands import Activation
 from shoal.lowlevel import allocations
 
@@ -94,7 +94,7 @@ def test_it_is_the_plain_formula_forward_and_backward(
     layer.running_mean.fill_(0.25)
     theirs = copy.deepcopy(layer)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(norm_sweeps, "TILE_ELEMS", 1 + seed)
+        patch.setattr(pieces, "TILE_ELEMS", 1 + seed)
         found = trained(run, layer, x, *activation)
     expected = trained(plain, theirs, x, *activation)
     # Normalised values of few elements can be anything up to eps^-1/2 apart; reconstruction is exact to digits of y.
@@ -303,7 +303,7 @@ def test_who_else_needs_what_was_written_over_is_told_by_autograd() -> None:
 def test_no_more_is_allocated_than_the_result_and_some_pieces(
     channels_last: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(norm_sweeps, "TILE_ELEMS", 512)
+    monkeypatch.setattr(pieces, "TILE_ELEMS", 512)
     x, grad = (layout(torch.randn(8, 16, 12, 12, dtype=dtype), channels_last) for _ in range(2))
     small_bytes = (
         4 * dtype.itemsize * 16 * 12 * 12 + 20 * 8 * 16

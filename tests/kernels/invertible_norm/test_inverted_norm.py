@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from shoal.kernels import pieces
 from shoal.kernels.invertible_norm.inverted_norm import MIN_SCALE, backward_, forward_, reconstruction_error, run
-from shoal.kernels.norm import norm_sweeps
 
 ACTIVATIONS = [("leaky_relu", 0.01), ("leaky_relu", 0.3), ("elu", 1.0), ("elu", 0.5), ("identity", 1.0)]
 INSTANCE: dict[int, Any] = {3: nn.InstanceNorm1d, 4: nn.InstanceNorm2d, 5: nn.InstanceNorm3d}
@@ -73,7 +73,7 @@ def test_it_is_pytorch_s_norm_and_activation_forward_and_backward(
 ) -> None:
     x, layer = case
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(norm_sweeps, "TILE_ELEMS", 1 + seed)
+        patch.setattr(pieces, "TILE_ELEMS", 1 + seed)
         found = step(run, layer, x, *activation)
     for ours, other in zip(found, step(plain, layer, x, *activation), strict=True):
         torch.testing.assert_close(ours, other, rtol=1e-7, atol=1e-7)

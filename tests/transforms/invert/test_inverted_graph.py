@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from shoal.kernels.norm import norm_sweeps
+from shoal.kernels import pieces
 from shoal.lowlevel import allocations
 from shoal.transforms.invert.invert_norm import invert_norm
 from tests.engine.training_laws import conv_bn_relu
@@ -148,7 +148,7 @@ def test_a_shared_batch_norm_is_converted_in_both_places_or_in_none() -> None:
 @needs_little_scratch
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_a_convolution_s_result_is_written_over_in_eager_mode(dims: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(norm_sweeps, "TILE_ELEMS", 1)
+    monkeypatch.setattr(pieces, "TILE_ELEMS", 1)
     converted = invert_norm(conv_bn_relu(3, 4, dims))
     x = torch.randn(2, 3, *[8] * dims)
     _, changes = allocations.record(lambda: converted(x).sum().backward())

@@ -9,21 +9,14 @@ little but the result is allocated. Triton's kernels are in `norm_sweeps_triton`
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import repeat
-
 import torch
 
 from shoal.kernels.memory_format import memory_format_of
 from shoal.kernels.norm.norm_operands import Activation, NormAffine, NormMoves, NormRead, NormSums, by_channel, wide
 from shoal.kernels.norm.norm_sweeps_native import NATIVE, NormSweepsNative
 from shoal.kernels.norm.norm_sweeps_triton import TRITON, NormSweepsTriton
+from shoal.kernels.pieces import tiles
 from shoal.lowlevel.dispatch import DispatchedOp, Implementation, choose, register
-
-TILE_ELEMS = 1 << 17  # 512 KiB of float32: the operands and temporaries of a tile stay in L2
-_DEVICE_TILE_ELEMS = 1 << 24  # where every tile costs launches of kernels
-_MIN_TILES = 16  # so that temporaries are small compared with small tensors too
-_MIN_TILE_ELEMS = 1 << 12
 
 
 class _NormSweepsReference:
@@ -141,24 +134,6 @@ def _centred(
     if activation.name == "identity":
         return centred, grad
     return centred, activation.gradient(grad, torch.addcmul(shift, centred, scale) if z is None else z.to(grad.dtype))
-
-
-def tiles(*tensors: torch.Tensor | None) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Views of tensors of one shape, (N, C, ...), that together cover them, of all channels; None stays None."""
-    elems, on_cpu = tensors[0].numel(), tensors[0].is_cpu
-    most = min(TILE_ELEMS, max(_MIN_TILE_ELEMS, elems // _MIN_TILES)) if on_cpu else _DEVICE_TILE_ELEMS
-    return _split(tensors, most, 0)
-
-
-def _split(tensors: tuple[torch.Tensor | None, ...], most_elems: int, dim: int) -> Iterator[tuple[torch.Tensor, ...]]:
-    shape, elems = tensors[0].shape, tensors[0].numel()
-    if elems <= most_elems or dim == len(shape):
-        yield tensors
-        return
-    step = max(1, most_elems * shape[dim] // elems)
-    parts = (repeat(None) if tensor is None else tensor.split(step, dim) for tensor in tensors)
-    for tile in zip(*parts, strict=False):  # None has no end
-        yield from _split(tile, most_elems, dim + 1 if dim else 2)
 
 
 REFERENCE = _NormSweepsReference()
