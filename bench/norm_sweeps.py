@@ -22,9 +22,10 @@ from rich.table import Table
 from bench.frame import CPU_TIME, Bench, Run, option
 from bench.interleave import in_turns, synchronize
 from bench.tables import new_table
-from shoal.kernels.invertible_norm.inverted_batch_norm_sweeps import InvertedVectors, gradients_into, sweeps
+from shoal.kernels.invertible_norm.inverted_op import InvertedVectors, gradients_into
 from shoal.kernels.norm.norm_act import activated, norm_act
 from shoal.kernels.norm.norm_operands import Activation, NormAffine
+from shoal.kernels.norm.norm_sweeps import sweeps
 from shoal.kernels.norm.statistics import statistics as measured
 from shoal.lowlevel.dispatch import VARIABLE
 

@@ -56,9 +56,16 @@ struct SquareRows {
     int count;
 };
 
-// Rows of a pass over an NHWC tensor, or column tiles, from first to last (excluded).
+// Rows of a pass over an NHWC tensor, channels of one over an NCHW tensor, or column tiles, from first to last (excluded).
 struct Rows {
     std::int64_t first, last;
+};
+
+// The passes of a norm with one activation.
+struct NormPasses {
+    void (*apply)(const ShoalNormPass&, Rows);
+    void (*reduce)(const ShoalNormPass&, Rows, Scratch&);
+    void (*apply_backward)(const ShoalNormPass&, Rows);
 };
 
 // Channels of a weight's gradient, and one thread's memory for them. Pixels of its panels are one pixel stride apart.
@@ -80,8 +87,8 @@ struct Level {
     void (*forward)(const Convolution&, const Strip& strip, const Strip& next, Scratch&);
     void (*backward)(const Convolution&, const Strip& strip, const Strip& next, Scratch&);
     void (*statistics)(const ShoalNormPass&, Rows, Scratch&);
-    void (*activate)(const ShoalNormPass&, Rows);
-    void (*activate_backward)(const ShoalNormPass&, Rows, Scratch&);
+    void (*statistics_planes)(const ShoalNormPass&, Rows);
+    NormPasses passes[4];  // by ShoalActivation
     void (*weight_grad)(const GradBlock&);
     int square_stride, square_depth, chunk;  // of a block of squares, see norm_winograd.h
     void (*winograd_forward_weight)(const ShoalNormConv&, std::int64_t tile, float* to);

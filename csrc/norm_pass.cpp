@@ -1,4 +1,4 @@
-// The passes over whole tensors: rows dealt out to threads, sums put together.
+// The passes of a norm over whole tensors: pixels or channels dealt out to threads, sums put together.
 #include <algorithm>
 #include <vector>
 
@@ -28,11 +28,12 @@ std::vector<shoal::Scratch> scratch_of(const ShoalNormPass& call) {
     return all;
 }
 
-// body(thread, its rows)
+// body(thread, its pixels in NHWC order, its channels in NCHW order)
 template <typename Body>
-void on_rows(const ShoalNormPass& call, Body body) {
+void on_parts(const ShoalNormPass& call, Body body) {
+    const std::int64_t count = call.channels_last ? call.images * call.pixels : call.channels;
     shoal::on_threads(call.threads, [&](int thread) {
-        body(thread, shoal::Rows{call.rows * thread / call.threads, call.rows * (thread + 1) / call.threads});
+        body(thread, shoal::Rows{count * thread / call.threads, count * (thread + 1) / call.threads});
     });
 }
 
@@ -44,27 +45,40 @@ SHOAL_API std::int64_t shoal_norm_pass_workspace_bytes(const ShoalNormPass* call
     return space.bytes;
 }
 
-SHOAL_API std::int32_t shoal_statistics(const ShoalNormPass* call) {
+SHOAL_API std::int32_t shoal_norm_statistics(const ShoalNormPass* call) {
     const shoal::Level* level = shoal::level_of(call->level);
     if (!level) return SHOAL_NO_SUCH_LEVEL;
+    if (!call->channels_last) {
+        on_parts(*call, [&](int, shoal::Rows part) { level->statistics_planes(*call, part); });
+        return SHOAL_DONE;
+    }
     std::vector<shoal::Scratch> scratch = scratch_of(*call);
-    on_rows(*call, [&](int thread, shoal::Rows rows) { level->statistics(*call, rows, scratch[thread]); });
+    on_parts(*call, [&](int thread, shoal::Rows part) { level->statistics(*call, part, scratch[thread]); });
     shoal::finish_moments(scratch, call->channels, call->statistic_mean, call->statistic_variance);
     return SHOAL_DONE;
 }
 
-SHOAL_API std::int32_t shoal_norm_act(const ShoalNormPass* call) {
+SHOAL_API std::int32_t shoal_norm_apply(const ShoalNormPass* call) {
     const shoal::Level* level = shoal::level_of(call->level);
     if (!level) return SHOAL_NO_SUCH_LEVEL;
-    on_rows(*call, [&](int, shoal::Rows rows) { level->activate(*call, rows); });
+    on_parts(*call, [&](int, shoal::Rows part) { level->passes[call->activation].apply(*call, part); });
     return SHOAL_DONE;
 }
 
-SHOAL_API std::int32_t shoal_norm_act_backward(const ShoalNormPass* call) {
+SHOAL_API std::int32_t shoal_norm_reduce(const ShoalNormPass* call) {
     const shoal::Level* level = shoal::level_of(call->level);
     if (!level) return SHOAL_NO_SUCH_LEVEL;
     std::vector<shoal::Scratch> scratch = scratch_of(*call);
-    on_rows(*call, [&](int thread, shoal::Rows rows) { level->activate_backward(*call, rows, scratch[thread]); });
+    on_parts(*call, [&](int thread, shoal::Rows part) {
+        level->passes[call->activation].reduce(*call, part, scratch[thread]);
+    });
     shoal::finish_sums(scratch, call->channels, call->sum, call->sum_of_centred);
+    return SHOAL_DONE;
+}
+
+SHOAL_API std::int32_t shoal_norm_apply_backward(const ShoalNormPass* call) {
+    const shoal::Level* level = shoal::level_of(call->level);
+    if (!level) return SHOAL_NO_SUCH_LEVEL;
+    on_parts(*call, [&](int, shoal::Rows part) { level->passes[call->activation].apply_backward(*call, part); });
     return SHOAL_DONE;
 }

@@ -67,15 +67,16 @@ inline void line_of_statistics(const ShoalNormConv& call, float* constant, float
 }
 
 // The sums that threads made for each channel, put together.
-inline void finish_sums(const std::vector<Scratch>& parts, std::int64_t channels, float* sum, float* sum_of_centred) {
+template <typename Float>
+inline void finish_sums(const std::vector<Scratch>& parts, std::int64_t channels, Float* sum, Float* sum_of_centred) {
     for (std::int64_t c = 0; c < channels; ++c) {
         double total = 0, centred = 0;
         for (const Scratch& own : parts) {
             total += own.total[c];
             centred += own.centred[c];
         }
-        sum[c] = float(total);
-        sum_of_centred[c] = float(centred);
+        sum[c] = Float(total);
+        sum_of_centred[c] = Float(centred);
     }
 }
 

@@ -6,7 +6,7 @@
 #define SHOAL_API extern "C" __attribute__((visibility("default")))
 
 // Raised by one whenever a signature below changes; shoal.lowlevel.native refuses a library of another version.
-#define SHOAL_ABI_VERSION 15
+#define SHOAL_ABI_VERSION 16
 
 SHOAL_API std::int32_t shoal_abi_version();
 
@@ -132,17 +132,27 @@ SHOAL_API std::int64_t shoal_direct_conv_workspace_bytes(const ShoalDirectConv* 
 SHOAL_API std::int32_t shoal_direct_conv(const ShoalDirectConv* call);
 SHOAL_API std::int32_t shoal_direct_conv_weight_grad(const ShoalDirectConv* call);
 
-// Passes over `rows` pixels of an NHWC tensor. `out` of activate = act((x - mean) * scale + shift + residual); its backward
-// gives grad_x = da * scale, grad_residual = da and the sums of da and da * (x - mean), where da is `grad`, zero where
-// relu is set and `out` is not positive. May be null: residual, grad_x, grad_residual, and `out` in backward where
-// nothing was added: it is made again from x. grad_x or grad_residual may be `grad`, grad_x may be x, and `out` of activate may
-// be the residual; nothing else that is written may overlap anything read.
+// What comes after a norm: leaky ReLU's slope or ELU's alpha, greater than 0, is one more number. All but ReLU have an inverse.
+enum ShoalActivation : std::int32_t { SHOAL_IDENTITY = 0, SHOAL_RELU = 1, SHOAL_LEAKY_RELU = 2, SHOAL_ELU = 3 };
+
+// The passes of a norm over tensors of `images` of `channels` of `pixels`, float32: pixels in NHWC order, `ld_` floats from
+// pixel to pixel, where channels_last is set; else in NCHW order, `ld_` floats from image to image.
+//
+// statistics: mean and biased variance of the channels of x. apply: out = act((x - mean) * scale + shift + residual).
+// With da the gradient before the activation, made from `grad`, reduce: sum_of_centred = sum(da * (x - mean)), sum = sum(da),
+// grad_x = da * scale and grad_residual = da; apply_backward: grad_x = (da + (x - mean) * slope + constant) * scale, without
+// the last two where `slope` is null. Where `inverted` is set x is the result of apply, without a residual; x - mean is then
+// everywhere (x - mean) * scale, made again from it, and the mean is not read.
+//
+// May be null: residual, grad_x and grad_residual, and `out` in backward: there it is the result of a ReLU, of which
+// nothing but the signs counts, and without it made again from x. Tensors that are written may be any that are read, grad_x
+// and grad_residual of reduce but not both; nothing else that is written may overlap anything.
 struct ShoalNormPass {
-    std::int64_t rows, channels;
-    std::int32_t relu, threads, level, unused;
+    std::int64_t images, channels, pixels;
+    std::int32_t channels_last, activation, inverted, threads, level;
+    float alpha;
     const float* x;
     std::int64_t ld_x;
-    const float *mean, *scale, *shift;
     const float* residual;
     std::int64_t ld_residual;
     float* out;
@@ -153,42 +163,17 @@ struct ShoalNormPass {
     std::int64_t ld_grad_x;
     float* grad_residual;
     std::int64_t ld_grad_residual;
-    float *sum_of_centred, *sum;          // of backward
+    const float *mean, *scale, *shift, *slope, *constant;
+    double *sum_of_centred, *sum;                // of reduce
     float *statistic_mean, *statistic_variance;  // of statistics
-    void* workspace;
+    void* workspace;                             // of both
 };
 
 SHOAL_API std::int64_t shoal_norm_pass_workspace_bytes(const ShoalNormPass* call);
-SHOAL_API std::int32_t shoal_statistics(const ShoalNormPass* call);
-SHOAL_API std::int32_t shoal_norm_act(const ShoalNormPass* call);
-SHOAL_API std::int32_t shoal_norm_act_backward(const ShoalNormPass* call);
-
-// Activations with an inverse, by one number more than 0: LeakyReLU's slope, 1 for no activation, or ELU's alpha.
-enum ShoalInvertible : std::int32_t { SHOAL_LEAKY_RELU = 0, SHOAL_ELU = 1 };
-
-// An activation after batch norm: `forward` writes activation((y - mean) * scale + shift), which may lie over y. Its
-// backward is computed from the result y of the two, float32. Pixels in NHWC order where channels_last is set, else in
-// NCHW order. With dz the gradient before the activation and z - shift = gamma * xhat, recovered from the result: `sums`
-// writes sum(dz) and sum(dz * (z - shift)) of each channel, and `result` writes the gradient of x,
-// (dz - mean_grad - (z - shift) * mean_grad_xhat) * gamma_invstd, or dz * gamma_invstd where frozen is set, which may lie
-// over the gradient. There `mean` is mean_grad, the mean of dz; `scale` is gamma_invstd; mean_grad_xhat is the mean of
-// dz * xhat, divided by gamma.
-struct ShoalInvertedBatchNorm {
-    std::int64_t images, channels, pixels;
-    std::int32_t channels_last, threads;
-    std::int32_t level;       // 0 portable, 1 no more than AVX2, negative the best this processor runs
-    std::int32_t activation;  // ShoalInvertible
-    float slope;
-    std::int32_t frozen;  // of `result`: the statistics were given
-    const float *grad, *y, *shift;
-    double *sum, *centred, *workspace;  // of `sums`; workspace: 2 * threads * channels
-    const float *mean, *mean_grad_xhat, *scale;  // of `result`, the first two unless frozen; `forward`: not the second
-    float* result;                               // of `result` and `forward`
-};
-
-SHOAL_API void shoal_inverted_batch_norm_forward(const ShoalInvertedBatchNorm* call);
-SHOAL_API void shoal_inverted_batch_norm_sums(const ShoalInvertedBatchNorm* call);
-SHOAL_API void shoal_inverted_batch_norm_result(const ShoalInvertedBatchNorm* call);
+SHOAL_API std::int32_t shoal_norm_statistics(const ShoalNormPass* call);
+SHOAL_API std::int32_t shoal_norm_apply(const ShoalNormPass* call);
+SHOAL_API std::int32_t shoal_norm_reduce(const ShoalNormPass* call);
+SHOAL_API std::int32_t shoal_norm_apply_backward(const ShoalNormPass* call);
 
 // Codes of a table of 128 magnitudes, blocks of `block_elements` sharing a scale, the last one perhaps short; float32 and
 // codes lie densely. What is derived from a table (`shoal_codec_table`: 128 magnitudes that ascend from 0 to at most 1,

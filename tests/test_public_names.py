@@ -72,7 +72,7 @@ print(json.dumps([sorted(torch._C._dispatch_get_all_op_names()), sorted(sys.modu
     ours = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("shoal::")}
     assert len(ours) > 15 and ours <= set(registered)
     assert not {"scipy", "sympy", "torch._dynamo", "torch._functorch.aot_autograd", "torch._inductor"} & set(imported)
-    with_kernels = ("codecs.table_codes", "kernels.norm.norm_act", "kernels.invertible_norm.inverted_batch_norm_sweeps")
+    with_kernels = ("codecs.table_codes", "kernels.norm.norm_act", "kernels.invertible_norm.inverted_op")
     assert {f"shoal.{name}" for name in with_kernels} <= set(imported)
     assert not [name for name in imported if name.startswith("shoal.") and name.endswith("triton_kernels")]
 

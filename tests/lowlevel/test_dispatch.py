@@ -111,7 +111,7 @@ def test_every_op_is_in_the_table() -> None:
     assert all(modules) and note_closed  # imported, as codecs are, they are registered
     assert set(TABLE) == {
         *("activated_norm", "copy_rows", "direct_convolution", "max_pool"),
-        *("batch_norm_gradient", "inverted_batch_norm", "norm_conv", "norm_conv_backward", "norm_conv_weight_grad"),
+        *("batch_norm_gradient", "norm_conv", "norm_conv_backward", "norm_conv_weight_grad"),
         *("norm_sweeps", "one_bit", "relu_gate", "relu_sign_bits", "sign_mask", "table_codes", "truncation"),
     }
 

@@ -22,11 +22,11 @@ if(SHOAL_HAS_AVX2_ALONE)
   # old to find where they stray.
   set(replaced_features_cpp "return features;")
   set(replacement_features_cpp "return features | SHOAL_AVX512F | SHOAL_AVX512BW | SHOAL_AVX512VL;")
-  foreach(name codec_avx512_cpp direct_avx512_cpp max_pool_avx512_cpp norm_avx512_cpp inverted_batch_norm_cpp gradient_sweeps_cpp)
+  foreach(name codec_avx512_cpp direct_avx512_cpp max_pool_avx512_cpp norm_avx512_cpp gradient_sweeps_cpp)
     set(replaced_${name} ",avx512f,avx512bw,avx512vl")
     set(replacement_${name} "")
   endforeach()
-  foreach(name features.cpp codec_avx512.cpp direct_avx512.cpp max_pool_avx512.cpp norm_avx512.cpp inverted_batch_norm.cpp
+  foreach(name features.cpp codec_avx512.cpp direct_avx512.cpp max_pool_avx512.cpp norm_avx512.cpp
           gradient_sweeps.cpp)
     string(REPLACE "." "_" key ${name})
     set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS csrc/${name})
@@ -53,7 +53,6 @@ add_executable(shoal_fuzz EXCLUDE_FROM_ALL
   tests/native/fuzz_codec.cpp
   tests/native/fuzz_direct_conv.cpp
   tests/native/fuzz_gradient_sweeps.cpp
-  tests/native/fuzz_inverted_batch_norm.cpp
   tests/native/fuzz_layout.cpp
   tests/native/fuzz_max_pool.cpp
   tests/native/fuzz_norm_conv.cpp

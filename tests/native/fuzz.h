@@ -8,7 +8,6 @@ namespace fuzz {
 void norm_conv(Draw& draw);
 void direct_conv(Draw& draw);
 void norm_pass(Draw& draw);
-void inverted_batch_norm(Draw& draw);
 void layout(Draw& draw);
 void codec(Draw& draw);
 void gradient_sweeps(Draw& draw);

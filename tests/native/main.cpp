@@ -30,8 +30,7 @@ struct Kernel {
 Kernel kernels[] = {
     {"norm_conv", &norm_conv, 20, 0},
     {"direct_conv", &direct_conv, 12, 0},
-    {"norm_pass", &norm_pass, 13, 0},
-    {"inverted_batch_norm", &inverted_batch_norm, 12, 0},
+    {"norm_pass", &norm_pass, 25, 0},
     {"codec", &codec, 14, 0},
     {"gradient_sweeps", &gradient_sweeps, 10, 0},
     {"max_pool", &max_pool, 8, 0},
@@ -121,8 +120,8 @@ void features(Draw& draw) {
         shoal_norm_conv_forward(&convolution) != SHOAL_NO_SUCH_LEVEL ||
         shoal_norm_conv_backward(&convolution) != SHOAL_NO_SUCH_LEVEL ||
         shoal_norm_weight_grad_workspace_bytes(&weight) || shoal_norm_weight_grad(&weight) != SHOAL_NO_SUCH_LEVEL ||
-        shoal_statistics(&pass) != SHOAL_NO_SUCH_LEVEL || shoal_norm_act(&pass) != SHOAL_NO_SUCH_LEVEL ||
-        shoal_norm_act_backward(&pass) != SHOAL_NO_SUCH_LEVEL)
+        shoal_norm_statistics(&pass) != SHOAL_NO_SUCH_LEVEL || shoal_norm_apply(&pass) != SHOAL_NO_SUCH_LEVEL ||
+        shoal_norm_reduce(&pass) != SHOAL_NO_SUCH_LEVEL || shoal_norm_apply_backward(&pass) != SHOAL_NO_SUCH_LEVEL)
         fail("level %d is not refused", pass.level);
     ShoalTableCodec table{};
     ShoalTableMean mean{};

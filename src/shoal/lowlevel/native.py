@@ -15,13 +15,13 @@ import sysconfig
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from shoal.errors import InputError
 
 log = logging.getLogger("shoal")
 
-ABI_VERSION = 15
+ABI_VERSION = 16
 _SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
 LEVELS = ("portable", "avx2", "avx512")  # in the order of ShoalLevel in csrc/shoal_native.h
 # In the order of the bits of ShoalFeature in csrc/shoal_native.h.
@@ -78,6 +78,24 @@ def has(name: str) -> bool:
     """Whether the library is here and has a function, which one that was built before it was written has not."""
     native = library()
     return native is not None and hasattr(native, name)
+
+
+def fields(text: str) -> list[tuple[str, Any]]:
+    """The `_fields_` of a structure of `csrc/shoal_native.h`, as types each with names, separated by commas.
+
+    A type is "pointer", one of ctypes such as "int64", or "tensor": a pointer and the int64 `ld_NAME` after it.
+
+    >>> [name for name, _ in fields("int32 threads level, tensor x, pointer mean")]
+    ['threads', 'level', 'x', 'ld_x', 'mean']
+    """
+    found: list[tuple[str, Any]] = []
+    for kind, *names in map(str.split, text.split(",")):
+        for name in names:
+            if kind == "tensor":
+                found += (name, ctypes.c_void_p), (f"ld_{name}", ctypes.c_int64)
+            else:
+                found.append((name, ctypes.c_void_p if kind == "pointer" else getattr(ctypes, f"c_{kind}")))
+    return found
 
 
 def run_native(name: str, arguments: ctypes.Structure) -> None:

@@ -19,14 +19,10 @@ from shoal.kernels.invertible_norm.inverted_batch_norm import (
     reconstruction_error,
     run,
 )
-from shoal.kernels.invertible_norm.inverted_batch_norm_sweeps import (
-    NATIVE,
-    InvertedVectors,
-    gradients_into,
-    sweeps,
-)
+from shoal.kernels.invertible_norm.inverted_op import InvertedVectors, gradients_into
 from shoal.kernels.norm.norm_operands import Activation, NormAffine
-from shoal.kernels.norm.norm_sweeps import REFERENCE
+from shoal.kernels.norm.norm_sweeps import REFERENCE, sweeps
+from shoal.kernels.norm.norm_sweeps_native import NATIVE
 from shoal.kernels.norm.norm_sweeps_triton import TRITON
 from shoal.lowlevel import allocations, native
 from tests.interpreter import (

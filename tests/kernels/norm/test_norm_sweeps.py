@@ -22,9 +22,15 @@ pytestmark = pytest.mark.skipif(not levels(), reason="the native library was not
 each_level = pytest.mark.parametrize("level", levels())
 
 
-def pixels(shape: tuple[int, int, int, int], seed: int, gap: int, offset: float = 0.0) -> torch.Tensor:
-    """(N, C, H, W), channels_last, each pixel `gap` floats from the next."""
+def pixels(
+    shape: tuple[int, int, int, int], seed: int, gap: int, offset: float = 0.0, planes: bool = False
+) -> torch.Tensor:
+    """(N, C, H, W), channels_last or in planes, a slice of the channels of a tensor that has `gap` more."""
     images, channels, height, width = shape
+    if planes:
+        draw = torch.Generator().manual_seed(seed)
+        whole = torch.full((images, channels + gap, height, width), torch.nan)[:, gap // 2 : gap // 2 + channels]
+        return whole.copy_(torch.randn(whole.shape, generator=draw) + offset)
     wide = torch.full((images, height, width, channels + gap), torch.nan)[..., gap // 2 : gap // 2 + channels]
     wide.copy_(torch.randn(wide.shape, generator=torch.Generator().manual_seed(seed)) + offset)
     return wide.permute(0, 3, 1, 2)
@@ -35,13 +41,21 @@ shapes = st.tuples(st.integers(1, 3), st.integers(1, 70), st.integers(1, 14), st
 
 @each_level
 @settings(max_examples=40)
-@given(shapes, st.integers(0, 999), st.sampled_from([0, 1, 16]), st.sampled_from([0.0, 1e3]), st.integers(1, 3))
-@example((4, 33, 30, 31), 0, 0, 1e3, 2)  # several blocks of rows a thread
-@example((1, 1, 1, 1), 0, 0, 0.0, 2)
+@given(
+    shapes,
+    st.integers(0, 999),
+    st.sampled_from([0, 1, 16]),
+    st.sampled_from([0.0, 1e3]),
+    st.integers(1, 3),
+    st.booleans(),
+)
+@example((4, 33, 30, 31), 0, 0, 1e3, 2, False)  # several blocks of rows a thread
+@example((2, 3, 90, 131), 0, 0, 1e3, 2, True)  # several blocks of a plane
+@example((1, 1, 1, 1), 0, 0, 0.0, 2, False)
 def test_statistics_survive_a_mean_of_a_thousand_deviations(
-    level: str, shape: tuple[int, int, int, int], seed: int, gap: int, offset: float, count: int
+    level: str, shape: tuple[int, int, int, int], seed: int, gap: int, offset: float, count: int, planes: bool
 ) -> None:
-    x = pixels(shape, seed, gap, offset)
+    x = pixels(shape, seed, gap, offset, planes)
     variance, mean = torch.var_mean(x.double(), (0, 2, 3), correction=0)
     before = torch.get_num_threads()
     torch.set_num_threads(count)
@@ -57,13 +71,21 @@ def test_statistics_survive_a_mean_of_a_thousand_deviations(
 @each_level
 @settings(max_examples=40)
 @given(
-    shapes, st.integers(0, 999), st.sampled_from([0, 1, 16]), st.booleans(), st.booleans(), st.sampled_from([0.0, 1e3])
+    *(shapes, st.integers(0, 999), st.sampled_from([0, 1, 16]), st.booleans(), st.booleans()),
+    *(st.sampled_from([0.0, 1e3]), st.booleans()),
 )
 def test_normalise_and_its_gradient_are_as_exact_as_plain_float32(
-    level: str, shape: tuple[int, int, int, int], seed: int, gap: int, relu: bool, adds: bool, offset: float
+    level: str,
+    shape: tuple[int, int, int, int],
+    seed: int,
+    gap: int,
+    relu: bool,
+    adds: bool,
+    offset: float,
+    planes: bool,
 ) -> None:
-    x, grad = pixels(shape, seed, gap, offset), pixels(shape, seed + 1, gap)
-    residual = pixels(shape, seed + 2, 0) if adds else None
+    x, grad = pixels(shape, seed, gap, offset, planes), pixels(shape, seed + 1, gap, 0.0, planes)
+    residual = pixels(shape, seed + 2, 0, 0.0, planes) if adds else None
     generator = torch.Generator().manual_seed(seed)
     scale, shift = (torch.randn(shape[1], generator=generator) for _ in range(2))
     mean = x.mean((0, 2, 3))
@@ -78,7 +100,7 @@ def test_normalise_and_its_gradient_are_as_exact_as_plain_float32(
         gradients = torch.autograd.grad(z, [leaf for leaf in leaves if leaf is not None], grad.to(dtype))
         return [z.detach(), *gradients, *([] if adds else [None])]
 
-    z, of_x, of_residual = (pixels(shape, seed, gap) for _ in range(3))
+    z, of_x, of_residual = (pixels(shape, seed, gap, 0.0, planes) for _ in range(3))
     affine, activation = NormAffine(mean, scale, shift), RELU if relu else IDENTITY
     read = NormRead(x, affine, activation, z if relu and adds else None)
     with only(f"native,{level}"):
@@ -92,8 +114,11 @@ def test_normalise_and_its_gradient_are_as_exact_as_plain_float32(
 
 @pytest.mark.parametrize("activation", [IDENTITY, RELU, Activation("leaky_relu", 0.1), Activation("elu", 0.7)])
 @pytest.mark.parametrize("kernel", [passes, REFERENCE], ids=["native", "reference"])
-def test_a_moved_gradient_is_the_scaled_sum_of_product_and_line(kernel: Any, activation: Activation) -> None:
-    x, grad, of_x = (pixels((2, 19, 5, 6), seed, 0) for seed in range(3))
+@pytest.mark.parametrize("planes", [False, True])
+def test_a_moved_gradient_is_the_scaled_sum_of_product_and_line(
+    kernel: Any, activation: Activation, planes: bool
+) -> None:
+    x, grad, of_x = (pixels((2, 19, 5, 6), seed, 3, 0.0, planes) for seed in range(3))
     affine, moves = NormAffine(*torch.randn(3, 19)), NormMoves(*torch.randn(2, 19))
     read = NormRead(x, affine, activation)
     sums = kernel.reduce(grad, read)
@@ -125,19 +150,22 @@ def test_tensors_of_two_shapes_are_refused() -> None:
         passes.apply(x, NormAffine(*torch.randn(3, 19)), None, RELU, out)
 
 
-def test_what_is_no_channels_last_tensor_is_left_to_others() -> None:
-    x = torch.ones(2, 3, 4, 5)
-    assert passes.applies(pixels((2, 3, 4, 5), 0, 1), pixels((2, 3, 4, 5), 0, 0))
-    assert not passes.applies(pixels((2, 3, 4, 5), 0, 0), x)
-    assert not passes.applies(x) and not passes.applies(x.double()) and not passes.applies(x[0])
+def test_tensors_of_two_layouts_and_other_dtypes_are_left_to_others() -> None:
+    x, rows = torch.ones(2, 3, 4, 5), pixels((2, 3, 4, 5), 0, 1)
+    assert passes.applies(rows, pixels((2, 3, 4, 5), 0, 0)) and passes.applies(x, x[:, :1]) and passes.applies(x[0])
+    assert not passes.applies(rows, x) and not passes.applies(x, x.double())
+    assert not passes.applies(x.transpose(2, 3)) and not passes.applies(x[:, :, ::2]) and not passes.applies(x[:0])
     with raising(InputError, "channels_last"):
-        passes.statistics(x)
+        passes.apply(x, NormAffine(*torch.randn(3, 3)), None, RELU, rows)
+    with raising(InputError, "float32"):
+        passes.statistics(x.double())
 
 
 @each_level
-def test_gradients_that_are_all_alike_add_up_to_their_number(level: str) -> None:
+@pytest.mark.parametrize("planes", [False, True])
+def test_gradients_that_are_all_alike_add_up_to_their_number(level: str, planes: bool) -> None:
     """Those of a mean over an image: what rounding does to one partial sum it would do to all of the same length."""
-    x, grad = pixels((4, 5, 32, 32), 0, 0), torch.empty(4, 5, 32, 32).to(memory_format=torch.channels_last)
+    x, grad = (pixels((4, 5, 32, 32), 0, 0, 0.0, planes) for _ in range(2))
     each = torch.tensor([0.1, 0.3, 0.7, 1 / 3, 1e-3])
     grad.copy_(row(each).expand_as(grad))
     affine = NormAffine(torch.zeros(5), torch.ones(5), torch.zeros(5))

@@ -8,7 +8,7 @@ which the next convolution saves anyway. So one tensor is saved where PyTorch sa
 `inverted_batch_norm` and `inverted_batch_norm_backward` are custom ops of torch, `shoal::...`, single nodes for
 compilers; `forward_` and `backward_` are the same over their first operand; `run` is a layer's call. The sweeps are
 Triton's kernels on CUDA, native ones for float32 on the CPU, else pointwise ops of PyTorch, see
-`inverted_batch_norm_sweeps`. Known limits: no double backward.
+`norm_sweeps`. Known limits: no double backward.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.kernels.batch_norm_vectors import measures, move_statistics
-from shoal.kernels.invertible_norm.inverted_batch_norm_sweeps import InvertedVectors, gradients_into, sweeps
-from shoal.kernels.invertible_norm.inverted_op import InvertedOp, by_pytorch
+from shoal.kernels.invertible_norm.inverted_op import InvertedOp, InvertedVectors, by_pytorch, gradients_into
 from shoal.kernels.norm.norm_operands import Activation, NormAffine
 from shoal.kernels.norm.norm_operands import wide as wide_of
+from shoal.kernels.norm.norm_sweeps import sweeps
 from shoal.kernels.norm.statistics import measure
 from shoal.lowlevel.torch_state import check_batch_norm_input, check_batch_size, in_functorch
 

@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from shoal.kernels.invertible_norm.inverted_batch_norm import error_of
-from shoal.kernels.invertible_norm.inverted_batch_norm_sweeps import InvertedVectors, gradients_into, sweeps
-from shoal.kernels.invertible_norm.inverted_op import InvertedOp, by_pytorch
+from shoal.kernels.invertible_norm.inverted_op import InvertedOp, InvertedVectors, by_pytorch, gradients_into
 from shoal.kernels.norm.norm_operands import Activation, NormAffine
+from shoal.kernels.norm.norm_sweeps import sweeps
 from shoal.kernels.norm.statistics import measure
 from shoal.lowlevel.torch_state import check_batch_norm_input, check_group_size, check_spatial_size, in_functorch
 

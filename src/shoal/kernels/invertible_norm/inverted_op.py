@@ -1,16 +1,17 @@
-"""A norm and its activation as one custom op that saves only its result, see `inverted_batch_norm`."""
+"""A norm and its activation as one custom op that saves only its result, see `inverted_batch_norm`; its gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from shoal.kernels.norm.norm_operands import wide
+from shoal.kernels.norm.norm_operands import Activation, NormAffine, NormRead, NormSums, wide
+from shoal.kernels.norm.norm_sweeps import sweeps
 from shoal.lowlevel.direct_call import needs_dispatch
 
 Vectors = tuple[torch.Tensor, torch.Tensor]
@@ -160,3 +161,43 @@ def by_pytorch(
     if activation == "identity":
         return z
     return F.elu(z, slope) if activation == "elu" else F.leaky_relu(z, slope)
+
+
+class InvertedVectors(NamedTuple):
+    """Of a norm, (C,), float32, or float64 for a float64 tensor: x is multiplied by gamma * invstd."""
+
+    gamma: torch.Tensor
+    shift: torch.Tensor
+    invstd: torch.Tensor
+
+
+def gradients_into(
+    grad: torch.Tensor,
+    result: torch.Tensor,
+    y: torch.Tensor,
+    vectors: InvertedVectors,
+    activation: Activation,
+    *,
+    frozen: bool = False,
+    in_group: int = 1,
+) -> NormSums:
+    """Write the gradient of what was normalised into `result`, which may be `grad`.
+
+    Args:
+        grad, result, y: (N, C, ...) of one dtype and layout; y is the result of the norm and the activation.
+        vectors: of the norm.
+        activation: with an inverse.
+        frozen: whether the statistics were given.
+        in_group: how many channels, one after the other, were normalised by the same statistics.
+
+    Returns:
+        Gradients of gamma and shift, (C,).
+    """
+    gamma, shift, invstd = vectors
+    affine = NormAffine(torch.zeros_like(shift), gamma * invstd, shift)
+    read, kernel = NormRead(y, affine, activation, inverted=True), sweeps(grad, y, result)
+    sums = kernel.reduce(grad, read, result if frozen else None)
+    if not frozen:
+        moves = affine.moves(sums, invstd.square(), y.numel() // y.shape[1], in_group)
+        kernel.apply_backward(grad, read, moves, result)
+    return NormSums(sums.of_scale * invstd, sums.of_shift)

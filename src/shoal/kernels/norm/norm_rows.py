@@ -1,4 +1,4 @@
-"""Tensors as the native batch norm kernels see them: float32 pixels in NHWC order, a number of floats apart.
+"""Tensors as a norm's kernels see them: pixels in NHWC order, or planes in NCHW order, a number of elements apart.
 
 No magic: all it does is read strides and fill in addresses for `csrc/shoal_native.h`.
 """
@@ -6,12 +6,16 @@ No magic: all it does is read strides and fill in addresses for `csrc/shoal_nati
 from __future__ import annotations
 
 import ctypes
+from math import prod
 from typing import Any
 
 import torch
 
-from shoal.kernels.memory_format import row_stride
+from shoal.kernels.memory_format import row_stride, run_stride
 from shoal.lowlevel.native import bytes_needed, run_native
+
+_MAX_SPAN_ELEMS = 2**31  # that the addresses of a tile of Triton's kernels may span
+_MAX_LEADING_STRIDE = _MAX_SPAN_ELEMS // 2048
 
 
 def native_row_stride(x: torch.Tensor) -> int | None:
@@ -19,6 +23,32 @@ def native_row_stride(x: torch.Tensor) -> int | None:
     if x.dim() != 4 or x.dtype != torch.float32 or not x.is_cpu or x.layout != torch.strided or x.numel() == 0:
         return None
     return row_stride(x)
+
+
+def is_channels_last(*tensors: torch.Tensor) -> bool | None:
+    """Which of the two layouts all have; None for neither."""
+    if tensors[0].dim() < 2 or not tensors[0].numel():
+        return None
+    return next((way for way in (True, False) if all(leading_stride(x, way) for x in tensors)), None)
+
+
+def leading_stride(x: torch.Tensor, channels_last: bool) -> int | None:
+    """Elements from pixel to pixel in channels_last, from image to image else; None where that is not the layout.
+
+    >>> leading_stride(torch.ones(2, 3, 4, 5), False), leading_stride(torch.ones(2, 3, 4, 5)[:, :2], False)
+    (60, 60)
+    >>> leading_stride(torch.ones(2, 3, 4, 5), True)
+    """
+    if channels_last:
+        found = row_stride(x)
+        return found if found is not None and found < _MAX_LEADING_STRIDE else None
+    images, channels, *sides = x.shape
+    over_images, over_channels, *over_sides = x.stride()
+    pixels = prod(sides)
+    if run_stride(sides, over_sides) not in (0, 1) or (channels > 1 and over_channels != pixels):
+        return None
+    found = over_images if images > 1 else channels * pixels
+    return found if channels * pixels <= found and channels * pixels < _MAX_SPAN_ELEMS else None
 
 
 def in_rows(x: torch.Tensor) -> torch.Tensor:

@@ -1,45 +1,33 @@
-"""The primitives of a norm by native kernels: float32 on the CPU, channels_last; `native_row_stride` says which slices.
+"""The primitives of a norm by native kernels: float32 on the CPU, contiguous or channels_last, `csrc/norm_pass.cpp`.
 
-`csrc/norm_pass.cpp` knows ReLU only. Other activations are PyTorch's ops before and after it.
+A slice of the channels, too, is read and written. ELU and its inverse are off by less than an ulp, also near zero
+(`csrc/norm_activations.h`).
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from shoal.errors import InputError
 from shoal.kernels.norm.norm_operands import IDENTITY, Activation, NormAffine, NormMoves, NormRead, NormSums
-from shoal.kernels.norm.norm_rows import native_row_stride, run_in_workspace, vector
+from shoal.kernels.norm.norm_rows import is_channels_last, leading_stride, run_in_workspace, vector
 from shoal.lowlevel.dispatch import level_number
-from shoal.lowlevel.native import levels, run_native
+from shoal.lowlevel.native import fields, levels, run_native
 
 _BYTES = "shoal_norm_pass_workspace_bytes"
-_FUSED = ("identity", "relu")
+_ACTIVATIONS = ("identity", "relu", "leaky_relu", "elu")  # in the order of ShoalActivation in csrc/shoal_native.h
 
 
 class _NormPass(ctypes.Structure):
     """ShoalNormPass of csrc/shoal_native.h."""
 
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("rows", "channels")),
-        *((name, ctypes.c_int32) for name in ("relu", "threads", "level", "unused")),
-        ("x", ctypes.c_void_p),
-        ("ld_x", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("mean", "scale", "shift", "residual")),
-        ("ld_residual", ctypes.c_int64),
-        ("out", ctypes.c_void_p),
-        ("ld_out", ctypes.c_int64),
-        ("grad", ctypes.c_void_p),
-        ("ld_grad", ctypes.c_int64),
-        ("grad_x", ctypes.c_void_p),
-        ("ld_grad_x", ctypes.c_int64),
-        ("grad_residual", ctypes.c_void_p),
-        ("ld_grad_residual", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("sum_of_centred", "sum", "statistic_mean", "statistic_variance")),
-        ("workspace", ctypes.c_void_p),
+    _fields_ = fields(
+        "int64 images channels pixels, int32 channels_last activation inverted threads level, float alpha,"
+        "tensor x residual out grad grad_x grad_residual, pointer mean scale shift slope constant,"
+        "pointer sum_of_centred sum statistic_mean statistic_variance workspace"
     )
 
 
@@ -47,15 +35,16 @@ class NormSweepsNative:
     """As the reference of `norm_sweeps`."""
 
     def applies(self, *tensors: torch.Tensor) -> bool:
-        """Whether it reads and writes such tensors, (N, C, H, W), here; all of one shape but for their channels."""
-        return bool(levels()) and all(native_row_stride(x) is not None for x in tensors)
+        """Whether it reads and writes such tensors, (N, C, ...), here; all of one shape but for their channels."""
+        if not levels() or any(x.dtype != torch.float32 or not x.is_cpu for x in tensors):
+            return False
+        return all(x.layout == torch.strided for x in tensors) and is_channels_last(*tensors) is not None
 
     def statistics(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sums are taken around a pivot in every block of rows and added up in doubles."""
+        """Sums are taken around a pivot in every block of pixels and added up in doubles."""
         mean, variance = torch.empty(x.shape[1]), torch.empty(x.shape[1])
-        call = _call(x)
-        call.statistic_mean, call.statistic_variance = mean.data_ptr(), variance.data_ptr()
-        run_in_workspace("shoal_statistics", call, _BYTES)
+        call = _call({"x": x}, {"statistic_mean": mean, "statistic_variance": variance})
+        run_in_workspace("shoal_norm_statistics", call, _BYTES)
         return mean, variance
 
     def apply(
@@ -66,13 +55,8 @@ class NormSweepsNative:
         activation: Activation,
         out: torch.Tensor,
     ) -> None:
-        vectors = list(map(vector, affine))
-        call = _call(x, vectors, activation)
-        call.residual, call.ld_residual = _rows(residual, x)
-        call.out, call.ld_out = _rows(out, x)
-        run_native("shoal_norm_act", call)
-        if activation.name not in _FUSED:
-            activation.apply_(out)
+        vectors = {name: vector(values) for name, values in affine._asdict().items()}
+        run_native("shoal_norm_apply", _call({"x": x, "residual": residual, "out": out}, vectors, activation))
 
     def reduce(
         self,
@@ -81,55 +65,51 @@ class NormSweepsNative:
         grad_x: torch.Tensor | None = None,
         masked: torch.Tensor | None = None,
     ) -> NormSums:
-        if read.activation.name not in _FUSED:
-            grad, read = self._before_activation(grad, read)
-        x = read.x
-        sums = NormSums(torch.empty(x.shape[1]), torch.empty(x.shape[1]))
-        vectors = list(map(vector, read.affine))
-        call = _call(x, vectors, read.activation)
-        call.grad, call.ld_grad = _rows(grad, x)
-        call.out, call.ld_out = _rows(read.z, x)
-        call.grad_x, call.ld_grad_x = _rows(grad_x, x)
-        call.grad_residual, call.ld_grad_residual = _rows(masked, x)
-        call.sum_of_centred, call.sum = (values.data_ptr() for values in sums)
-        run_in_workspace("shoal_norm_act_backward", call, _BYTES)
-        return sums
+        products, total = (torch.empty(grad.shape[1], dtype=torch.float64) for _ in range(2))
+        written = {"grad_x": grad_x, "grad_residual": masked}
+        call = _backward_call(grad, read, written, {"sum_of_centred": products, "sum": total})
+        run_in_workspace("shoal_norm_reduce", call, _BYTES)
+        return NormSums(products / read.affine.scale if read.inverted else products, total)
 
     def apply_backward(self, grad: torch.Tensor, read: NormRead, moves: NormMoves, grad_x: torch.Tensor) -> None:
-        self.reduce(grad, read, grad_x)
-        mean, scale, _ = read.affine
-        self.apply(read.x, NormAffine(mean, *(values * scale for values in moves)), grad_x, IDENTITY, grad_x)
-
-    def _before_activation(self, grad: torch.Tensor, read: NormRead) -> tuple[torch.Tensor, NormRead]:
-        z = torch.empty_like(read.x)
-        self.apply(read.x, read.affine, None, IDENTITY, z)
-        return read.activation.gradient(grad, z), read._replace(activation=IDENTITY)
+        slope, constant = moves
+        slope = slope / read.affine.scale if read.inverted else slope
+        vectors = {"slope": vector(slope), "constant": vector(constant)}
+        run_native("shoal_norm_apply_backward", _backward_call(grad, read, {"grad_x": grad_x}, vectors))
 
 
-def _row_stride(x: torch.Tensor) -> int:
-    found = native_row_stride(x)
-    if found is None:
-        raise InputError(f"{x.dtype} of strides {x.stride()}; give a channels_last float32 tensor on the CPU")
-    return found
+def _backward_call(grad: torch.Tensor, read: NormRead, written: dict[str, Any], vectors: dict[str, Any]) -> _NormPass:
+    tensors = {"x": read.x, "grad": grad, "out": read.z, **written}
+    affine = {name: vector(values) for name, values in read.affine._asdict().items()}
+    call = _call(tensors, {**affine, **vectors}, read.activation)
+    call.inverted = read.inverted
+    return call
 
 
-def _rows(tensor: torch.Tensor | None, x: torch.Tensor) -> tuple[int | None, int]:
-    """Address and row stride of a tensor of the shape of `x`; null for None."""
-    if tensor is None:
-        return None, 0
-    if tensor.shape != x.shape:
-        raise InputError(f"{tuple(tensor.shape)} with x of {tuple(x.shape)}; give tensors of one shape")
-    return tensor.data_ptr(), _row_stride(tensor)
-
-
-def _call(x: torch.Tensor, vectors: Sequence[torch.Tensor] = (), activation: Activation = IDENTITY) -> _NormPass:
-    """What all have in common; it points into `x` and `vectors`, those of a `NormAffine`."""
-    rows = x.numel() // x.shape[1] if x.numel() else 0
-    relu = activation.name == "relu"
-    call = _NormPass(rows=rows, channels=x.shape[1], relu=relu, x=x.data_ptr(), ld_x=_row_stride(x))
-    call.threads, call.level = max(1, min(torch.get_num_threads(), rows)), level_number()
-    if vectors:
-        call.mean, call.scale, call.shift = (values.data_ptr() for values in vectors)
+def _call(
+    tensors: dict[str, torch.Tensor | None], vectors: dict[str, torch.Tensor], activation: Activation = IDENTITY
+) -> _NormPass:
+    """A pass over tensors, the first of which is there, with their vectors, which live as long as it."""
+    x, *others = given = [tensor for tensor in tensors.values() if tensor is not None]
+    if any(other.shape != x.shape for other in others):
+        raise InputError(f"{[tuple(other.shape) for other in others]} with x of {tuple(x.shape)}; give one shape")
+    channels_last = is_channels_last(*given)
+    if channels_last is None or any(tensor.dtype != torch.float32 or not tensor.is_cpu for tensor in given):
+        raise InputError(
+            f"{[(tensor.dtype, tensor.stride()) for tensor in given]}; give float32 tensors on the CPU, all "
+            "channels_last or contiguous"
+        )
+    images, channels = x.shape[:2]
+    call = _NormPass(images, channels, x.numel() // (images * channels), channels_last)
+    call.activation, call.alpha = _ACTIVATIONS.index(activation.name), activation.slope
+    call.threads, call.level = torch.get_num_threads(), level_number()
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            setattr(call, name, tensor.data_ptr())
+            setattr(call, f"ld_{name}", leading_stride(tensor, channels_last))
+    for name, values in vectors.items():
+        setattr(call, name, values.data_ptr())
+    call.kept = vectors
     return call
 
 

@@ -14,9 +14,8 @@ from math import prod
 import torch
 
 from shoal.errors import InputError
-from shoal.kernels.memory_format import row_stride, run_stride
 from shoal.kernels.norm.norm_operands import IDENTITY, Activation, NormAffine, NormMoves, NormRead, NormSums
-from shoal.kernels.norm.norm_rows import vector
+from shoal.kernels.norm.norm_rows import is_channels_last, leading_stride, vector
 from shoal.lowlevel.cuda_calls import multiprocessors
 from shoal.lowlevel.torch_state import on_device
 from shoal.lowlevel.triton_launch import Launch, Launches, TritonKernels
@@ -24,7 +23,6 @@ from shoal.lowlevel.triton_launch import Launch, Launches, TritonKernels
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _MAX_KNOWN = 4096  # forms of tensors whose parts are remembered
 _TILE_ELEMS = 2048
-_MAX_SPAN_ELEMS = 2**31  # elements that a tile's addresses may span
 
 
 class NormSweepsTriton:
@@ -39,7 +37,7 @@ class NormSweepsTriton:
         device = tensors[0].device
         if not TRITON_KERNELS.run_on(device) or any(x.device != device or x.dtype not in _DTYPES for x in tensors):
             return False
-        return _is_channels_last(*tensors) is not None
+        return is_channels_last(*tensors) is not None
 
     def statistics(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         key = "statistics", x.device, _form(x)
@@ -210,7 +208,7 @@ def _grid_of(x: torch.Tensor, *others: torch.Tensor | None) -> tuple[_Grid, list
     given = [other for other in others if other is not None]
     if any(other.shape != x.shape for other in given):
         raise InputError(f"{[tuple(other.shape) for other in given]} with x of {tuple(x.shape)}; give one shape")
-    channels_last = _is_channels_last(x, *given)
+    channels_last = is_channels_last(x, *given)
     if channels_last is None:
         raise InputError(f"strides {[t.stride() for t in (x, *given)]}; give tensors all channels_last or contiguous")
     channels, pixels, images = x.shape[1], prod(x.shape[2:]), x.shape[0]
@@ -222,33 +220,7 @@ def _grid_of(x: torch.Tensor, *others: torch.Tensor | None) -> tuple[_Grid, list
         rows = min(_power(pixels), 128)
         columns = min(_power(channels), _TILE_ELEMS // rows)
     grid = _Grid(channels_last, images, pixels, channels, rows, columns, _max_parts(x.device))
-    return grid, [0 if t is None else _leading_stride(t, channels_last) or 0 for t in (x, *others)]
-
-
-def _is_channels_last(*tensors: torch.Tensor) -> bool | None:
-    """Which of the two layouts all have; None for neither."""
-    if tensors[0].dim() < 2 or not tensors[0].numel():
-        return None
-    return next((way for way in (True, False) if all(_leading_stride(x, way) for x in tensors)), None)
-
-
-def _leading_stride(x: torch.Tensor, channels_last: bool) -> int | None:
-    """Elements from pixel to pixel in channels_last, from image to image else; None where that is not the layout.
-
-    >>> _leading_stride(torch.ones(2, 3, 4, 5), False), _leading_stride(torch.ones(2, 3, 4, 5)[:, :2], False)
-    (60, 60)
-    >>> _leading_stride(torch.ones(2, 3, 4, 5), True)
-    """
-    if channels_last:
-        found = row_stride(x)
-        return found if found is not None and found < _MAX_SPAN_ELEMS // _TILE_ELEMS else None
-    images, channels, *sides = x.shape
-    over_images, over_channels, *over_sides = x.stride()
-    pixels = prod(sides)
-    if run_stride(sides, over_sides) not in (0, 1) or (channels > 1 and over_channels != pixels):
-        return None
-    found = over_images if images > 1 else channels * pixels
-    return found if channels * pixels <= found and channels * pixels < _MAX_SPAN_ELEMS else None
+    return grid, [0 if t is None else leading_stride(t, channels_last) or 0 for t in (x, *others)]
 
 
 def _power(number: int) -> int:
