@@ -155,11 +155,9 @@ def _is_channels_last(*tensors: torch.Tensor) -> bool:
 class _NormGradient(ctypes.Structure):
     """ShoalNormGradient of csrc/shoal_native.h."""
 
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("rows", "channels")),
-        *((name, ctypes.c_int32) for name in ("bfloat16", "fused", "threads", "level")),
-        *((name, ctypes.c_void_p) for name in ("grad", "x", "mean", "invstd", "weight", "of_weight", "of_bias")),
-        *((name, ctypes.c_void_p) for name in ("scratch", "result")),
+    _fields_ = native.fields(
+        "int64 rows channels, int32 bfloat16 fused threads level,"
+        "pointer grad x mean invstd weight of_weight of_bias scratch result"
     )
 
 

@@ -30,7 +30,7 @@ from shoal.kernels.convolution import input_gradient as library_input_gradient
 from shoal.kernels.memory_format import in_traced_layout
 from shoal.kernels.norm.norm_rows import run_in_workspace
 from shoal.lowlevel.dispatch import DispatchedOp, Implementation, choose, level_number, register
-from shoal.lowlevel.native import has
+from shoal.lowlevel.native import fields, has
 
 _aten = torch.ops.aten
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -153,13 +153,10 @@ _OP: DispatchedOp[bool] = register(
 class _DirectConvolutionCall(ctypes.Structure):
     """ShoalDirectConv of csrc/shoal_native.h."""
 
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("images", "in_channels", "out_channels")),
-        *((name, ctypes.c_int64 * 3) for name in ("in_size", "out_size", "kernel", "stride", "dilation", "origin")),
-        *((name, ctypes.c_int64 * 5) for name in ("ld_x", "ld_y", "ld_weight")),
-        *((name, ctypes.c_int32) for name in ("x_bfloat16", "y_bfloat16", "weight_bfloat16", "accumulate")),
-        *((name, ctypes.c_int32) for name in ("threads", "level")),
-        *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "y", "grad_y", "grad_weight", "workspace")),
+    _fields_ = fields(
+        "int64 images in_channels out_channels, int64*3 in_size out_size kernel stride dilation origin,"
+        "int64*5 ld_x ld_y ld_weight, int32 x_bfloat16 y_bfloat16 weight_bfloat16 accumulate threads level,"
+        "pointer x weight bias y grad_y grad_weight workspace"
     )
 
 

@@ -23,7 +23,7 @@ from shoal.codecs.launch import threads_for
 from shoal.errors import InputError
 from shoal.kernels.memory_format import suggested_memory_format
 from shoal.lowlevel.dispatch import level_number
-from shoal.lowlevel.native import has, run_native
+from shoal.lowlevel.native import fields, has, run_native
 from shoal.lowlevel.torch_state import on_device
 from shoal.lowlevel.triton_launch import Launch, Launches, TritonKernels
 
@@ -80,11 +80,9 @@ def _geometry_of(x: torch.Tensor, codes: torch.Tensor, layout: torch.memory_form
 class _PoolingSweepsCall(ctypes.Structure):
     """ShoalMaxPool of csrc/shoal_native.h."""
 
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("planes", "pixel")),
-        *((name, ctypes.c_int64 * 3) for name in ("in_size", "out_size", "kernel", "stride", "padding", "place_step")),
-        *((name, ctypes.c_int32) for name in ("bfloat16", "after_relu", "threads", "level")),
-        *((name, ctypes.c_void_p) for name in ("x", "pooled", "places", "grad", "grad_x")),
+    _fields_ = fields(
+        "int64 planes pixel, int64*3 in_size out_size kernel stride padding place_step,"
+        "int32 bfloat16 after_relu threads level, pointer x pooled places grad grad_x"
     )
 
 

@@ -83,7 +83,8 @@ def has(name: str) -> bool:
 def fields(text: str) -> list[tuple[str, Any]]:
     """The `_fields_` of a structure of `csrc/shoal_native.h`, as types each with names, separated by commas.
 
-    A type is "pointer", one of ctypes such as "int64", or "tensor": a pointer and the int64 `ld_NAME` after it.
+    A type is "pointer", one of ctypes such as "int64", an array of them as "int64*3", or "tensor": a pointer, and the
+    int64 `ld_NAME` after it.
 
     >>> [name for name, _ in fields("int32 threads level, tensor x, pointer mean")]
     ['threads', 'level', 'x', 'ld_x', 'mean']
@@ -91,10 +92,13 @@ def fields(text: str) -> list[tuple[str, Any]]:
     found: list[tuple[str, Any]] = []
     for kind, *names in map(str.split, text.split(",")):
         for name in names:
-            if kind == "tensor":
-                found += (name, ctypes.c_void_p), (f"ld_{name}", ctypes.c_int64)
+            if kind in ("pointer", "tensor"):
+                found.append((name, ctypes.c_void_p))
+                found += [(f"ld_{name}", ctypes.c_int64)] if kind == "tensor" else []
             else:
-                found.append((name, ctypes.c_void_p if kind == "pointer" else getattr(ctypes, f"c_{kind}")))
+                base, _, length = kind.partition("*")
+                one = getattr(ctypes, f"c_{base}")
+                found.append((name, one * int(length) if length else one))
     return found
 
 

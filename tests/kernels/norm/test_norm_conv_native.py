@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -19,6 +20,7 @@ from shoal.kernels.norm.statistics import MeasuredNorm
 from shoal.lowlevel import allocations
 from shoal.lowlevel.dispatch import VARIABLE
 from shoal.lowlevel.native import LEVELS, levels
+from tests.kernels.kernel_choice import only
 from tests.kernels.threads import threads_of_torch
 from tests.norm_reference import Case, assert_no_worse, fused
 from tests.raising import raising
@@ -84,6 +86,10 @@ def drawn(
     )
 
 
+def of_level(level: str | None) -> AbstractContextManager[None]:
+    return only(f"native,{level}") if level else nullcontext()
+
+
 def native(
     case: Case, level: str | None = None, gap: int = 0, winograd: bool | None = None
 ) -> list[torch.Tensor | None]:
@@ -98,11 +104,13 @@ def native(
     moved = window(case.weight.shape[2])
     assert norm_conv_native.applies(x, case.weight, case.bias, moved)
     layer = NormConv(affine_of(case.mean, case.scale, case.shift), case.relu, case.weight, case.bias, moved)
-    y, mean_y, variance_y = norm_conv_native.forward(x, layer, statistics, out=out, winograd=winograd, level=level)
+    with of_level(level):
+        y, mean_y, variance_y = norm_conv_native.forward(x, layer, statistics, out=out, winograd=winograd)
     assert mean_y.numel() == variance_y.numel() == (outer if statistics else 0)
     needs = [True, case.mean is not None, True, case.bias is not None]
     measured = None if of_mean is None or of_variance is None else MeasuredNorm(y, mean_y, of_mean, of_variance)
-    gradients = norm_conv_native.backward(grad, measured, x, layer, needs, grad_x=into, winograd=winograd, level=level)
+    with of_level(level):
+        gradients = norm_conv_native.backward(grad, measured, x, layer, needs, grad_x=into, winograd=winograd)
     return [y, *((mean_y, variance_y) if statistics else (None, None)), *gradients]
 
 
@@ -251,7 +259,8 @@ def test_what_lies_between_the_pixels_is_left_alone(level: str) -> None:
     wide = torch.full((2, 4, 5, 30), 7.0)
     out = wide[..., 9:19].permute(0, 3, 1, 2)
     layer = NormConv(affine_of(case.mean, case.scale, case.shift), True, case.weight, None, window(3))
-    norm_conv_native.forward(case.x, layer, True, out=out, level=level)
+    with of_level(level):
+        norm_conv_native.forward(case.x, layer, True, out=out)
     assert (wide[..., :9] == 7).all() and (wide[..., 19:] == 7).all() and not (wide[..., 9:19] == 7).any()
 
 
@@ -261,7 +270,8 @@ def test_a_gradient_is_added_to_what_is_there(level: str) -> None:
     fresh = native(case, level)[3]
     into = channels_last(torch.ones_like(case.x))
     layer = NormConv(affine_of(case.mean, case.scale, case.shift), True, case.weight, None, window(1))
-    found = norm_conv_native.backward(case.grads[0], None, case.x, layer, [True] * 4, grad_x=into, level=level)
+    with of_level(level):
+        found = norm_conv_native.backward(case.grads[0], None, case.x, layer, [True] * 4, grad_x=into)
     assert found[0] is into and fresh is not None
     torch.testing.assert_close(into, fresh + 1)
 
@@ -392,12 +402,10 @@ def test_gradients_that_are_all_alike_add_up_to_their_number(level: str, winogra
     x = channels_last(torch.randn(2, 3, 40, 40))
     grad = channels_last(torch.full((2, 3, 40, 40), each))
     ones = torch.ones(3)
-    _, _, _, of_shift, _, _ = norm_conv_native.backward(
-        *(grad, None, x, NormConv(NormAffine(0 * ones, ones, 0 * ones), False, weight, None, window(kernel))),
-        [True, True, False, False],
-        winograd=winograd,
-        level=level,
-    )
+    layer = NormConv(NormAffine(0 * ones, ones, 0 * ones), False, weight, None, window(kernel))
+    with of_level(level):
+        found = norm_conv_native.backward(grad, None, x, layer, [True, True, False, False], winograd=winograd)
+    of_shift = found[3]
     assert of_shift is not None
     exact = torch.full((3,), each).double() * 3200
     torch.testing.assert_close(of_shift.double(), exact, rtol=3e-7, atol=0.0)
@@ -421,7 +429,8 @@ def test_a_factor_gives_the_bits_of_the_product(
     needs = [True, True, True, True]
 
     def gradients(grad: torch.Tensor, factor: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        return norm_conv_native.backward(grad, measured, x, layer, needs, factor=factor, winograd=winograd, level=level)
+        with of_level(level):
+            return norm_conv_native.backward(grad, measured, x, layer, needs, factor=factor, winograd=winograd)
 
     *found, of_bias = gradients(grad, factor)
     *expected, bias = gradients(channels_last(grad * factor.view(1, -1, 1, 1)), None)

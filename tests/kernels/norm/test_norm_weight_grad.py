@@ -7,11 +7,12 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shoal.kernels.norm import norm_weight_grad
+from shoal.kernels.norm import norm_conv_native
 from shoal.kernels.norm.norm_conv_native import ConvWindow, NormConv
 from shoal.kernels.norm.norm_operands import affine_of
 from shoal.lowlevel import allocations
 from shoal.lowlevel.native import levels
+from tests.kernels.kernel_choice import only
 from tests.norm_reference import assert_no_worse, row
 
 pytestmark = pytest.mark.skipif(not levels(), reason="the native library was not built")
@@ -53,7 +54,8 @@ class Case:
 
     def native(self, level: str | None = None) -> torch.Tensor:
         layer = NormConv(affine_of(*self.vectors), self.relu, self.weight, None, self.window)
-        return norm_weight_grad.weight_grad(self.grad, self.x, layer, level=level)
+        with only(f"native,{level}" if level else "native"):
+            return norm_conv_native.weight_grad(self.grad, self.x, layer)
 
     def plain(self, dtype: torch.dtype) -> torch.Tensor:
         # Contiguous: without AVX-512, strided 1x1 convolutions of few channels in channels_last may end the process.
@@ -149,7 +151,7 @@ def test_nan_stays_where_it_belongs() -> None:
 
 def test_it_says_which_cases_it_does() -> None:
     x, weight = channels_last(torch.ones(2, 4, 5, 6)), torch.ones(3, 4, 3, 3)
-    applies = norm_weight_grad.applies
+    applies = norm_conv_native.weight_grad_applies
     assert applies(x, weight, window(3)) and applies(x, weight, window(3, 2))
     assert applies(x[:, 1:], weight[:, 1:], window(3))
     assert not applies(x.contiguous(), weight, window(3))

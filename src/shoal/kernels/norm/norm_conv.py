@@ -10,7 +10,7 @@ The reference here is PyTorch's own kernels around its convolution; `norm_conv_n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -18,9 +18,15 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from shoal.kernels.memory_format import dense_in_format, memory_format_of, suggested_memory_format
-from shoal.kernels.norm import norm_conv_native, norm_weight_grad
+from shoal.kernels.norm import norm_conv_native
 from shoal.kernels.norm.norm_act import activated, activated_backward, joined, own_variance, parted, parted_fake
-from shoal.kernels.norm.norm_conv_native import ConvWindow, NormConv
+from shoal.kernels.norm.norm_conv_native import (
+    ConvWindow,
+    NormConv,
+    weight_grad,
+    weight_grad_applies,
+    weight_grad_pays,
+)
 from shoal.kernels.norm.norm_operands import affine_of, by_channel, wide
 from shoal.kernels.norm.norm_rows import native_row_stride
 from shoal.kernels.norm.statistics import MeasuredNorm, detached_statistics, is_narrow, measure, whole_gradient
@@ -42,10 +48,10 @@ _BACKWARD: DispatchedOp[ModuleType | None] = register(
     Implementation("native", norm_conv_native, norm_conv_native.applies, norm_conv_native.backward_pays),
 )
 # Of the backward pass where that one does not run.
-_WEIGHT_GRAD: DispatchedOp[ModuleType | None] = register(
+_WEIGHT_GRAD: DispatchedOp[Callable[..., torch.Tensor] | None] = register(
     "norm_conv_weight_grad",
     None,
-    Implementation("native", norm_weight_grad, norm_weight_grad.applies, norm_weight_grad.pays),
+    Implementation("native", weight_grad, weight_grad_applies, weight_grad_pays),
 )
 
 
@@ -213,7 +219,7 @@ def convolve_backward(
     sizes, mask = [weight.shape[0]] if needs[3] else None, [through, needs[2] and alone is None, needs[3]]
     da, of_weight, of_bias = _aten.convolution_backward(grad, a, weight, sizes, *window.options, mask)
     if alone is not None:
-        of_weight = alone.weight_grad(grad, x, layer)
+        of_weight = alone(grad, x, layer)
     del grad
     of_x = da
     vectors: tuple[torch.Tensor | None, ...] | None = None

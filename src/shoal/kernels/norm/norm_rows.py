@@ -70,9 +70,13 @@ def vector(values: torch.Tensor) -> torch.Tensor:
     return values.detach().float().contiguous()
 
 
-def address(tensor: torch.Tensor | None) -> int | None:
-    """Its address; null for None."""
-    return None if tensor is None else tensor.data_ptr()
+def point(call: Any, **tensors: torch.Tensor | None) -> None:
+    """Fill in addresses, and the row strides of tensors of pixels; None is null. The call keeps the tensors alive."""
+    call.kept = [*getattr(call, "kept", ()), *tensors.values()]
+    for name, tensor in tensors.items():
+        setattr(call, name, None if tensor is None else tensor.data_ptr())
+        if tensor is not None and hasattr(call, f"ld_{name}"):
+            setattr(call, f"ld_{name}", native_row_stride(tensor))
 
 
 def run_in_workspace(name: str, call: Any, counts: str, *which: int) -> None:
