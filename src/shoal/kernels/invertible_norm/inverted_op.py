@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from shoal.kernels.norm.norm_operands import Activation, NormAffine, NormRead, NormSums, wide
 from shoal.kernels.norm.norm_sweeps import sweeps
-from shoal.lowlevel.direct_call import needs_dispatch
+from shoal.lowlevel.direct_call import needs_dispatch, register_op
 
 Vectors = tuple[torch.Tensor, torch.Tensor]
 
@@ -49,34 +49,17 @@ class InvertedOp:
             vector_shape: of (x, *arguments): the shape of both vectors.
             empty_like: allocates y for an x.
         """
-        self._forward, self._backward, self._saved, self._empty_like = forward, backward, saved, empty_like
-        vectors = "Tensor? weight, Tensor? bias"
-        self.op = torch.library.custom_op(
-            f"shoal::{name}",
-            self._new,
-            mutates_args=(),
-            schema=f"(Tensor x, {vectors}, {arguments}) -> (Tensor, Tensor, Tensor)",
+        self._forward, self._backward, self._saved = forward, backward, saved
+        self._empty_like, self._vector_shape = empty_like, vector_shape
+        vectors, results = "Tensor? weight, Tensor? bias", "(Tensor, Tensor, Tensor)"
+        self.op = register_op(
+            f"{name}(Tensor x, {vectors}, {arguments}) -> {results}",
+            *(self._new, self._fake, self._setup, self._gradients),
         )
-        self.backward_op = torch.library.custom_op(
-            f"shoal::{name}_backward",
-            self._new_gradients,
-            mutates_args=(),
-            schema=f"(Tensor grad, Tensor y, {vectors}, Tensor invstd, {options}) -> (Tensor, Tensor, Tensor)",
+        self.backward_op = register_op(
+            f"{name}_backward(Tensor grad, Tensor y, {vectors}, Tensor invstd, {options}) -> {results}",
+            *(self._new_gradients, self._gradients_fake),
         )
-
-        @self.op.register_fake
-        def _(x: torch.Tensor, weight: Any, bias: Any, *arguments: Any) -> tuple[torch.Tensor, ...]:
-            vector = x.new_empty(vector_shape(x, *arguments), dtype=wide(x.dtype))
-            return empty_like(x), vector, torch.empty_like(vector)
-
-        @self.backward_op.register_fake
-        def _(
-            grad: torch.Tensor, y: torch.Tensor, weight: Any, bias: Any, invstd: torch.Tensor, *options: Any
-        ) -> tuple[torch.Tensor, ...]:
-            vector = invstd.new_empty(y.shape[1])
-            return torch.empty_like(y), *(torch.empty_like(vector if one is None else one) for one in (weight, bias))
-
-        self.op.register_autograd(self._gradients, setup_context=self._setup)
         self._function = _over_input(self)
 
     def forward_(self, x: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, ...]:
@@ -106,11 +89,19 @@ class InvertedOp:
             x = y.copy_(x)
         return y, *self._forward(x, y, *arguments)
 
+    def _fake(self, x: torch.Tensor, weight: Any, bias: Any, *arguments: Any) -> tuple[torch.Tensor, ...]:
+        vector = x.new_empty(self._vector_shape(x, *arguments), dtype=wide(x.dtype))
+        return self._empty_like(x), vector, torch.empty_like(vector)
+
     def _new_gradients(self, grad: torch.Tensor, y: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, ...]:
         result = torch.empty_like(y)
         if grad.stride() != y.stride():
             grad = result.copy_(grad)
         return result, *self._backward(grad, result, y, *arguments)
+
+    def _gradients_fake(self, grad: Any, y: torch.Tensor, *operands: Any) -> tuple[torch.Tensor, ...]:
+        vector = operands[2].new_empty(y.shape[1])
+        return torch.empty_like(y), *(torch.empty_like(vector if one is None else one) for one in operands[:2])
 
     def _setup(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
         _, weight, bias, *arguments = inputs
@@ -125,8 +116,7 @@ class InvertedOp:
         if grad is None:
             return (None,) * ctx.inputs
         y, weight, bias, invstd = ctx.saved_tensors
-        gradients = self.backward_op if needs_dispatch((grad,)) else self._new_gradients
-        of_x, of_weight, of_bias = gradients(grad, y, weight, bias, invstd, *ctx.options)
+        of_x, of_weight, of_bias = self.backward_op(grad, y, weight, bias, invstd, *ctx.options)
         vectors = None if weight is None else of_weight, None if bias is None else of_bias
         return of_x, *vectors, *(None,) * (ctx.inputs - 3)
 
