@@ -10,7 +10,7 @@ import torch
 
 from shoal.kernels import pooling
 from shoal.kernels.memory_format import suggested_memory_format
-from shoal.kernels.pooling_sweeps import TRITON
+from shoal.kernels.pooling import TRITON
 from tests.interpreter import INTERPRETED, not_interpreted, on_device, with_triton
 from tests.kernels_elsewhere import compiled_for, each_capability, kernels_of, there
 from tests.pools import BACKWARD, CHANNELS_LAST, FORWARD

@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.kernels import row_copies
-from shoal.kernels.row_copies import TRITON, copy_rows
+from shoal.kernels import odd_products
+from shoal.kernels.odd_products import TRITON, copy_rows
 from tests.interpreter import not_interpreted, on_device, with_triton
 from tests.kernels_elsewhere import compiled_for, each_capability, kernels_of
 
@@ -55,7 +55,7 @@ def test_it_compiles_for_a_device_that_is_not_here(capability: int) -> None:
 
     into, rows = (torch.empty(8192, size, dtype=torch.bfloat16, device="meta") for size in (50257, 50304))
     with compiled_for(capability) as found:
-        row_copies.TRITON.copy(into, rows[:, :50257])
+        odd_products.TRITON.copy(into, rows[:, :50257])
     assert found.keys() == kernels_of(row_copies_triton_kernels)
     for ptx in found["copy_blocks"]:
         assert "ld.global.b16" in ptx and "st.global.b16" in ptx

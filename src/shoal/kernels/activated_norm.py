@@ -68,7 +68,8 @@ def _by_triton(x: torch.Tensor, norm: Norm, slope: float) -> torch.Tensor:
     y = torch.empty_like(x)
     weight, bias, middle, factor = norm
     if norm.is_of_groups:  # (x - 0) * 1 has the bits of x: PyTorch's kernel multiplies by one scale for each
-        factor, bias = (line.reshape(-1) for line in group_norm.lines(x, *norm))
+        lines: Any = group_norm.lines
+        factor, bias = (line.reshape(-1) for line in lines(x, *norm))
         middle, weight = torch.zeros_like(factor), None
     affine = NormAffine(middle, factor, torch.zeros_like(middle) if bias is None else bias)
     source, into = _with_channels_of(norm, x), _with_channels_of(norm, y)

@@ -237,5 +237,5 @@ def _at_once(
 
 
 def _in_pieces(grad: torch.Tensor, *operands: Any) -> tuple[torch.Tensor, ...]:
-    *others, pieces = operands
-    return forward(*others, pieces), *backward(grad, *others, (), pieces)
+    q, k, v, biases, layout, pieces = operands
+    return forward(q, k, v, biases, layout, pieces), *backward(grad, q, k, v, biases, layout, (), pieces)

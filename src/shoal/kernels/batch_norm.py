@@ -229,7 +229,7 @@ def _backward_by_channels(
     return by_channels(grad, mean, [True, True, True], -(-channels // step), of)
 
 
-def by_channels(grad: torch.Tensor, like: torch.Tensor, wanted: Sequence[bool], count: int, of: Gradient) -> Any:
+def by_channels(grad: torch.Tensor, like: torch.Tensor, wanted: Sequence[bool], count: int, of: Any) -> Any:
     """Gradients of input, weight and bias in so many pieces of the channels, the first written over `grad`.
 
     Args:
@@ -276,8 +276,8 @@ def backward_repeats_bits(
     return pieces.repeats_bits(_whole_backward, backward, operands, device=device)
 
 
-def _backward_by_two_channels(grad: torch.Tensor, x: torch.Tensor, *vectors: torch.Tensor) -> Gradients:
-    return _backward_by_channels(grad.clone(), x, *vectors, 2 * grad.numel() // grad.shape[1])
+def _backward_by_two_channels(grad: torch.Tensor, *others: Any) -> Gradients:
+    return _backward_by_channels(grad.clone(), *others, piece_elems=2 * grad.numel() // grad.shape[1])
 
 
 def repeats_bits(

@@ -130,5 +130,5 @@ def backward_repeats_bits(dtype: torch.dtype, device: torch.device, dims: int, c
     return pieces.repeats_bits(backward, _backward_by_single_groups, arguments, device=device)
 
 
-def _backward_by_single_groups(grad: torch.Tensor, *operands: torch.Tensor) -> Gradients:
-    return backward_in_pieces(grad.clone(), *operands, 1)  # type: ignore[misc]
+def _backward_by_single_groups(grad: torch.Tensor, *operands: Any) -> Gradients:
+    return backward_in_pieces(grad.clone(), *operands, step=1)

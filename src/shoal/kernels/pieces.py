@@ -45,14 +45,13 @@ def spans(length: int, pieces: int) -> Iterator[slice]:
     return (slice(begin, min(length, begin + step)) for begin in range(0, length, step))
 
 
-def tiles(*tensors: torch.Tensor | None) -> Iterator[tuple[torch.Tensor, ...]]:
+def tiles(first: torch.Tensor, *others: torch.Tensor | None) -> Iterator[tuple[Any, ...]]:
     """Views of tensors of one shape, (N, C, ...), that together cover them, of all channels; None stays None."""
-    elems, on_cpu = tensors[0].numel(), tensors[0].is_cpu
-    most = min(TILE_ELEMS, max(_MIN_TILE_ELEMS, elems // _MIN_TILES)) if on_cpu else _DEVICE_TILE_ELEMS
-    return _split(tensors, most, 0)
+    most = min(TILE_ELEMS, max(_MIN_TILE_ELEMS, first.numel() // _MIN_TILES)) if first.is_cpu else _DEVICE_TILE_ELEMS
+    return _split((first, *others), most, 0)
 
 
-def _split(tensors: tuple[torch.Tensor | None, ...], most_elems: int, dim: int) -> Iterator[tuple[torch.Tensor, ...]]:
+def _split(tensors: tuple[Any, ...], most_elems: int, dim: int) -> Iterator[tuple[Any, ...]]:
     shape, elems = tensors[0].shape, tensors[0].numel()
     if elems <= most_elems or dim >= len(shape):
         yield tensors

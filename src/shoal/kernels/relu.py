@@ -6,7 +6,6 @@ are PyTorch's ops on a piece at a time, for its own kernel would first turn a wh
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Iterator
 
@@ -105,17 +104,10 @@ def _native_gate_applies(grad: torch.Tensor, mask: torch.Tensor) -> bool:
 
 
 def _native_gate(grad: torch.Tensor, mask: torch.Tensor, threshold: int, result: torch.Tensor) -> None:
-    library = native.library()
-    assert library is not None
-    library.shoal_gate.restype = None
-    library.shoal_gate(
-        ctypes.c_void_p(grad.data_ptr()),
-        ctypes.c_void_p(mask.data_ptr()),
-        ctypes.c_int32(threshold),
-        ctypes.c_int64(grad.numel()),
-        ctypes.c_int32(threads_for(grad.numel(), _MIN_ELEMS)),
-        ctypes.c_int32(level_number()),
-        ctypes.c_void_p(result.data_ptr()),
+    native.run_on_numbers(
+        *("shoal_gate", "pointer grad gates, int32 above, int64 elements, int32 threads level, pointer result"),
+        *(grad.data_ptr(), mask.data_ptr(), threshold, grad.numel()),
+        *(threads_for(grad.numel(), _MIN_ELEMS), level_number(), result.data_ptr()),
     )
 
 
@@ -153,16 +145,10 @@ def _native_note_applies(x: torch.Tensor, codes: torch.Tensor) -> bool:
 
 
 def _native_note(x: torch.Tensor, codes: torch.Tensor, above: float) -> None:
-    library = native.library()
-    assert library is not None
-    library.shoal_note_closed.restype = None
-    library.shoal_note_closed(
-        ctypes.c_void_p(x.data_ptr()),
-        ctypes.c_int64(x.numel()),
-        ctypes.c_float(above if math.isfinite(above) else math.nan),  # which nothing reaches
-        ctypes.c_int32(threads_for(x.numel(), _MIN_ELEMS)),
-        ctypes.c_int32(level_number()),
-        ctypes.c_void_p(codes.data_ptr()),
+    native.run_on_numbers(
+        *("shoal_note_closed", "pointer x, int64 elements, float above, int32 threads level, pointer codes"),
+        *(x.data_ptr(), x.numel(), above if math.isfinite(above) else math.nan),  # NaN: which nothing reaches
+        *(threads_for(x.numel(), _MIN_ELEMS), level_number(), codes.data_ptr()),
     )
 
 

@@ -1,4 +1,4 @@
-"""The Triton kernel of `row_copies`; imported only where it runs, by `shoal.lowlevel.triton_launch`."""
+"""The Triton kernel of `odd_products`; imported only where it runs, by `shoal.lowlevel.triton_launch`."""
 
 # mypy: ignore-errors
 # Triton compiles these functions: their arguments are pointers and numbers of its own language.

@@ -102,6 +102,18 @@ def fields(text: str) -> list[tuple[str, Any]]:
     return found
 
 
+def run_on_numbers(name: str, types: str, *arguments: Any) -> None:
+    """Call a function of the library that returns nothing, given numbers; tensors as their addresses.
+
+    Args:
+        types: of its arguments, as `fields` reads them.
+    """
+    function = getattr(library(), name)
+    if function.argtypes is None:
+        function.argtypes, function.restype = [kind for _, kind in fields(types)], None
+    function(*arguments)
+
+
 def run_native(name: str, arguments: ctypes.Structure) -> None:
     """Call a function of the library that takes one structure; ctypes releases the GIL meanwhile.
 

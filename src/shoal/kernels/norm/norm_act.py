@@ -210,7 +210,8 @@ def _gradients(
         of_xs = [grad] if over_grad else [torch.empty_like(x, memory_format=layout) for x in given]
     sums = []
     for x, of_x, run in zip(given, of_xs, _runs(xs), strict=True):
-        of_z, through, result = (None if whole is None else whole[:, run] for whole in (coming, masked, z))
+        of_z = coming[:, run]
+        through, result = (None if whole is None else whole[:, run] for whole in (masked, z))
         read = NormRead(x, affine.of(run), RELU if relu else IDENTITY, result)
         sums.append(kernel.reduce(of_z, read, of_x if own is None else None, through))
         if own is not None and of_x is not None:
