@@ -277,7 +277,8 @@ def backward_repeats_bits(
 
 
 def _backward_by_two_channels(grad: torch.Tensor, *others: Any) -> Gradients:
-    return _backward_by_channels(grad.clone(), *others, piece_elems=2 * grad.numel() // grad.shape[1])
+    x, weight, mean, invstd = others
+    return _backward_by_channels(grad.clone(), x, weight, mean, invstd, 2 * grad.numel() // grad.shape[1])
 
 
 def repeats_bits(

@@ -131,4 +131,5 @@ def backward_repeats_bits(dtype: torch.dtype, device: torch.device, dims: int, c
 
 
 def _backward_by_single_groups(grad: torch.Tensor, *operands: Any) -> Gradients:
-    return backward_in_pieces(grad.clone(), *operands, step=1)
+    x, weight, mean, invstd = operands
+    return backward_in_pieces(grad.clone(), x, weight, mean, invstd, 1)
