@@ -6,6 +6,7 @@ No magic: all it does is read strides and fill in addresses for `csrc/shoal_nati
 from __future__ import annotations
 
 import ctypes
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -29,7 +30,10 @@ def is_channels_last(*tensors: torch.Tensor) -> bool | None:
     """Which of the two layouts all have; None for neither."""
     if tensors[0].dim() < 2 or not tensors[0].numel():
         return None
-    return next((way for way in (True, False) if all(leading_stride(x, way) for x in tensors)), None)
+    strides = [_leading_strides(x.shape, x.stride()) for x in tensors]
+    if all(pixels for pixels, _ in strides):
+        return True
+    return False if all(images for _, images in strides) else None
 
 
 def leading_stride(x: torch.Tensor, channels_last: bool) -> int | None:
@@ -39,16 +43,20 @@ def leading_stride(x: torch.Tensor, channels_last: bool) -> int | None:
     (60, 60)
     >>> leading_stride(torch.ones(2, 3, 4, 5), True)
     """
-    if channels_last:
-        found = row_stride(x)
-        return found if found is not None and found < _MAX_LEADING_STRIDE else None
-    images, channels, *sides = x.shape
-    over_images, over_channels, *over_sides = x.stride()
+    return _leading_strides(x.shape, x.stride())[not channels_last]
+
+
+@lru_cache(4096)  # asked several times in every pass
+def _leading_strides(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int | None, int | None]:
+    of_pixels = row_stride(torch.empty_strided(shape, stride, device="meta"))
+    images, channels, *sides = shape
+    over_images, over_channels, *over_sides = stride
     pixels = prod(sides)
+    of_images = over_images if images > 1 else channels * pixels
     if run_stride(sides, over_sides) not in (0, 1) or (channels > 1 and over_channels != pixels):
-        return None
-    found = over_images if images > 1 else channels * pixels
-    return found if channels * pixels <= found and channels * pixels < _MAX_SPAN_ELEMS else None
+        of_images = 0
+    fits = channels * pixels <= of_images and channels * pixels < _MAX_SPAN_ELEMS
+    return (of_pixels if of_pixels and of_pixels < _MAX_LEADING_STRIDE else None), of_images if fits else None
 
 
 def in_rows(x: torch.Tensor) -> torch.Tensor:
@@ -72,11 +80,12 @@ def vector(values: torch.Tensor) -> torch.Tensor:
 
 def point(call: Any, **tensors: torch.Tensor | None) -> None:
     """Fill in addresses, and the row strides of tensors of pixels; None is null. The call keeps the tensors alive."""
-    call.kept = [*getattr(call, "kept", ()), *tensors.values()]
+    call.kept = tensors
     for name, tensor in tensors.items():
-        setattr(call, name, None if tensor is None else tensor.data_ptr())
-        if tensor is not None and hasattr(call, f"ld_{name}"):
-            setattr(call, f"ld_{name}", native_row_stride(tensor))
+        if tensor is not None:
+            setattr(call, name, tensor.data_ptr())
+            if hasattr(call, stride := f"ld_{name}"):
+                setattr(call, stride, native_row_stride(tensor))
 
 
 def run_in_workspace(name: str, call: Any, counts: str, *which: int) -> None:

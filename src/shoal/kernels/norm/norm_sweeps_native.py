@@ -55,8 +55,8 @@ class NormSweepsNative:
         activation: Activation,
         out: torch.Tensor,
     ) -> None:
-        vectors = {name: vector(values) for name, values in affine._asdict().items()}
-        run_native("shoal_norm_apply", _call({"x": x, "residual": residual, "out": out}, vectors, activation))
+        call = _call({"x": x, "residual": residual, "out": out}, _vectors(affine), activation)
+        run_native("shoal_norm_apply", call)
 
     def reduce(
         self,
@@ -78,10 +78,13 @@ class NormSweepsNative:
         run_native("shoal_norm_apply_backward", _backward_call(grad, read, {"grad_x": grad_x}, vectors))
 
 
+def _vectors(affine: NormAffine) -> dict[str, torch.Tensor]:
+    return dict(zip(affine._fields, map(vector, affine), strict=True))
+
+
 def _backward_call(grad: torch.Tensor, read: NormRead, written: dict[str, Any], vectors: dict[str, Any]) -> _NormPass:
     tensors = {"x": read.x, "grad": grad, "out": read.z, **written}
-    affine = {name: vector(values) for name, values in read.affine._asdict().items()}
-    call = _call(tensors, {**affine, **vectors}, read.activation)
+    call = _call(tensors, {**_vectors(read.affine), **vectors}, read.activation)
     call.inverted = read.inverted
     return call
 
@@ -94,11 +97,8 @@ def _call(
     if any(other.shape != x.shape for other in others):
         raise InputError(f"{[tuple(other.shape) for other in others]} with x of {tuple(x.shape)}; give one shape")
     channels_last = is_channels_last(*given)
-    if channels_last is None or any(tensor.dtype != torch.float32 or not tensor.is_cpu for tensor in given):
-        raise InputError(
-            f"{[(tensor.dtype, tensor.stride()) for tensor in given]}; give float32 tensors on the CPU, all "
-            "channels_last or contiguous"
-        )
+    if channels_last is None:
+        raise InputError(f"strides {[t.stride() for t in given]}; give tensors all channels_last or contiguous")
     images, channels = x.shape[:2]
     call = _NormPass(images, channels, x.numel() // (images * channels), channels_last)
     call.activation, call.alpha = _ACTIVATIONS.index(activation.name), activation.slope
