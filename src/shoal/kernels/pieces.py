@@ -18,8 +18,8 @@ WORTH_PIECES_BYTES = 4 << 20
 TILE_ELEMS = 1 << 17
 """512 KiB of float32: the operands and temporaries of a tile stay in L2."""
 _DEVICE_TILE_ELEMS = 1 << 24  # where every tile costs launches of kernels
-_MIN_TILES = 16  # so that temporaries are small compared with small tensors too
-_MIN_TILE_ELEMS = 1 << 12
+_MIN_TILES = 8  # so that temporaries are small compared with small tensors too
+_MIN_TILE_ELEMS = 1 << 15
 
 
 @dataclass(frozen=True)

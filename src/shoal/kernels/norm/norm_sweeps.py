@@ -12,11 +12,22 @@ from __future__ import annotations
 import torch
 
 from shoal.kernels.memory_format import memory_format_of
-from shoal.kernels.norm.norm_operands import Activation, NormAffine, NormMoves, NormRead, NormSums, by_channel, wide
+from shoal.kernels.norm.norm_operands import (
+    IDENTITY,
+    Activation,
+    NormAffine,
+    NormMoves,
+    NormRead,
+    NormSums,
+    by_channel,
+    wide,
+)
 from shoal.kernels.norm.norm_sweeps_native import NATIVE, NormSweepsNative
 from shoal.kernels.norm.norm_sweeps_triton import TRITON, NormSweepsTriton
 from shoal.kernels.pieces import tiles
 from shoal.lowlevel.dispatch import DispatchedOp, Implementation, choose, register
+
+_aten = torch.ops.aten
 
 
 class _NormSweepsReference:
@@ -33,7 +44,7 @@ class _NormSweepsReference:
         """
         if x.dtype == wide(x.dtype) and memory_format_of(x) != torch.contiguous_format:
             # PyTorch's own for batch norm: two sweeps, nothing allocated; in other layouts it is slow.
-            mean, variance = torch.ops.aten.batch_norm_update_stats(x, None, None, 0.0)
+            mean, variance = _aten.batch_norm_update_stats(x, None, None, 0.0)
             return mean, variance
         dims, count = [0, *range(2, x.dim())], x.numel() // x.shape[1]
         total, rest, squares = x.new_zeros((3, x.shape[1]), dtype=torch.float64)
@@ -47,6 +58,7 @@ class _NormSweepsReference:
         rest /= count  # what rounding kept from the first sum
         return (near + rest).to(near.dtype), (squares / count - rest.square()).to(near.dtype)
 
+    @torch.no_grad()
     def apply(
         self,
         x: torch.Tensor,
@@ -57,8 +69,6 @@ class _NormSweepsReference:
     ) -> None:
         """Write activation(affine(x) + residual) into `out`, in its dtype.
 
-        The mean is taken off first: far from zero it would take digits of the product with it.
-
         Args:
             x: (N, C, ...).
             affine: its vectors are used in the wide dtype.
@@ -66,13 +76,38 @@ class _NormSweepsReference:
             activation: any.
             out: of the shape of x; may be x or the residual.
         """
-        mean, scale, shift = (by_channel(vector, x) for vector in affine)
-        for some, more, into in tiles(x, residual, out):
-            z = some - mean  # promotes
-            torch.addcmul(shift, z, scale, out=z)
-            z = z if more is None else z.add_(more)
-            into.copy_(activation.apply_(z))
+        if residual is out or x.dtype != out.dtype or affine.scale.dtype != wide(x.dtype):
+            return self.apply_exactly(x, affine, residual, activation, out)
+        # PyTorch's own in eval mode is one sweep; its variance is one here.
+        mean, scale, shift = affine
+        nothing = [torch.empty_like(mean) for _ in range(2)]
+        settings = (x, scale, shift, mean, torch.ones_like(mean), False, 0.0, 0.0)
+        _aten.native_batch_norm.out(*settings, out=out, save_mean=nothing[0], save_invstd=nothing[1])
+        activation.apply_(out if residual is None else out.add_(residual))
 
+    @torch.no_grad()
+    def apply_exactly(
+        self,
+        x: torch.Tensor,
+        affine: NormAffine,
+        residual: torch.Tensor | None,
+        activation: Activation,
+        out: torch.Tensor,
+    ) -> None:
+        """`apply` with the digits of the formula, as the other implementations have them.
+
+        The mean is taken off first: far from zero it takes digits of the product with it.
+        """
+        mean, scale, shift = (by_channel(vector, x) for vector in affine)
+        writes = residual is None and x.dtype == out.dtype == scale.dtype
+        for some, more, into in tiles(x, residual, out):
+            z = torch.sub(some, mean, out=into) if writes else some - mean  # promotes
+            z.mul_(scale).add_(shift)
+            z = activation.apply_(z if more is None else z.add_(more))
+            if not writes:
+                into.copy_(z)
+
+    @torch.no_grad()
     def reduce(
         self,
         grad: torch.Tensor,
@@ -92,6 +127,8 @@ class _NormSweepsReference:
         Returns:
             (C,), in float32 or float64.
         """
+        if read.x.is_contiguous() and not read.inverted and read.x.numel():
+            return self._reduce_planes(grad, read, grad_x, masked)
         dims, scale = [0, *range(2, grad.dim())], by_channel(read.affine.scale, grad)
         # An op's results: none may be a view.
         products, total = (grad.new_zeros(grad.shape[1], dtype=torch.float64) for _ in range(2))
@@ -105,6 +142,29 @@ class _NormSweepsReference:
                 tile[3].copy_(torch.mul(da, scale, out=centred))
         return NormSums(products, total)
 
+    def _reduce_planes(
+        self, grad: torch.Tensor, read: NormRead, grad_x: torch.Tensor | None, masked: torch.Tensor | None
+    ) -> NormSums:
+        """As a whole, where PyTorch's loops over the pixels of a channel are fast and those over tiles are not."""
+        x, affine, activation, z, _ = read
+        if activation.name != "identity":
+            if z is None:
+                self.apply(x, affine, None, IDENTITY, z := torch.empty_like(x))
+            grad = activation.gradient(grad, z.to(grad.dtype))
+        kind, ones = torch.promote_types(grad.dtype, x.dtype), torch.ones_like(affine.mean)
+        # PyTorch's own sums of grad * (x - mean) and grad in one sweep, with nothing allocated.
+        _, *sums = _aten.native_batch_norm_backward(
+            grad.to(kind), x.to(kind), ones, None, None, affine.mean, ones, True, 0.0, [False, True, True]
+        )
+        if masked is not None:
+            masked.copy_(grad)
+        if grad_x is not None:
+            scale = by_channel(affine.scale, grad)
+            into = grad_x if grad_x.dtype == torch.result_type(grad, scale) else None
+            grad_x.copy_(torch.mul(grad, scale, out=into))
+        return NormSums(*sums)
+
+    @torch.no_grad()
     def apply_backward(self, grad: torch.Tensor, read: NormRead, moves: NormMoves, grad_x: torch.Tensor) -> None:
         """Write the gradient of x through the vectors too: `(da + (x - mean) * slope + constant) * scale`.
 
@@ -133,7 +193,8 @@ def _centred(
     grad = grad.to(centred.dtype)
     if activation.name == "identity":
         return centred, grad
-    return centred, activation.gradient(grad, torch.addcmul(shift, centred, scale) if z is None else z.to(grad.dtype))
+    z = (centred * scale).add_(shift) if z is None else z.to(grad.dtype)
+    return centred, activation.gradient(grad, z)
 
 
 REFERENCE = _NormSweepsReference()
