@@ -11,7 +11,7 @@ from torch import nn
 from shoal.kernels.invertible_norm.inverted_batch_norm import kept_from_zero
 from shoal.kernels.invertible_norm.inverted_op import InvertedVectors, gradients_into
 from shoal.kernels.norm.norm_operands import Activation, NormAffine
-from shoal.kernels.norm.norm_sweeps import REFERENCE as reference
+from shoal.kernels.norm.norm_sweeps import apply_exactly
 from shoal.kernels.norm.norm_sweeps_native import NATIVE
 from shoal.lowlevel import native
 from tests.kernels.kernel_choice import only
@@ -111,7 +111,7 @@ def test_forward_is_the_plain_formula(
     generator = torch.Generator().manual_seed(1)
     vectors = [torch.randn(x.shape[1], generator=generator) for _ in range(3)]
     right = torch.empty_like(x, dtype=torch.float64)
-    reference.apply_exactly(x.double(), NormAffine(*(vector.double() for vector in vectors)), None, activation, right)
+    apply_exactly(x.double(), NormAffine(*(vector.double() for vector in vectors)), None, activation, right)
     source = x.clone()
     result = source if over else torch.empty_like(x)
     with threads_of_torch(threads), only(f"native,{level}"):
@@ -157,7 +157,7 @@ def test_what_is_not_finite_passes_as_in_torch(
     found = [torch.empty_like(x) for _ in range(4)]
     with only(f"native,{level}"):
         NATIVE.apply(x, NormAffine(*vectors), None, activation, found[0])
-    reference.apply_exactly(x, NormAffine(*vectors), None, activation, found[1])
+    apply_exactly(x, NormAffine(*vectors), None, activation, found[1])
     torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-6, equal_nan=True)
     with only(f"native,{level}"):
         ours = gradients_into(grad, found[2], found[1], InvertedVectors(*vectors), activation, frozen=frozen)

@@ -21,7 +21,7 @@ from shoal.kernels.invertible_norm.inverted_batch_norm import (
 )
 from shoal.kernels.invertible_norm.inverted_op import InvertedVectors, gradients_into
 from shoal.kernels.norm.norm_operands import Activation, NormAffine
-from shoal.kernels.norm.norm_sweeps import REFERENCE, sweeps
+from shoal.kernels.norm.norm_sweeps import REFERENCE, apply_exactly, sweeps
 from shoal.kernels.norm.norm_sweeps_native import NATIVE
 from shoal.kernels.norm.norm_sweeps_triton import TRITON
 from shoal.lowlevel import allocations, native
@@ -206,7 +206,7 @@ def test_narrow_tensors_are_rounded_once(
     TRITON.apply(x, NormAffine(mean, scale, shift), None, Activation(activation, slope), y)
     right = torch.empty_like(x, dtype=torch.float64)
     affine = NormAffine(*(v.double() for v in (mean, scale, shift)))
-    REFERENCE.apply_exactly(x.double(), affine, None, Activation(activation, slope), right)
+    apply_exactly(x.double(), affine, None, Activation(activation, slope), right)
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(y.double(), right, rtol=eps, atol=1e-6)
     rest = InvertedVectors(scale, shift, deviation), Activation(activation, slope)

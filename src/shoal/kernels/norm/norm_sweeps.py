@@ -77,35 +77,13 @@ class _NormSweepsReference:
             out: of the shape of x; may be x or the residual.
         """
         if residual is out or x.dtype != out.dtype or affine.scale.dtype != wide(x.dtype):
-            return self.apply_exactly(x, affine, residual, activation, out)
+            return apply_exactly(x, affine, residual, activation, out)
         # PyTorch's own in eval mode is one sweep; its variance is one here.
         mean, scale, shift = affine
         nothing = [torch.empty_like(mean) for _ in range(2)]
         settings = (x, scale, shift, mean, torch.ones_like(mean), False, 0.0, 0.0)
         _aten.native_batch_norm.out(*settings, out=out, save_mean=nothing[0], save_invstd=nothing[1])
         activation.apply_(out if residual is None else out.add_(residual))
-
-    @torch.no_grad()
-    def apply_exactly(
-        self,
-        x: torch.Tensor,
-        affine: NormAffine,
-        residual: torch.Tensor | None,
-        activation: Activation,
-        out: torch.Tensor,
-    ) -> None:
-        """`apply` with the digits of the formula, as the other implementations have them.
-
-        The mean is taken off first: far from zero it takes digits of the product with it.
-        """
-        mean, scale, shift = (by_channel(vector, x) for vector in affine)
-        writes = residual is None and x.dtype == out.dtype == scale.dtype
-        for some, more, into in tiles(x, residual, out):
-            z = torch.sub(some, mean, out=into) if writes else some - mean  # promotes
-            z.mul_(scale).add_(shift)
-            z = activation.apply_(z if more is None else z.add_(more))
-            if not writes:
-                into.copy_(z)
 
     @torch.no_grad()
     def reduce(
@@ -178,6 +156,28 @@ class _NormSweepsReference:
         for some, x, z, into in tiles(grad, read.x, read.z, grad_x):
             centred, da = _centred(some, x, z, read)
             into.copy_(centred.mul_(slope).add_(constant).add_(da).mul_(scale))
+
+
+@torch.no_grad()
+def apply_exactly(
+    x: torch.Tensor,
+    affine: NormAffine,
+    residual: torch.Tensor | None,
+    activation: Activation,
+    out: torch.Tensor,
+) -> None:
+    """The reference's `apply` with the digits of the formula, as the other implementations have them.
+
+    The mean is taken off first: far from zero it takes digits of the product with it.
+    """
+    mean, scale, shift = (by_channel(vector, x) for vector in affine)
+    writes = residual is None and x.dtype == out.dtype == scale.dtype
+    for some, more, into in tiles(x, residual, out):
+        z = torch.sub(some, mean, out=into) if writes else some - mean  # promotes
+        z.mul_(scale).add_(shift)
+        z = activation.apply_(z if more is None else z.add_(more))
+        if not writes:
+            into.copy_(z)
 
 
 def _centred(
