@@ -5,7 +5,6 @@ Times of this machine come from `shoal.cost.profile`.
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from math import prod
 
@@ -65,7 +64,6 @@ def roofline(graph: StepGraph, hardware: Hardware) -> StepGraph:
 
 _FULL_INNER_PRODUCT = 64
 _PIECES = 8  # at most
-_NUMBERED = re.compile(r"elu \d")  # of a signature
 _HALVES = ("float16", "bfloat16")
 
 
@@ -77,11 +75,7 @@ def _multiplier_use(op: Op, graph: StepGraph) -> float:
 
 
 def _piece_bytes(op: Op, graph: StepGraph) -> int:
-    """What a gradient in pieces holds in addition to its operands: of PReLUs two of a piece; of a slice's norm with an
-    ELU or a leaky ReLU after it what that was of.
-    """
-    if "sliced_norm_" in op.target and _NUMBERED.search(op.signature):
-        return max(graph.storages[storage].nbytes for storage in op.reads)
+    """What a gradient in pieces holds in addition to its operands: of PReLUs two of a piece."""
     if "attention_pieces" in op.target:
         return op.workspace_bytes  # known where it was made
     if not _is_gradient_in_pieces(op.target):

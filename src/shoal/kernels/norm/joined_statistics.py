@@ -68,8 +68,7 @@ def sliced_norm(
     tensor([[[0., 5.]]])
     """
     out = _norm_fake(x)
-    seen, into = _pictures(x, out)
-    sweeps(seen, into).apply(seen, NormAffine(mean, scale, shift), None, _activation_of(activation), into)
+    sweeps(x, out).apply(x, NormAffine(mean, scale, shift), None, _activation_of(activation), out)
     return out
 
 
@@ -77,8 +76,7 @@ def sliced_norm_(
     x: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, activation: str
 ) -> torch.Tensor:
     """`sliced_norm` that writes over `x`; the same bits."""
-    (seen,) = _pictures(x)
-    sweeps(seen).apply(seen, NormAffine(mean, scale, shift), None, _activation_of(activation), seen)
+    sweeps(x).apply(x, NormAffine(mean, scale, shift), None, _activation_of(activation), x)
     return x
 
 
@@ -91,23 +89,13 @@ def _activation_of(text: str) -> Activation:
     return Activation(name, *map(float, numbers))
 
 
-def _pictures(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Volumes in channels_last as pictures, which there are kernels for, all depths below each other; views."""
-    if all(x.dim() == 5 and x.is_contiguous(memory_format=torch.channels_last_3d) for x in tensors):
-        n, channels, depth, height, width = tensors[0].shape
-        strides = (depth * height * width * channels, 1, width * channels, channels)
-        return tuple(x.as_strided((n, channels, depth * height, width), strides) for x in tensors)
-    return tensors
-
-
 def _sums(
     grad: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, activation: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Of grad * (x - mean) and of grad, as an activation after the norm lets it through: (C,)."""
-    seen, of_seen = _pictures(x, grad)
-    read = NormRead(seen, NormAffine(mean, scale, shift), _activation_of(activation))
-    sums = sweeps(of_seen, seen).reduce(of_seen, read)
-    return sums.of_scale.to(scale.dtype), sums.of_shift.to(scale.dtype)
+    read = NormRead(x, NormAffine(mean, scale, shift), _activation_of(activation))
+    of_scale, of_shift = sweeps(grad, x).reduce(grad, read)
+    return of_scale.to(scale.dtype, copy=True), of_shift.to(scale.dtype, copy=True)  # they may be views
 
 
 def _sums_fake(grad: Any, x: Any, mean: Any, scale: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -156,9 +144,8 @@ def sliced_norm_gradient_(
 
 def _gradient_into(out: torch.Tensor, grad: torch.Tensor, x: torch.Tensor, *rest: Any) -> None:
     mean, scale, shift, slope, constant, activation = rest
-    seen, of_seen, into = _pictures(x, grad, out)
-    read = NormRead(seen, NormAffine(mean, scale, shift), _activation_of(activation))
-    sweeps(of_seen, seen, into).apply_backward(of_seen, read, NormMoves(slope, constant), into)
+    read = NormRead(x, NormAffine(mean, scale, shift), _activation_of(activation))
+    sweeps(grad, x, out).apply_backward(grad, read, NormMoves(slope, constant), out)
 
 
 def _gradient_fake(grad: torch.Tensor, x: torch.Tensor, *_: Any) -> torch.Tensor:
