@@ -5,7 +5,7 @@ The mean of all squares is a number that holds the memory of all squares, and `F
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -14,24 +14,15 @@ import torch
 _aten = torch.ops.aten
 
 
-def mse_loss(*args: Any) -> torch.Tensor:
-    """`aten.mse_loss`."""
-    return _aten.mse_loss.default(*args).clone()
+def _copied(op: Any) -> Callable[..., torch.Tensor]:
+    """The op, of which a copy is returned."""
 
+    def copied(*args: Any) -> torch.Tensor:
+        return op(*args).clone()
 
-def smooth_l1_loss(*args: Any) -> torch.Tensor:
-    """`aten.smooth_l1_loss`."""
-    return _aten.smooth_l1_loss.default(*args).clone()
-
-
-def soft_margin_loss(*args: Any) -> torch.Tensor:
-    """`aten.soft_margin_loss`."""
-    return _aten.soft_margin_loss.default(*args).clone()
-
-
-def binary_cross_entropy(*args: Any) -> torch.Tensor:
-    """`aten.binary_cross_entropy`."""
-    return _aten.binary_cross_entropy.default(*args).clone()
+    copied.__name__ = copied.__qualname__ = str(op.overloadpacket.__name__)
+    copied.__doc__ = f"`{op}`."
+    return copied
 
 
 def col2im(windows: torch.Tensor, output_size: Sequence[int], kernel_size: Sequence[int], *args: Any) -> torch.Tensor:
@@ -45,11 +36,11 @@ def col2im(windows: torch.Tensor, output_size: Sequence[int], kernel_size: Seque
     return _aten.col2im.out(windows, output_size, kernel_size, *args, out=result)
 
 
-OWN = {
-    _aten.mse_loss.default: mse_loss,
-    _aten.smooth_l1_loss.default: smooth_l1_loss,
-    _aten.soft_margin_loss.default: soft_margin_loss,
-    _aten.binary_cross_entropy.default: binary_cross_entropy,
-    _aten.col2im.default: col2im,
-}
+_LOSSES = (
+    _aten.mse_loss.default,
+    _aten.smooth_l1_loss.default,
+    _aten.soft_margin_loss.default,
+    _aten.binary_cross_entropy.default,
+)
+OWN = {op: _copied(op) for op in _LOSSES} | {_aten.col2im.default: col2im}
 """The functions by the op that each stands for."""
