@@ -28,6 +28,7 @@ from shoal.kernels.pieces import (
     WORTH_PIECES_BYTES,
     Cut,
     are_sizes_known,
+    bytes_of,
     described,
     drawn,
     have_same_bits,
@@ -263,13 +264,13 @@ def cut_of_large_weight(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tenso
         return None
     if any(tensor.dtype != weight.dtype or tensor.device.type != "cpu" for tensor in tensors):
         return None
-    if weight.nbytes < max(WORTH_PIECES_BYTES, grad.nbytes, x.nbytes):
+    if bytes_of(weight) < max(WORTH_PIECES_BYTES, bytes_of(grad), bytes_of(x)):
         return None
     threads = torch.get_num_threads()
     ways = ((0, max(_MIN_PIECES, min(_MAX_PIECES, _PIECES_A_THREAD * threads))),)
     key = described((*tensors, *options))
     cut = allocations.unprofiled(lambda: _best_cut(_aten.convolution_backward.default, key, ways, threads))
-    return cut if cut is not None and cut.saved_bytes >= weight.nbytes else None
+    return cut if cut is not None and cut.saved_bytes >= bytes_of(weight) else None
 
 
 def may_be_worth_pieces(x: torch.Tensor, weight: torch.Tensor, result: torch.Tensor) -> bool:

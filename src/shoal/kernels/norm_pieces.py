@@ -23,7 +23,7 @@ from shoal.kernels import cudnn_batch_norm
 from shoal.kernels.batch_norm import by_channels
 from shoal.kernels.group_norm import backward_in_pieces
 from shoal.kernels.memory_format import channels_last_format
-from shoal.kernels.pieces import WORTH_PIECES_BYTES, Cut, are_sizes_known, repeats_bits, spans
+from shoal.kernels.pieces import WORTH_PIECES_BYTES, Cut, are_sizes_known, bytes_of, repeats_bits, spans
 
 _aten = torch.ops.aten
 _NATIVE = _aten.native_batch_norm_backward.default
@@ -129,7 +129,7 @@ def choose(whole: Callable[..., Any], arguments: Sequence[Any]) -> Cut | None:
 def cut_elsewhere(whole: Callable[..., Any], arguments: Sequence[Any]) -> Cut | None:
     """`choose` for a GPU that is not here, on which it cannot be tried whether pieces repeat the bits."""
     grad, x = arguments[:2]
-    if not are_sizes_known(grad, x) or x.dim() < 3 or x.nbytes < WORTH_PIECES_BYTES:
+    if not are_sizes_known(grad, x) or x.dim() < 3 or (nbytes := bytes_of(x)) < WORTH_PIECES_BYTES:
         return None
     if grad.stride() != x.stride() or grad.dtype != x.dtype:
         return None
@@ -139,7 +139,7 @@ def cut_elsewhere(whole: Callable[..., Any], arguments: Sequence[Any]) -> Cut | 
         if not all(wanted) or weight is None or weight.dtype != mean.dtype or not x.is_contiguous():
             return None
         parts = x.shape[0] * pieces
-        return Cut(_CHANNELS, pieces, x.nbytes - x.nbytes // parts) if parts > 1 else None
+        return Cut(_CHANNELS, pieces, nbytes - nbytes // parts) if parts > 1 else None
     wanted, trains = (arguments[9], arguments[7]) if whole is _NATIVE else (arguments[7], arguments[5] is None)
     channels_last = not x.is_contiguous()
     if not trains or not wanted[0] or x.shape[1] < 2:
@@ -149,5 +149,5 @@ def cut_elsewhere(whole: Callable[..., Any], arguments: Sequence[Any]) -> Cut | 
     dim = _PIXELS if whole is _NATIVE and channels_last else _CHANNELS
     pieces = _PIECES if dim == _PIXELS else min(_PIECES, x.shape[1])
     pieces_held = 1 if whole is _NATIVE else 3  # with copies of both operands
-    saved_bytes = x.nbytes - pieces_held * x.nbytes // pieces
+    saved_bytes = nbytes - pieces_held * nbytes // pieces
     return Cut(dim, pieces, saved_bytes) if saved_bytes > 0 else None

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import repeat
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -65,6 +66,11 @@ def _split(tensors: tuple[Any, ...], most_elems: int, dim: int) -> Iterator[tupl
 def are_sizes_known(*tensors: torch.Tensor) -> bool:
     """Whether all shapes and strides are integers: those of fake tensors may be symbolic."""
     return all(type(size) is int for tensor in tensors for size in (*tensor.shape, *tensor.stride()))
+
+
+def bytes_of(tensor: torch.Tensor) -> int:
+    """`tensor.nbytes`, which a fake tensor of symbolic sizes does not have even where they are known."""
+    return prod(tensor.shape) * tensor.element_size()
 
 
 class TensorLayout(NamedTuple):

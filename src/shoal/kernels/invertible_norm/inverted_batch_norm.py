@@ -23,12 +23,12 @@ from shoal.kernels.batch_norm_vectors import measures, move_statistics
 from shoal.kernels.invertible_norm.inverted_op import (
     InvertedOp,
     InvertedVectors,
-    apply_into,
     by_pytorch,
     gradients_into,
 )
 from shoal.kernels.norm.norm_operands import Activation, NormAffine
 from shoal.kernels.norm.norm_operands import wide as wide_of
+from shoal.kernels.norm.norm_sweeps import apply_exactly
 from shoal.kernels.norm.statistics import measure
 from shoal.lowlevel.torch_state import check_batch_norm_input, check_batch_size, in_functorch
 
@@ -82,7 +82,7 @@ def _forward(
     if weight is not None:
         scale = scale * kept_from_zero(weight.to(wide), eps)
     shift = torch.zeros_like(mean) if bias is None else bias.to(wide)
-    apply_into(x, y, NormAffine(mean, scale, shift), Activation(activation, slope))
+    apply_exactly(x, NormAffine(mean, scale, shift), None, Activation(activation, slope), y)
     return mean, variance
 
 

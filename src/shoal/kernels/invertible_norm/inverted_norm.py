@@ -17,11 +17,11 @@ from shoal.kernels.invertible_norm.inverted_batch_norm import error_of
 from shoal.kernels.invertible_norm.inverted_op import (
     InvertedOp,
     InvertedVectors,
-    apply_into,
     by_pytorch,
     gradients_into,
 )
 from shoal.kernels.norm.norm_operands import Activation, NormAffine
+from shoal.kernels.norm.norm_sweeps import apply_exactly
 from shoal.kernels.norm.statistics import measure
 from shoal.lowlevel.torch_state import check_batch_norm_input, check_group_size, check_spatial_size, in_functorch
 
@@ -91,7 +91,7 @@ def _forward(
     for source, target in zip(_planes(x), _planes(y), strict=True):
         ours = slice(start, start := start + source.shape[1])
         affine = NormAffine(means[ours], factors[ours], shifts[ours])
-        apply_into(source, target, affine, Activation(activation, slope))
+        apply_exactly(source, affine, None, Activation(activation, slope), target)
     return mean, invstd
 
 

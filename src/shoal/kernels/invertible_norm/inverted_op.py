@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from shoal.kernels.norm.norm_operands import Activation, NormAffine, NormRead, NormSums, wide
-from shoal.kernels.norm.norm_sweeps import REFERENCE, apply_exactly, sweeps
+from shoal.kernels.norm.norm_sweeps import sweeps
 from shoal.lowlevel.direct_call import needs_dispatch, register_op
 
 Vectors = tuple[torch.Tensor, torch.Tensor]
@@ -159,12 +159,6 @@ class InvertedVectors(NamedTuple):
     gamma: torch.Tensor
     shift: torch.Tensor
     invstd: torch.Tensor
-
-
-def apply_into(x: torch.Tensor, y: torch.Tensor, affine: NormAffine, activation: Activation) -> None:
-    """Write the activation of a normalised x into y, with all the digits that what is recovered from it needs."""
-    kernel = sweeps(x, y)
-    (apply_exactly if kernel is REFERENCE else kernel.apply)(x, affine, None, activation, y)
 
 
 def gradients_into(

@@ -77,7 +77,7 @@ class _NormSweepsReference:
             out: of the shape of x; may be x or the residual.
         """
         if residual is out or x.dtype != out.dtype or affine.scale.dtype != wide(x.dtype):
-            return apply_exactly(x, affine, residual, activation, out)
+            return _apply_to_tiles(x, affine, residual, activation, out)
         # PyTorch's own in eval mode is one sweep; its variance is one here.
         mean, scale, shift = affine
         nothing = [torch.empty_like(mean) for _ in range(2)]
@@ -159,17 +159,9 @@ class _NormSweepsReference:
 
 
 @torch.no_grad()
-def apply_exactly(
-    x: torch.Tensor,
-    affine: NormAffine,
-    residual: torch.Tensor | None,
-    activation: Activation,
-    out: torch.Tensor,
+def _apply_to_tiles(
+    x: torch.Tensor, affine: NormAffine, residual: torch.Tensor | None, activation: Activation, out: torch.Tensor
 ) -> None:
-    """The reference's `apply` with the digits of the formula, as the other implementations have them.
-
-    The mean is taken off first: far from zero it takes digits of the product with it.
-    """
     mean, scale, shift = (by_channel(vector, x) for vector in affine)
     writes = residual is None and x.dtype == out.dtype == scale.dtype
     for some, more, into in tiles(x, residual, out):
@@ -214,3 +206,14 @@ def sweeps(*tensors: torch.Tensor | None) -> NormSweeps:
     True
     """
     return choose(_OP, *(tensor for tensor in tensors if tensor is not None))
+
+
+def apply_exactly(
+    x: torch.Tensor, affine: NormAffine, residual: torch.Tensor | None, activation: Activation, out: torch.Tensor
+) -> None:
+    """`apply` with all the digits of the formula, which the reference's one sweep does not have.
+
+    The mean is taken off first: far from zero it takes digits of its product with the scale.
+    """
+    kernel = sweeps(x, out, residual)
+    (_apply_to_tiles if kernel is REFERENCE else kernel.apply)(x, affine, residual, activation, out)

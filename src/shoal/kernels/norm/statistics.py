@@ -11,7 +11,7 @@ import torch
 
 from shoal.kernels.memory_format import dense_in_format, in_format, memory_format_of
 from shoal.kernels.norm.norm_operands import IDENTITY, NormAffine, by_channel, wide
-from shoal.kernels.norm.norm_sweeps import sweeps
+from shoal.kernels.norm.norm_sweeps import apply_exactly, sweeps
 from shoal.lowlevel.direct_call import register_op
 
 
@@ -79,7 +79,7 @@ def whole_gradient(
     if added is not None and factor is not None:
         into = whole if whole.dtype == torch.result_type(added, factor) else None
         added = torch.mul(added, by_channel(factor, added), out=into)
-    sweeps(x, whole, added).apply(x, NormAffine(mean, slope, constant), added, IDENTITY, whole)
+    apply_exactly(x, NormAffine(mean, slope, constant), added, IDENTITY, whole)
     return whole
 
 
