@@ -218,7 +218,8 @@ def _gradients(
             inverse_variance = 1 / (own.variance[run] + own.eps)
             moves = read.affine.moves(sums[-1], inverse_variance, x.numel() // x.shape[1])
             kernel.apply_backward(of_z, read, moves, of_x)
-    whole = NormSums(*(torch.cat(parts).to(affine.scale.dtype) for parts in zip(*sums, strict=True)))
+    of_all = sums[0] if len(xs) == 1 else [torch.cat(parts) for parts in zip(*sums, strict=True)]
+    whole = NormSums(*(one.to(affine.scale.dtype, copy=True) for one in of_all))  # no result of an op may be a view
     return (
         [dense_in_format(of_x, memory_format_of(x)) for of_x, x in zip(of_xs, xs, strict=True) if of_x is not None],
         affine.gradients(whole) if needs[1] else None,

@@ -159,8 +159,10 @@ def forward(
     if native_row_stride(y) is None or y.shape != (images, channels, height, width):
         raise InputError(f"out is {tuple(y.shape)} of strides {y.stride()}; give a channels_last tensor for the result")
     found = [torch.empty(channels if statistics else 0) for _ in range(2)]
-    measured = {"mean_y": found[0], "variance_y": found[1]} if statistics else {}
-    call = _call(x, layer, winograd, bias=None if bias is None else vector(bias), y=y, **measured)
+    call = _call(x, layer, winograd)
+    point(call, bias=None if bias is None else vector(bias), y=y)
+    if statistics:
+        point(call, mean_y=found[0], variance_y=found[1])
     run_in_workspace("shoal_norm_conv_forward", call, "shoal_norm_conv_workspace_bytes", 0)
     return y, found[0], found[1]
 
@@ -197,13 +199,14 @@ def backward(
     affine, of_weight = layer.affine, torch.empty_like(layer.weight, memory_format=torch.channels_last)
     sums = NormSums(torch.empty(channels), torch.empty(channels))
     own_factor = None if factor is None else vector(factor)
-    tensors = {"grad_y": grad, "grad_factor": own_factor, "grad_x": into, "grad_weight": of_weight}
+    call = _call(x, layer, winograd)
+    call.accumulate = grad_x is not None
+    point(call, grad_y=grad, grad_factor=own_factor, grad_x=into)
+    point(call, grad_weight=of_weight, grad_scale=sums.of_scale, grad_shift=sums.of_shift)
     of_mean = None
     if measured is not None:
         mean_y, of_mean, of_variance = map(vector, measured[1:])
-        tensors |= {"y": in_rows(measured.x), "mean_y": mean_y, "grad_mean_y": of_mean, "grad_variance_y": of_variance}
-    call = _call(x, layer, winograd, grad_scale=sums.of_scale, grad_shift=sums.of_shift, **tensors)
-    call.accumulate = grad_x is not None
+        point(call, y=in_rows(measured.x), mean_y=mean_y, grad_mean_y=of_mean, grad_variance_y=of_variance)
     run_in_workspace("shoal_norm_conv_backward", call, "shoal_norm_conv_workspace_bytes", 1)
     found: tuple[torch.Tensor | None, ...] = (None, None, None)
     if needs[1] and affine is not None:
@@ -217,10 +220,8 @@ def backward(
     return into if needs[0] else None, *found, of_weight if needs[2] else None, of_bias
 
 
-def _call(
-    x: torch.Tensor, layer: NormConv, winograd: bool | None, **tensors: torch.Tensor | None
-) -> _NormConvNativeCall:
-    """What forward and backward have in common, and the tensors in which they differ."""
+def _call(x: torch.Tensor, layer: NormConv, winograd: bool | None) -> _NormConvNativeCall:
+    """What forward and backward have in common."""
     weight = layer.weight
     kernel = weight.shape[2]
     if kernel == 3 and weight.stride(2) != 3 * weight.stride(3):
@@ -231,19 +232,20 @@ def _call(
         weight_in=weight.stride(1),
         weight_tap=weight.stride(3) if kernel == 3 else 0,
     )
-    _describe(call, x, layer, weight=weight, **tensors)
+    _describe(call, x, layer)
+    point(call, weight=weight)
     return call
 
 
-def _describe(call: Any, x: torch.Tensor, layer: NormConv, **tensors: torch.Tensor | None) -> None:
-    """What all kernels are told of the convolution and its input, and other tensors."""
+def _describe(call: Any, x: torch.Tensor, layer: NormConv) -> None:
+    """What all kernels are told of the convolution and its input."""
     call.images, call.in_channels, call.height, call.width = x.shape
     call.out_channels, _, call.kernel, _ = layer.weight.shape
     call.relu, call.threads, call.level = layer.relu, torch.get_num_threads(), level_number()
     channels = x.shape[1]
     affine = layer.affine or NormAffine(torch.zeros(channels), torch.ones(channels), torch.zeros(channels))
     mean, scale, shift = map(vector, affine)
-    point(call, x=x, mean=mean, scale=scale, shift=shift, **tensors)
+    point(call, x=x, mean=mean, scale=scale, shift=shift)
 
 
 class _NormWeightGradCall(ctypes.Structure):
@@ -290,6 +292,7 @@ def weight_grad(grad: torch.Tensor, x: torch.Tensor, layer: NormConv) -> torch.T
     grad = in_rows(grad)
     of_weight = torch.empty_like(layer.weight, memory_format=torch.channels_last)
     call = _NormWeightGradCall(stride=layer.window.stride[0], out_height=grad.shape[2], out_width=grad.shape[3])
-    _describe(call, x, layer, grad_y=grad, grad_weight=of_weight)
+    _describe(call, x, layer)
+    point(call, grad_y=grad, grad_weight=of_weight)
     run_in_workspace("shoal_norm_weight_grad", call, "shoal_norm_weight_grad_workspace_bytes")
     return of_weight

@@ -17,6 +17,7 @@ from shoal.lowlevel.native import bytes_needed, run_native
 
 _MAX_SPAN_ELEMS = 2**31  # that the addresses of a tile of Triton's kernels may span
 _MAX_LEADING_STRIDE = _MAX_SPAN_ELEMS // 2048
+_OF_PIXELS = ("x", "y", "grad_x", "grad_y")  # of a fused convolution
 
 
 def native_row_stride(x: torch.Tensor) -> int | None:
@@ -30,24 +31,19 @@ def is_channels_last(*tensors: torch.Tensor) -> bool | None:
     """Which of the two layouts all have; None for neither."""
     if tensors[0].dim() < 2 or not tensors[0].numel():
         return None
-    strides = [_leading_strides(x.shape, x.stride()) for x in tensors]
-    if all(pixels for pixels, _ in strides):
+    strides = [leading_strides(x.shape, x.stride()) for x in tensors]
+    if None not in (pixels for pixels, _ in strides):
         return True
-    return False if all(images for _, images in strides) else None
-
-
-def leading_stride(x: torch.Tensor, channels_last: bool) -> int | None:
-    """Elements from pixel to pixel in channels_last, from image to image else; None where that is not the layout.
-
-    >>> leading_stride(torch.ones(2, 3, 4, 5), False), leading_stride(torch.ones(2, 3, 4, 5)[:, :2], False)
-    (60, 60)
-    >>> leading_stride(torch.ones(2, 3, 4, 5), True)
-    """
-    return _leading_strides(x.shape, x.stride())[not channels_last]
+    return None if None in (images for _, images in strides) else False
 
 
 @lru_cache(4096)  # asked several times in every pass
-def _leading_strides(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int | None, int | None]:
+def leading_strides(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int | None, int | None]:
+    """Elements from pixel to pixel in channels_last, and from image to image in contiguous order; None in neither.
+
+    >>> leading_strides((2, 3, 4, 5), (60, 20, 5, 1)), leading_strides((2, 2, 4, 5), (60, 20, 5, 1))
+    ((None, 60), (None, 60))
+    """
     of_pixels = row_stride(torch.empty_strided(shape, stride, device="meta"))
     images, channels, *sides = shape
     over_images, over_channels, *over_sides = stride
@@ -80,12 +76,12 @@ def vector(values: torch.Tensor) -> torch.Tensor:
 
 def point(call: Any, **tensors: torch.Tensor | None) -> None:
     """Fill in addresses, and the row strides of tensors of pixels; None is null. The call keeps the tensors alive."""
-    call.kept = tensors
+    call.__dict__.setdefault("kept", []).append(tensors)
     for name, tensor in tensors.items():
         if tensor is not None:
             setattr(call, name, tensor.data_ptr())
-            if hasattr(call, stride := f"ld_{name}"):
-                setattr(call, stride, native_row_stride(tensor))
+            if name in _OF_PIXELS:
+                setattr(call, f"ld_{name}", native_row_stride(tensor))
 
 
 def run_in_workspace(name: str, call: Any, counts: str, *which: int) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from shoal.errors import InputError
 from shoal.kernels.norm.norm_operands import IDENTITY, Activation, NormAffine, NormMoves, NormRead, NormSums
-from shoal.kernels.norm.norm_rows import is_channels_last, leading_stride, vector
+from shoal.kernels.norm.norm_rows import is_channels_last, leading_strides, vector
 from shoal.lowlevel.cuda_calls import multiprocessors
 from shoal.lowlevel.torch_state import on_device
 from shoal.lowlevel.triton_launch import Launch, Launches, TritonKernels
@@ -220,7 +220,9 @@ def _grid_of(x: torch.Tensor, *others: torch.Tensor | None) -> tuple[_Grid, list
         rows = min(_power(pixels), 128)
         columns = min(_power(channels), _TILE_ELEMS // rows)
     grid = _Grid(channels_last, images, pixels, channels, rows, columns, _max_parts(x.device))
-    return grid, [0 if t is None else leading_stride(t, channels_last) or 0 for t in (x, *others)]
+    return grid, [
+        0 if t is None else leading_strides(t.shape, t.stride())[not channels_last] or 0 for t in (x, *others)
+    ]
 
 
 def _power(number: int) -> int:
