@@ -66,7 +66,7 @@ def test_forms_that_have_graphs_of_their_own_are_traced_each_once(traces: list[s
 
 
 def test_where_its_own_form_is_chosen_that_is_traced_once(traces: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def own(variants: Any, price: Any, budget_bytes: int) -> Best[Any, Any]:
+    def own(variants: Any, price: Any, budget_bytes: int, name: str) -> Best[Any, Any]:
         price(variants.graph(FUSED))
         return Best(WHOLE, variants.own, *price(variants.own).plan(budget_bytes))
 
@@ -77,3 +77,36 @@ def test_where_its_own_form_is_chosen_that_is_traced_once(traces: list[str], mon
     assert traces == ["compiled", "priced"]
     assert model.shoal.plan.variant == WHOLE and model.shoal.measured_peak_bytes <= budget_bytes
     assert not differences(found, train(normalised(), batches(1)))
+
+
+class Aliasing(nn.Module):
+    """Returns its result, views of it, its input, and a buffer that it writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = normalised()
+        self.register_buffer("total", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        self.total += x.detach().mean()
+        y = self.net(x)
+        return y, y.flatten(), x, y[:1], self.total
+
+
+def test_the_graphs_of_another_form_are_given_to_autograd_with_aliases_and_written_buffers(traces: list[str]) -> None:
+    def trained(model: nn.Module, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        for x in batches(3):
+            y, flat, given, first, total = model(given_x := x.to(dtype))
+            assert torch.equal(given, given_x)
+            (y.square().mean() + flat.mean() + first.sum() * total).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [one.detach().double() for one in model.state_dict().values()]
+
+    model, plain, exact = Aliasing(), Aliasing(), Aliasing().double()
+    shoal.compile(model, budget=2 * share_of_plain(normalised, 1.2), allow="recompute, fuse")
+    found = trained(model)
+    assert model.shoal.plan.variant == FUSED and traces == ["compiled", "priced"]
+    for ours, theirs, true in zip(found, trained(plain), trained(exact, torch.float64), strict=True):
+        assert (ours - true).abs().max() <= (theirs - true).abs().max() + 1e-5 * (1 + true.abs().max())

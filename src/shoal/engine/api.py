@@ -357,16 +357,15 @@ class _Caller(ModelCall):
             self._iterations = self._before_first = None
             self._planned.clear()
             raise
-        exchanges = (
-            active_ddp_module() is not None or self.session.static.is_sharded
-        )  # other ranks may not run it again
-        if not self._has_set_itself_up() or (error is None and exchanges):
+        # In a wrapper that exchanges tensors other ranks may not run it again.
+        is_wrapped = active_ddp_module() is not None or self.session.static.is_sharded
+        if not self._has_set_itself_up() or (error is None and is_wrapped):
             self._say_that_it_breaks(why)
             if error is not None:
                 raise error
             return outputs
         self._before_first = outputs = None
-        gc.collect()  # frames of a traceback held what the forward pass has saved
+        gc.collect()  # the results, and frames of a traceback, hold what the forward pass has saved
         before.restore()
         return self._train_as_one(kind, args, kwargs)
 

@@ -80,10 +80,8 @@ def compile_chosen(
     key = _inputs(gm)
     known = session.status.variants.get(key)
     if known is not None:
-        form = session.forms.get(key)
-        form = form if form is not None and form.variant == known else CompiledVariant(known)
         try:
-            return compile_form(variants.graph(known), form)
+            return compile_form(variants.graph(known), session.forms.get((key, known), CompiledVariant(known)))
         except (BudgetError, PlanError, Refused):
             pass  # there may be another that fits
     if not variants.has_other_graphs:  # its form is chosen while AOTAutograd waits for it, and nothing is traced twice
@@ -132,7 +130,7 @@ def _compile_best(
         except (BudgetError, PlanError, Refused) as reason:
             log.debug("%s: %s does not fit any more (%s)", session.name, form.variant, reason)
         else:
-            session.status.variants[key], session.forms[key] = form.variant, form
+            session.remember_form(key, form)
             return compiled
 
     autocast = autocast_state(example_inputs)
@@ -189,7 +187,7 @@ def _best_form(
         captured = steps[0].captured
         laid_out = session.in_traced_layouts(captured)
         planning = planning_of(laid_out)
-        plannings.append(planning)
+        plannings[planning.fingerprint] = planning
         known = timed(planning)
 
         @unset_fake_temporarily()
@@ -219,7 +217,7 @@ def _best_form(
         return timed(planning_of(session.in_traced_layouts(captured)))
 
     traced: dict[fx.GraphModule, Captured] = {}
-    plannings: list[StepPlanning] = []
+    plannings: dict[str, StepPlanning] = {}
     prices = Prices(means, session.in_regions, other, costs)
     budget_bytes = session.options.budget_bytes or 0
 
@@ -231,19 +229,19 @@ def _best_form(
     best: Best[fx.GraphModule, _Made] | None = None
     if session.may_hope:
         with session.for_the_worst_loop(), suppress(BudgetError):  # a hopeless budget is refused for both loops
-            best = fitting_variant(variants, price, budget_bytes)
+            best = fitting_variant(variants, price, budget_bytes, session.name)
     if best is None:
         best = best_variant(variants, price, budget_bytes, session.name)
     in_it, laid_out, planned, loop = best.made
     candidates = best.plan.candidates if len(best.plan.candidates) > 1 else ()  # else there was no choice
     written = None
     if best.variant != WHOLE and (whole := traced.get(variants.graph(WHOLE))) is not None:
-        fingerprint = session.in_traced_layouts(whole).graph.fingerprint
-        known = (each.unplanned for each in plannings if each.fingerprint == fingerprint)
-        written = next((one.with_static(-planned.basis.graph.static_bytes) for one in known), None)
+        as_written = plannings.get(session.in_traced_layouts(whole).graph.fingerprint)
+        if as_written is not None:
+            written = as_written.unplanned.with_static(-planned.basis.graph.static_bytes)
     form = CompiledVariant(best.variant, candidates, time.perf_counter() - started, written)
     if key:
-        session.status.variants[key], session.forms[key] = best.variant, form
+        session.remember_form(key, form)
     form = replace(form, found=(laid_out, planned, loop))
     return best.graph, form, in_it
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import re
-
 from shoal.core.sizes import format_bytes
 from shoal.errors import MESSAGE_CHARACTERS, BudgetError
 from shoal.memory.static_memory import StaticMemory
-
-_ALTERNATIVES = re.compile(r"( Use budget='\S+') or .*$")
 
 
 def with_hint(error: BudgetError, static: StaticMemory, state_bytes: int) -> BudgetError:
@@ -59,7 +55,7 @@ def with_optimistic(refused: BudgetError, optimistic: BudgetError) -> BudgetErro
     )
     both = refused.message.replace(f"at least {enough}", f"{least} to {enough}, by what the loop holds", 1)
     if len(both) > MESSAGE_CHARACTERS:
-        both = _ALTERNATIVES.sub(r"\1.", both)
+        both = both.partition("' or ")[0] + "'."
     if least != enough and len(both) <= MESSAGE_CHARACTERS:
         error.message = both
     return error

@@ -23,6 +23,7 @@ from shoal.core.shares import OtherTransfers
 from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
 from shoal.core.validate_plan import check_own_plan
+from shoal.core.variant import Variant
 from shoal.engine import memory_warnings
 from shoal.engine.calls import Call
 from shoal.engine.compile_options import CompileOptions
@@ -88,7 +89,7 @@ class Session:
         early: how the gradients of the call under way are used while its backward pass runs.
         replayed: its steps as CUDA graphs, where they are to be.
         state_bytes: of the optimizers' state, as the plans in force count it.
-        forms: by the shapes of the inputs, the form in which a step is compiled, with those that were considered.
+        forms: by the shapes of the inputs and the form in which a step is compiled, what is known of that form.
         without_effect: a line for each means that was allowed by name and does not apply to the step.
         left_over: how many more calls wait, in the call under way, than in every iteration: backward passes that may
             never come, as of a batch that the loop skips.
@@ -107,7 +108,7 @@ class Session:
     metering: Metering = field(init=False)
     replayed: ReplayedSteps | None = None
     state_bytes: int = 0
-    forms: dict[str, CompiledVariant] = field(default_factory=dict)
+    forms: dict[tuple[str, Variant], CompiledVariant] = field(default_factory=dict)
     without_effect: tuple[str, ...] = ()
     left_over: int = 0
     _placement: Placement | None = None
@@ -355,6 +356,11 @@ class Session:
             return made, loop
         needed = self._hinted(refused[self.loop], planning)
         raise with_optimistic(needed, refused[loops[-1]]) if hopeful else needed
+
+    def remember_form(self, shapes: str, form: CompiledVariant) -> None:
+        """Compile later steps with inputs of these shapes in this form."""
+        self.status.variants[shapes] = form.variant
+        self.forms[shapes, form.variant] = form
 
     def make_plan(
         self, captured: Captured, device: torch.device, step: Metered, form: CompiledVariant = WHOLE_FORM

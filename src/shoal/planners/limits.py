@@ -192,29 +192,19 @@ def cached_unless_stopped(
     """
 
     def decorate(search: Callable[P, Found]) -> Callable[P, Found]:
-        @lru_cache(maxsize)
-        def whole(*arguments: Any) -> Found:
-            found = search(*arguments)  # type: ignore[call-arg]
+        known = lru_cache(maxsize)(search)
+
+        @wraps(search)
+        def cached(*args: P.args, **kwargs: P.kwargs) -> Found:
+            found = known(*args, **kwargs)  # type: ignore[arg-type]
             if stopped(found):
-                raise _Stopped(found)  # what is raised is not cached
+                known.cache_clear()  # all of it: a search hardly ever ends so
             return found
 
-        @wraps(search, updated=())
-        def cached(*arguments: P.args, **_: P.kwargs) -> Found:
-            try:
-                return whole(*arguments)
-            except _Stopped as early:
-                return early.found
-
-        cached.cache_clear = whole.cache_clear  # type: ignore[attr-defined]
+        cached.cache_clear = known.cache_clear  # type: ignore[attr-defined]
         return cached
 
     return decorate
-
-
-class _Stopped(Exception):
-    def __init__(self, found: Any) -> None:
-        self.found = found
 
 
 class Effort:

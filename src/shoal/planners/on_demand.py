@@ -34,9 +34,8 @@ _ROUNDS = 8  # of `hold_longer`
 _SMALL_SHARE = 0.002  # of the largest storage: what is smaller may stay longer than needed while an order is looked for
 
 
-@cached_unless_stopped(
-    32, lambda found: found[1]
-)  # for each variant, in each loop, at each budget: 15 to 19 in a first step of ResNet-50
+# For each variant, in each loop, at each budget: 15 to 19 in a first step of ResNet-50.
+@cached_unless_stopped(32, lambda found: found[1])
 def plans_on_demand(graph: StepGraph, limits: Limits) -> tuple[tuple[Simulated, ...], tuple[str, ...]]:
     """Plans of this module, the one with the smallest peak first, and what the time limit ended early.
 

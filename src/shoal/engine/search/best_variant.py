@@ -55,19 +55,18 @@ def best_variant(
         CaptureError: the step cannot be captured as it is.
     """
     search = _BestVariantSearch(variants, price, budget_bytes)
-    best = search.run(for_the_minimum=True)
+    best = search.run(name, for_the_minimum=True)
     if best is None:
         raise nearest(search.state)
-    log.info("%s: %s inside %s", name or "model", best.variant, format_bytes(budget_bytes))
     return best
 
 
 def fitting_variant(
-    variants: Forms[Graph], price: Callable[[Graph], Priced[Made]], budget_bytes: int
+    variants: Forms[Graph], price: Callable[[Graph], Priced[Made]], budget_bytes: int, name: str
 ) -> Best[Graph, Made] | None:
-    """`best_variant`, None if no form fits. Then nothing is searched for that is expected to need more than the budget,
-    which takes far longer, and tells the minimum."""
-    return _BestVariantSearch(variants, price, budget_bytes).run(for_the_minimum=False)
+    """As `best_variant`; None if no form is found to fit. Forms that are expected to need more than the budget are not
+    planned: that takes far longer, and is only for the minimum that an error names."""
+    return _BestVariantSearch(variants, price, budget_bytes).run(name, for_the_minimum=False)
 
 
 class _BestVariantSearch(Generic[Graph, Made]):
@@ -81,10 +80,11 @@ class _BestVariantSearch(Generic[Graph, Made]):
         self._shrunk: set[str] = set()  # forms that were asked to be shrunk
         self._unasked_slices = list(takewhile(lambda one: one.slices, variants.split()))
 
-    def run(self, *, for_the_minimum: bool) -> Best[Graph, Made] | None:
+    def run(self, name: str, *, for_the_minimum: bool) -> Best[Graph, Made] | None:
         """The fastest form; None if there is none.
 
         Args:
+            name: the model's.
             for_the_minimum: whether forms are planned that are not expected to fit, for what they need.
         """
         state = self.state
@@ -100,7 +100,10 @@ class _BestVariantSearch(Generic[Graph, Made]):
         encoded.plan()
         if state.is_slowed:
             plan_unfit(state, encoded.has_planned, for_the_minimum=for_the_minimum)
-        return state.answer()
+        best = state.answer()
+        if best is not None:
+            log.info("%s: %s inside %s", name or "model", best.variant, format_bytes(state.budget_bytes))
+        return best
 
     def _form(self, variant: Variant) -> list[PricedVariant[Graph, Made]]:
         """The form, captured and priced; none where the step does not have it."""

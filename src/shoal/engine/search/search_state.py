@@ -77,8 +77,7 @@ class SearchState(Generic[Graph, Made]):
         return self.best is None or bound_seconds < (1 - WORTH_A_PLAN) * self.best_seconds
 
     def is_near(self, variant: Variant) -> bool:
-        """Whether the plan of a form is so near to its bound that a plan without a bound would not be searched further
-        (`Limits.far_off`)."""
+        """Whether the plan of a form is within `Limits.far_off` of its bound."""
         row = self.row(variant)
         if row is None or row.seconds is None or row.bound_seconds is None:
             return False

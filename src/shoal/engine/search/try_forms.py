@@ -129,8 +129,8 @@ def _why_not(state: SearchState[Graph, Made], row: Candidate, bound_seconds: flo
         return f"cannot be {'much ' if bound_seconds < state.best_seconds else ''}faster, by its bound"
     if state.fits(row.plain_peak_bytes):
         return ""  # with everything kept it is a plan
-    # On slices little waits that could be shrunk; of whole steps plans were nearer to the same bound so, but where that
-    # of the plainer form is near already.
+    # On slices few saved tensors can be made compact. Plans of whole steps with compact ones are nearer to the same
+    # bound, so those are left out only if the plan of the plainer form is near to it already.
     plainer = {one for one in _plainer(variant) if variant.slices or one.shrunk == variant.shrunk or state.is_near(one)}
     if _fits_as(state, plainer, bound_seconds):
         return f"fits without {'pieces' if variant.pieces else 'being shrunk'}, and gains nothing by its bound"

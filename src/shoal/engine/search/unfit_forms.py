@@ -17,13 +17,13 @@ from shoal.planners.infeasible import fewest_bytes
 
 
 def plan_unfit(
-    state: SearchState[Graph, Made], is_encoded: Callable[[Variant], bool], *, for_the_minimum: bool = True
+    state: SearchState[Graph, Made], is_encoded: Callable[[Variant], bool], *, for_the_minimum: bool
 ) -> None:
     """Plan them, exact and with storages encoded.
 
-    While nothing fits, a form is asked that is expected to need fewer bytes than are known to be enough: than it was
-    found to need in a moment, by as much as those that were asked. Then one of which a plan was found in a moment that
-    fits. One that was asked with storages encoded might have been exact.
+    While nothing fits, a form is planned if it is expected to need fewer bytes than are known to be enough. Expected is
+    the smallest share, over the forms planned so far, of what a quick plan of the form needs. Once a plan fits, a form
+    is planned if its quick plan fits. One that was planned with storages encoded might have been exact.
 
     Args:
         state: what is known; the best plan is noted there, and what each form needs.
@@ -31,7 +31,7 @@ def plan_unfit(
         for_the_minimum: whether forms are planned that are not expected to fit, for what they need.
     """
     planned: set[Variant] = set()
-    lowest_share = 0.0  # of what a form was found to need in a moment: what it needs, of those that were asked
+    lowest_share = 0.0  # what a form needs, as a share of what its quick plan needs; of the forms planned so far
     for way in _ways_to_the_least(state, is_encoded):
         variant = way.form.variant
         is_known = variant in planned or {(variant, way.encoded), (variant, True)} & state.refused.keys()
