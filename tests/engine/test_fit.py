@@ -66,7 +66,7 @@ def test_of_the_batches_that_are_tried_the_answer_alone_is_planned(monkeypatch: 
 
     monkeypatch.setattr(module, "best_variant", counting)
     tried: list[int] = []
-    found = shoal.fit(network(), images, 200_000, first=4, trying=tried.append, **HOW)
+    found = shoal.fit(network(), images, 400_000, first=4, trying=tried.append, **HOW)
     assert found.batch > 1 and len(tried) >= 4 and len(planned) == 1
 
 

@@ -68,8 +68,8 @@ def test_with_a_function_it_is_images_per_second_by_batch_as_every_plan_by_itsel
     def images(batch: int) -> torch.Tensor:
         return torch.empty(batch, 3, 16, 16, device="meta")
 
-    frontier = shoal.frontier(net, images, budget=120_000, points=100, **how)
-    plans = {point.batch: shoal.plan(net, images(point.batch), 120_000, **how) for point in frontier.points}
+    frontier = shoal.frontier(net, images, budget=250_000, points=100, **how)
+    plans = {point.batch: shoal.plan(net, images(point.batch), 250_000, **how) for point in frontier.points}
     assert list(plans) == list(range(1, frontier.largest.batch + 1)) and len(plans) > 2
     for point in frontier.points:
         plan = plans[point.batch]
@@ -81,11 +81,11 @@ def test_with_a_function_it_is_images_per_second_by_batch_as_every_plan_by_itsel
     assert frontier.best.batch == max(plans, key=lambda batch: batch / plans[batch].predicted_seconds)
     assert frontier.too_many == frontier.largest.batch + 1
     with pytest.raises(BudgetError):
-        shoal.plan(net, images(frontier.largest.batch + 1), 120_000, **how)
-    fitted = shoal.fit(net, images, 120_000, **how)
+        shoal.plan(net, images(frontier.largest.batch + 1), 250_000, **how)
+    fitted = shoal.fit(net, images, 250_000, **how)
     assert fitted.batch == frontier.largest.batch
 
-    few = shoal.frontier(net, images, budget=120_000, points=2, max_batch=2, **how)
+    few = shoal.frontier(net, images, budget=250_000, points=2, max_batch=2, **how)
     assert [point.batch for point in few.points] == [1, 2] and few.too_many is None
 
 

@@ -278,7 +278,7 @@ class PlannedStep:
 
     def make_plan(self, captured: Captured) -> Captured:
         """Set `plan` and `basis`; the step as it is under the plan."""
-        return self.session.make_plan(captured, captured.device, self, self.form)
+        return self.session.make_plan(captured, self, self.form)
 
     def basis_in_call(self) -> Basis | None:
         """As of `Metered`."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import fx
@@ -23,11 +23,12 @@ from shoal.core.plan import Plan
 from shoal.core.step import StepGraph
 from shoal.core.variant import WHOLE, Variant
 from shoal.engine import form_cache
+from shoal.engine.compile_options import CompileOptions
 from shoal.engine.loop_memory import LoopMemory
 from shoal.engine.plan_kernels import check_kernels
 from shoal.engine.search.best_variant import best_variant, fitting_variant
-from shoal.engine.search.encoding import EncodeNothing, Encoding
-from shoal.engine.search.priced import Encodable, InVariant, Priced, Prices
+from shoal.engine.search.encoding import Encoding
+from shoal.engine.search.priced import InVariant, Priced, Prices
 from shoal.engine.search.search_state import Best
 from shoal.engine.search.variants import Forms, OwnForm, Variants
 from shoal.engine.search.without_effect import without_effect
@@ -36,13 +37,67 @@ from shoal.engine.step_planning import WHOLE_FORM, CompiledVariant, Planned, Ste
 from shoal.errors import BudgetError, PlanError
 from shoal.lowlevel.torch_state import autocast_state, autocasting
 from shoal.memory.limit import no_memory_limit
-from shoal.planners.smallest_plan import refuse_in_a_moment
 
 _WORTH_SECONDS = 0.5  # a form that is found faster is searched for again
 
 log = logging.getLogger("shoal")
-_Made = tuple[Captured, Captured, Planned, LoopMemory]  # as it runs, and so that results are laid out as traced
 Compiled = Callable[..., Any]
+_Graph = TypeVar("_Graph", bound=Hashable)
+_Loops = Callable[[Collection[int]], Sequence[LoopMemory]]
+
+
+class Planning(Protocol):
+    """Whose steps are planned, and for what.
+
+    Attributes:
+        options: what the plans are to be.
+        name: the model's.
+        runs_here: whether they run on this machine.
+    """
+
+    @property
+    def options(self) -> CompileOptions: ...
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def runs_here(self) -> bool: ...
+
+    def in_regions(self, captured: Captured) -> Captured:
+        """A step with the ops that are launched where it runs."""
+
+    def in_traced_layouts(self, captured: Captured) -> Captured:
+        """A step whose results are laid out as they were traced."""
+
+    def planning(self, captured: Captured) -> StepPlanning:
+        """A step, with what it costs and ready to be planned."""
+
+    def loops(self, places: Collection[int]) -> tuple[LoopMemory, ...]:
+        """What the training loop of a step with outputs at these places may hold, from the most to the least."""
+
+    def try_to_plan(
+        self, planning: StepPlanning, loops: Sequence[LoopMemory], encoding: Encoding
+    ) -> tuple[Planned, LoopMemory]:
+        """See `StepPlanning.plan_in_any`."""
+
+
+@dataclass(frozen=True)
+class PlannedForm:
+    """A step in one form, and its plan.
+
+    Attributes:
+        captured: the step. laid_out: so that its results are laid out as traced.
+        planned: its plan.
+        loop: that the plan is for.
+    """
+
+    captured: Captured
+    laid_out: Captured
+    planned: Planned
+    loop: LoopMemory
+
+
 Choose = Callable[[Captured], tuple[CompiledVariant, Captured]]
 CompileForm = Callable[[fx.GraphModule, CompiledVariant | Choose], Compiled]
 
@@ -87,7 +142,9 @@ def compile_chosen(
     if not variants.has_other_graphs:  # its form is chosen while AOTAutograd waits for it, and nothing is traced twice
 
         def choose(whole: Captured) -> tuple[CompiledVariant, Captured]:
-            return _best_form(session, variants, key, lambda own: whole, session.options.form_means)[1:]
+            _, form, in_it = best_form(session, variants, lambda own: whole, session.options.form_means)
+            session.remember_form(key, form)
+            return form, in_it
 
         return compile_form(gm, choose)
     return _compile_best(session, variants, key, example_inputs, capture, compile_form)
@@ -97,7 +154,7 @@ def own_form(session: Session, gm: fx.GraphModule) -> CompiledVariant | Choose:
     """The step as its author wrote it, shrunk in the backward pass if it takes that; no other form is looked for."""
     if session.options.budget_bytes is None:
         return WHOLE_FORM
-    return lambda whole: _best_form(session, OwnForm(gm), "", lambda own: whole, frozenset())[1:]
+    return lambda whole: best_form(session, OwnForm(gm), lambda own: whole, frozenset())[1:]
 
 
 def in_form(session: Session, captured: Captured, variant: Variant) -> Captured:
@@ -146,7 +203,8 @@ def _compile_best(
                 return capture(graph)
 
         with unset_fake_temporarily():
-            graph, form, in_it = _best_form(session, variants, key, captured, session.options.form_means)
+            graph, form, in_it = best_form(session, variants, captured, session.options.form_means)
+        session.remember_form(key, form)
         if form.seconds > _WORTH_SECONDS:
             form_cache.remember(digest, form)
         if graph is not variants.own and not in_it.can_replace(whole):
@@ -166,84 +224,84 @@ class _Other(Exception):
         self.graph, self.form = graph, form
 
 
-def _best_form(
-    session: Session,
-    variants: Forms[fx.GraphModule],
-    key: str,
-    capture: Callable[[fx.GraphModule], Captured],
-    means: frozenset[str],
-) -> tuple[fx.GraphModule, CompiledVariant, Captured]:
-    """The graph of the form that trains fastest, its plan, and the step in that form."""
+def best_form(
+    of: Planning, variants: Forms[_Graph], capture: Callable[[_Graph], Captured], means: frozenset[str]
+) -> tuple[_Graph, CompiledVariant, Captured]:
+    """The form in which a step trains fastest: its graph, its plan, and the step in it.
+
+    A form in which the step fits whatever the loop holds is taken before a faster one that only may.
+
+    Args:
+        of: whose step it is.
+        variants: its forms.
+        capture: a graph → its training step, captured and not run.
+        means: techniques that change its ops.
+
+    Raises:
+        BudgetError: no form fits.
+    """
     started = time.perf_counter()
-
-    def planning_of(laid_out: Captured) -> StepPlanning:
-        with unset_fake_temporarily():
-            return session.planning(laid_out, laid_out.device)
-
-    def timed(planning: StepPlanning) -> StepGraph:
-        return planning.priced(session.least_loop(planning))
-
-    def costs(steps: Sequence[InVariant]) -> tuple[Priced[_Made], Sequence[StepGraph]]:
-        captured = steps[0].captured
-        laid_out = session.in_traced_layouts(captured)
-        planning = planning_of(laid_out)
-        plannings[planning.fingerprint] = planning
-        known = timed(planning)
-
-        @unset_fake_temporarily()
-        def made(encoding: Encoding) -> tuple[_Made, Plan]:
-            planned, loop = session.try_to_plan(planning, encoding)
-            return (captured, laid_out, planned, loop), planned.plan
-
-        @unset_fake_temporarily()
-        def refuse(budget_bytes: int) -> None:
-            session.try_to_plan(planning.by(refuse_in_a_moment), EncodeNothing())
-
-        @cache
-        @no_memory_limit()
-        @unset_fake_temporarily()
-        def with_share_encoded(share: float) -> StepGraph:
-            return planning.bounding_step(session.least_loop(planning), share)
-
-        priced = Priced(
-            known,
-            lambda budget_bytes: made(EncodeNothing()),  # the session's own
-            None if session.options.lossy is None else Encodable(with_share_encoded, lambda _, how: made(how)),
-            refuse=refuse if session.options.planner == "joint" else None,
-        )
-        return priced, [known]
-
-    def other(captured: Captured) -> StepGraph:
-        return timed(planning_of(session.in_traced_layouts(captured)))
-
-    traced: dict[fx.GraphModule, Captured] = {}
     plannings: dict[str, StepPlanning] = {}
-    prices = Prices(means, session.in_regions, other, costs)
-    budget_bytes = session.options.budget_bytes or 0
+    budget_bytes = of.options.budget_bytes or 0
+    captured = cache(capture)
 
-    def price(graph: fx.GraphModule) -> Priced[_Made]:
-        if graph not in traced:
-            traced[graph] = capture(graph)
-        return prices.price(InVariant(traced[graph]))
+    def price(loops: _Loops) -> Callable[[_Graph], Priced[PlannedForm]]:
+        prices = form_prices(of, means, loops, plannings)
+        return lambda graph: prices.price(InVariant(captured(graph)))
 
-    best: Best[fx.GraphModule, _Made] | None = None
-    if session.may_hope:
-        with session.for_the_worst_loop(), suppress(BudgetError):  # a hopeless budget is refused for both loops
-            best = fitting_variant(variants, price, budget_bytes, session.name)
+    best: Best[_Graph, PlannedForm] | None = None
+    if len(of.loops(())) > 1:
+        with suppress(BudgetError):  # a hopeless budget is refused for all loops
+            best = fitting_variant(variants, price(lambda places: of.loops(places)[:1]), budget_bytes, of.name)
     if best is None:
-        best = best_variant(variants, price, budget_bytes, session.name)
-    in_it, laid_out, planned, loop = best.made
+        best = best_variant(variants, price(of.loops), budget_bytes, of.name)
+    made = best.made
     candidates = best.plan.candidates if len(best.plan.candidates) > 1 else ()  # else there was no choice
     written = None
-    if best.variant != WHOLE and (whole := traced.get(variants.graph(WHOLE))) is not None:
-        as_written = plannings.get(session.in_traced_layouts(whole).graph.fingerprint)
-        if as_written is not None:
-            written = as_written.unplanned.with_static(-planned.basis.graph.static_bytes)
+    if best.variant != WHOLE:
+        whole = of.in_traced_layouts(captured(variants.graph(WHOLE))).graph.fingerprint
+        if whole in plannings:
+            written = plannings[whole].unplanned.with_static(-made.planned.basis.graph.static_bytes)
     form = CompiledVariant(best.variant, candidates, time.perf_counter() - started, written)
-    if key:
-        session.remember_form(key, form)
-    form = replace(form, found=(laid_out, planned, loop))
-    return best.graph, form, in_it
+    return best.graph, replace(form, found=(made.laid_out, made.planned, made.loop)), made.captured
+
+
+def form_prices(
+    of: Planning,
+    means: frozenset[str],
+    loops: _Loops,
+    plannings: dict[str, StepPlanning],
+) -> Prices[PlannedForm]:
+    """What the forms of a step cost in whichever of some loops.
+
+    Args:
+        of, means: as of `best_form`.
+        loops: of a step, by the places of its outputs.
+        plannings: by fingerprint, the steps that were priced; filled in.
+    """
+
+    def planning_of(captured: Captured) -> StepPlanning:
+        with unset_fake_temporarily():
+            return of.planning(of.in_traced_layouts(captured))
+
+    def timed(captured: Captured) -> StepGraph:
+        planning = planning_of(captured)
+        return planning.priced(loops(planning.outputs)[-1])
+
+    def costs(steps: Sequence[InVariant]) -> tuple[Priced[PlannedForm], Sequence[StepGraph]]:
+        captured, laid_out = steps[0].captured, of.in_traced_layouts(steps[0].captured)
+        with unset_fake_temporarily():
+            planning = of.planning(laid_out)
+
+        def made(one: StepPlanning, how: Encoding) -> tuple[PlannedForm, Plan]:
+            planned, loop = of.try_to_plan(one, loops(one.outputs), how)
+            return PlannedForm(captured, laid_out, planned, loop), planned.plan
+
+        plannings[planning.fingerprint] = planning
+        priced = planning.in_loops(loops(planning.outputs), made)
+        return priced, [priced.graph]
+
+    return Prices(means, of.in_regions, timed, costs, of.runs_here)
 
 
 def _compile_as_planned(plan: Plan, variants: Variants, compile_form: CompileForm) -> Compiled:

@@ -165,6 +165,12 @@ def _usual_share(loop: LoopMemory) -> float:
     return 1.0 if loop.loss_share <= LoopMemory.loss_share else loop.loss_share
 
 
+def possible_loops(loop: LoopMemory, places: Collection[int]) -> tuple[LoopMemory, ...]:
+    """The loops that a step may turn out to be in before one of its steps was metered, from the most that one holds to
+    the least."""
+    return loop, usual_case(loop), best_case(loop, places)
+
+
 def step_alone(*, replays: bool = False) -> LoopMemory:
     """A loop that holds nothing: what a given plan, which is run as it is, was made for."""
     return LoopMemory(

@@ -15,13 +15,14 @@ from shoal.capture.call_arguments import Example
 from shoal.capture.capture_step import InputRefused, in_dynamo
 from shoal.core.hardware import Hardware
 from shoal.core.plan import Plan
+from shoal.engine.choose_variant import best_form
 from shoal.engine.forward_on_meta import sizes_that_would_do
 from shoal.engine.options import Options
 from shoal.engine.plan_kernels import kernels_of
 from shoal.engine.pricing import Pricing
 from shoal.engine.search.any_form import Fitting, any_form
-from shoal.engine.search.best_variant import best_variant
 from shoal.engine.search.variants import Variants
+from shoal.engine.step_planning import WHOLE_FORM
 from shoal.errors import CaptureError, InputError
 from shoal.offload.policy import AUTO
 
@@ -103,17 +104,21 @@ def plan_of(pricing: Pricing, example: Example) -> Plan:
     started = time.perf_counter()
 
     def read(gm: fx.GraphModule, inputs: Sequence[Any]) -> Plan:
-        price, variants = pricing.prices(gm, inputs), Variants(gm, pricing.options.means)
+        options, form = pricing.options, WHOLE_FORM
         if pricing.budget_bytes is None:
-            return price(gm).plan(0)[1]
+            made = pricing.prices(gm, inputs)(gm).plan(0)[0]
+            return form.described(made.planned, made.loop, options)
+        variants = Variants(gm, options.means)
         lines = pricing.say_without_effect(variants)
-        made = best_variant(variants, price, pricing.budget_bytes, pricing.name).plan
-        return replace(made, without_effect=lines)
+        _, form, _ = best_form(pricing, variants, pricing.capture(gm, inputs), options.form_means)
+        assert form.found is not None
+        _, planned, loop = form.found
+        return replace(form.described(planned, loop, options), without_effect=lines)
 
     found = _captured(pricing, example, read)
     if pricing.target is None:
         found = replace(found, kernels=kernels_of(found, pricing.device_type))
-    return replace(found, planning_seconds=time.perf_counter() - started, options=pricing.options.to_json())
+    return replace(found, planning_seconds=time.perf_counter() - started)
 
 
 def any_plan_of(pricing: Pricing, example: Example, likely: int) -> Fitting:

@@ -15,10 +15,10 @@ from torch import fx
 
 from shoal.capture.call_arguments import Example
 from shoal.capture.capture_step import InputPlaces, in_dynamo, joint_step
+from shoal.capture.captured import Captured
 from shoal.capture.layered import Refused
 from shoal.capture.shrunk import shrunk
 from shoal.core.plan import Plan
-from shoal.core.step import StepGraph
 from shoal.core.variant import WHOLE, Variant
 from shoal.engine.plans_by_size import PlansBySize
 from shoal.engine.pricing import Counted, Pricing
@@ -29,6 +29,7 @@ from shoal.engine.search.priced import captured_form
 from shoal.engine.search.scaled_step import NotLinear, scaled_step
 from shoal.engine.search.split_forms import PatchWork, sliced_forms
 from shoal.engine.search.variants import Variants, forms_up_to, fused_forms
+from shoal.engine.step_planning import CountedStep
 from shoal.memory.static_memory import StaticMemory
 from shoal.memory.storage_bytes import distinct_bytes
 
@@ -200,7 +201,7 @@ class _CapturedForms:
             def step(graph: fx.GraphModule) -> Counted:
                 captured = joint_step(graph, inputs, places, name=pricing.name, runs_here=False)
                 smaller = shrunk(captured)
-                return Counted(captured.graph, None if smaller is None else smaller.graph)
+                return Counted(_counted(captured), None if smaller is None else _counted(smaller))
 
             return read(Variants(gm, pricing.options.means), step)
 
@@ -270,17 +271,18 @@ class _ScaledForms:
         smaller = {batch: step.shrunk for batch, step in known.items() if step.shrunk is not None}
         if smaller and len(smaller) < len(known):
             raise NotLinear
-        whole = self._scaled_step({batch: step.graph for batch, step in known.items()})
+        whole = self._scaled_step({batch: step.whole for batch, step in known.items()})
         return Counted(whole, self._scaled_step(smaller) if smaller else None)
 
-    def _scaled_step(self, known: Mapping[int, StepGraph]) -> StepGraph:
-        first, middle, last = sorted(known)
-        if scaled_step(known[first], first, known[last], last, middle) != known[middle]:
+    def _scaled_step(self, known: Mapping[int, CountedStep]) -> CountedStep:
+        graphs = {batch: step.graph for batch, step in known.items()}
+        first, middle, last = sorted(graphs)
+        if scaled_step(graphs[first], first, graphs[last], last, middle) != graphs[middle]:
             raise NotLinear
-        scaled = scaled_step(known[self._below], self._below, known[self._above], self._above, self._batch)
+        scaled = scaled_step(graphs[self._below], self._below, graphs[self._above], self._above, self._batch)
         if scaled is None:
             raise NotLinear
-        return scaled
+        return replace(known[first], graph=scaled)
 
     def _scaled(self, *counts: int) -> int:
         """A count at the batch, where those at the three lie on a line."""
@@ -298,6 +300,10 @@ def least_bytes(pricing: Pricing) -> int:
     fixed_bytes = distinct_bytes([*model.parameters(), *model.buffers()])
     fixed_bytes += distinct_bytes(p for p in model.parameters() if p.requires_grad)
     return fixed_bytes + StaticMemory(model, optimizer).state_bytes()
+
+
+def _counted(captured: Captured) -> CountedStep:
+    return CountedStep(captured.graph, captured.output_storages())
 
 
 def _captured(variants: Variants, step: Callable[[fx.GraphModule], Counted], variant: Variant) -> Counted | str:

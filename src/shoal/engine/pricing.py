@@ -5,45 +5,41 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from shoal import planners
 from shoal.capture.capture_step import InputPlaces, joint_step
 from shoal.capture.captured import Captured
 from shoal.core import arguments, presets
-from shoal.core.hardware import Hardware, Link
+from shoal.core.hardware import Hardware
 from shoal.core.plan import Plan
 from shoal.core.sizes import MAX_BYTES
-from shoal.core.step import StepGraph
 from shoal.core.validate_plan import check_own_plan
 from shoal.cost.measure import measure
 from shoal.cost.measure_links import link_to
 from shoal.cost.profile import profile_step
 from shoal.cost.roofline import roofline
+from shoal.engine.choose_variant import PlannedForm, form_prices
 from shoal.engine.compile_options import CompileOptions
 from shoal.engine.compiled_regions import in_unmeasured_regions
 from shoal.engine.launched_step import as_launched
+from shoal.engine.loop_memory import LoopMemory
 from shoal.engine.options import Options, name_of, options_of
-from shoal.engine.search.choose_encoded import bounding_step, choose_encoded
-from shoal.engine.search.encoded_steps import EncodedSteps
-from shoal.engine.search.encoding import EncodeBelow, EncodeIfFaster
-from shoal.engine.search.priced import Encodable, InVariant, Priced, Prices
+from shoal.engine.refusal_hints import with_hint
+from shoal.engine.search.encoding import Encoding
+from shoal.engine.search.priced import InVariant, Priced
 from shoal.engine.search.variants import Variants
 from shoal.engine.search.without_effect import without_effect
-from shoal.engine.step_planning import allowed, limited_step
-from shoal.errors import InputError
+from shoal.engine.step_planning import CountedStep, Planned, StepCosts, StepPlanning
+from shoal.errors import BudgetError, InputError
 from shoal.kernels.generator import state_bytes
 from shoal.memory.budget import budget_bytes as allowed_bytes
 from shoal.memory.optimizer_state import Declared, declared_optimizer
 from shoal.memory.static_memory import StaticMemory
-from shoal.planners.limits import DEFAULT
-from shoal.planners.smallest_plan import smallest_inside
 
 log = logging.getLogger("shoal")
 _OF_A_TRAINED_MODEL = ("plan", "budget_of", "cuda_graphs")  # options of shoal.compile only
@@ -51,10 +47,10 @@ _OF_A_TRAINED_MODEL = ("plan", "budget_of", "cuda_graphs")  # options of shoal.c
 
 @dataclass(frozen=True)
 class Counted:
-    """A step without times, and the same shrunk in the backward pass; None where nothing of it can be."""
+    """The counts of a step, and of the same shrunk in the backward pass; None where nothing of it can be."""
 
-    graph: StepGraph
-    shrunk: StepGraph | None
+    whole: CountedStep
+    shrunk: CountedStep | None
 
 
 @dataclass(frozen=True)
@@ -120,45 +116,87 @@ class Pricing:
         declared = declared_optimizer(optimizer)
         return cls(model, named, resolved, budget_bytes, target, declared)
 
-    def prices(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[fx.GraphModule], Priced[None]]:
-        """What prices a form of a step.
+    @property
+    def runs_here(self) -> bool:
+        """Whether the step is planned for this machine."""
+        return self.target is None
+
+    def capture(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[fx.GraphModule], Captured]:
+        """What captures a form of a step: a graph that is called as `gm` is → its step.
 
         Args:
             gm, inputs: as Dynamo hands them to a backend.
+        """
+        places, here = InputPlaces.of(gm), self.runs_here
+        return lambda own: joint_step(own, inputs, places, name=self.name, runs_here=here, keeps_as_written=own is gm)
+
+    def prices(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[fx.GraphModule], Priced[PlannedForm]]:
+        """What prices a form of a step.
+
+        Args:
+            gm, inputs: as of `capture`.
 
         Returns:
             A function of a graph that is called as `gm` is. Plans inside 0 bytes keep everything.
         """
-        places = InputPlaces.of(gm)
-        runs_here = self.target is None
-        prices = Prices(self.options.form_means, self._in_regions, self._timed, self._costs, runs_here)
+        capture = self.capture(gm, inputs)
+        prices = form_prices(self, self.options.form_means, self.loops, {})
+        return lambda graph: prices.price(InVariant(capture(graph)))
 
-        def price(graph: fx.GraphModule) -> Priced[None]:
-            is_own = graph is gm
-            captured = joint_step(graph, inputs, places, name=self.name, runs_here=runs_here, keeps_as_written=is_own)
-            return prices.price(InVariant(captured))
-
-        return price
-
-    def _in_regions(self, captured: Captured) -> Captured:
-        if self.target is None:
+    def in_regions(self, captured: Captured) -> Captured:
+        """The step with the ops that are launched where it runs."""
+        if self.runs_here:
             return as_launched(captured, self.options)
         return in_unmeasured_regions(captured) if self.options.kernels == "compiled" else captured
 
-    def _timed(self, captured: Captured) -> StepGraph:
-        device = _device_of(captured)
-        if self.target is None:
-            return self._complete(profile_step(captured, device), device)
-        return self._complete(roofline(captured.graph, self.target), device)
+    def in_traced_layouts(self, captured: Captured) -> Captured:
+        """The step: whether its results are laid out as they were traced shows when it runs."""
+        return captured
 
-    def _complete(self, timed: StepGraph, device: torch.device) -> StepGraph:
-        static_bytes = StaticMemory(self.model, self.optimizer).bytes_beside(timed, runs_here=self.target is None)
-        return replace(timed, static_bytes=static_bytes, link=self._link_and_hardware(device)[0])
+    def loops(self, places: Collection[int]) -> tuple[LoopMemory, ...]:
+        """The one that holds the most: a plan that is made before any step ran holds whatever the loop does."""
+        return (LoopMemory(),)
 
-    @unset_fake_temporarily()
-    def _costs(self, steps: Sequence[InVariant]) -> tuple[Priced[None], Sequence[StepGraph]]:
-        known = self._timed(steps[0].captured)
-        return self._priced(known, steps[0].captured), [known]
+    def planning(self, captured: Captured | CountedStep) -> StepPlanning:
+        """The step, with what it costs and ready to be planned."""
+        return StepPlanning(captured, self._costs_on(_device_of(captured)), self.options)
+
+    def try_to_plan(
+        self, planning: StepPlanning, loops: Sequence[LoopMemory], encoding: Encoding
+    ) -> tuple[Planned, LoopMemory]:
+        """See `StepPlanning.plan_in_any`."""
+        try:
+            made, loop = planning.plan_in_any(loops, encoding)
+        except BudgetError as refused:
+            raise with_hint(refused, self._static, self._static.state_bytes()) from None
+        plan = made.plan
+        check_own_plan(plan.captured_graph, plan.graph, plan.residences, plan.budget_bytes)
+        return made, loop
+
+    def _costs_on(self, device: torch.device) -> StepCosts:
+        target, offload, static = self.target, self.options.offload, self._static
+        if target is not None:
+            room_bytes = offload.host_budget_bytes or 0
+            link = None if offload.to is None else replace(target.link, host_bytes=room_bytes)
+            return StepCosts(
+                lambda step: roofline(step.graph, target),
+                target,
+                link,
+                lambda graph: static.bytes_beside(graph, runs_here=False),
+                state_bytes=0,
+            )
+        leaves = self.options.offloading(device.type)
+        return StepCosts(
+            lambda step: profile_step(step, device),
+            measure(device),
+            link_to(leaves, device) if leaves is not None else None,
+            static.bytes_beside,
+            state_bytes(device),
+        )
+
+    @cached_property
+    def _static(self) -> StaticMemory:
+        return StaticMemory(self.model, self.optimizer)
 
     @property
     def device_type(self) -> str:
@@ -188,66 +226,24 @@ class Pricing:
         """Whether its forms have `Priced.smallest`, and none has storages encoded."""
         return self.options.planner == "joint" and self.options.lossy is None
 
-    def price_of_counts(self, step: Counted) -> Priced[None]:
+    def price_of_counts(self, step: Counted) -> Priced[Plan]:
         """What a step costs that was captured without times, or scaled from such steps, where `is_of_counts`."""
-        assert self.target is not None
-        device = torch.device("cpu")
-        whole, smaller = (
-            None if graph is None else self._priced(self._complete(roofline(graph, self.target), device), None)
-            for graph in (step.graph, step.shrunk)
-        )
-        assert whole is not None
-        return replace(whole, shrunk=lambda: smaller)
 
-    def _priced(self, known: StepGraph, captured: Captured | None) -> Priced[None]:
-        device = torch.device("cpu") if captured is None else _device_of(captured)
-        hardware, means, encodable = self._link_and_hardware(device)[1], self.options.means, None
-        each_state_bytes = 0 if self.target else state_bytes(device)
-        planner = allowed(means, self.options.planner, each_state_bytes)
+        def priced(counted: CountedStep) -> Priced[Plan]:
+            planning = self.planning(counted)
+            loops = self.loops(planning.outputs)
 
-        @unset_fake_temporarily()
-        def made(
-            budget_bytes: int,
-            find: Callable[[Callable[[StepGraph], Plan]], Plan] = lambda planned: planned(known),
-            planner: planners.Planner = planner,
-        ) -> tuple[None, Plan]:
-            planner = planner if budget_bytes else planners.get("keep_all")
-            found = find(lambda graph: planner(graph, hardware, budget_bytes))
-            check_own_plan(found.captured_graph, found.graph, found.residences, budget_bytes)
-            return None, found if captured is None else replace(found, compiled=captured.read_with.compiled)
+            def made(one: StepPlanning, how: Encoding) -> tuple[Plan, Plan]:
+                plan = self.try_to_plan(one, loops, how)[0].plan
+                return plan, plan
 
-        def smallest(budget_bytes: int) -> tuple[None, Plan]:
-            limits = replace(DEFAULT, order="order" in means)
-            inside = allowed(means, partial(smallest_inside, limits=limits), each_state_bytes)
-            return made(budget_bytes, planner=inside)
+            return planning.in_loops(loops, made)
 
-        if captured is not None and self.options.lossy is not None:
-            steps = EncodedSteps({"": captured}, self.options.lossy, lambda graphs: self._timed(graphs[""]))
-
-            @cache
-            @unset_fake_temporarily()
-            def bound(share: float) -> StepGraph:
-                return limited_step(means, bounding_step(steps, share))
-
-            def plan_encoded(budget_bytes: int, encoding: EncodeIfFaster | EncodeBelow) -> tuple[None, Plan]:
-                return made(
-                    budget_bytes, lambda planned: choose_encoded(steps, budget_bytes, planned, encoding=encoding)[1]
-                )
-
-            encodable = Encodable(bound, plan_encoded)
-        is_joint = self.options.planner == "joint"
-        return Priced(limited_step(means, known), made, encodable, smallest=smallest if is_joint else None)
-
-    def _link_and_hardware(self, device: torch.device) -> tuple[Link | None, Hardware]:
-        offload = self.options.offload
-        if self.target is not None:
-            room_bytes = offload.host_budget_bytes or 0
-            return (None if offload.to is None else replace(self.target.link, host_bytes=room_bytes)), self.target
-        leaves = self.options.offloading(device.type)
-        here = measure(device)
-        return (link_to(leaves, device) if leaves is not None else None), here
+        smaller = None if step.shrunk is None else priced(step.shrunk)
+        return replace(priced(step.whole), shrunk=lambda: smaller)
 
 
-def _device_of(captured: Captured) -> torch.device:
+def _device_of(captured: Captured | CountedStep) -> torch.device:
     """Where its ops are timed."""
-    return torch.device("cpu") if captured.device.type == "meta" else captured.device
+    device = captured.device if isinstance(captured, Captured) else torch.device("cpu")
+    return torch.device("cpu") if device.type == "meta" else device

@@ -6,10 +6,10 @@ import gc
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -24,6 +24,9 @@ from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
 from shoal.core.validate_plan import check_own_plan
 from shoal.core.variant import Variant
+from shoal.cost.measure import measure
+from shoal.cost.measure_links import link_to
+from shoal.cost.profile import profile_step
 from shoal.engine import memory_warnings
 from shoal.engine.calls import Call
 from shoal.engine.compile_options import CompileOptions
@@ -32,7 +35,7 @@ from shoal.engine.early_gradients import EarlyGradients
 from shoal.engine.iteration.metered import Iteration
 from shoal.engine.iteration.record import Metered
 from shoal.engine.launched_step import as_launched
-from shoal.engine.loop_memory import LoopMemory, best_case, step_alone, usual_case, waiting_bytes
+from shoal.engine.loop_memory import LoopMemory, possible_loops, step_alone, waiting_bytes
 from shoal.engine.metering import Metering
 from shoal.engine.observe_loop import loss_takes_more, observe_loop
 from shoal.engine.open_transfers import OpenTransfers
@@ -40,15 +43,16 @@ from shoal.engine.optimizer_steps import watch
 from shoal.engine.placement import Placement, spare_bytes
 from shoal.engine.plan_kernels import kernels_of
 from shoal.engine.plans_in_force import PlansInForce
-from shoal.engine.refusal_hints import with_hint, with_optimistic, with_reserve
+from shoal.engine.refusal_hints import with_hint, with_reserve
 from shoal.engine.repair import SetAside, exceeded, highest_predicted
 from shoal.engine.reserved_budget import limit_for, look_beside, within_reserved
 from shoal.engine.search.encoding import IF_FASTER, Encoding
 from shoal.engine.status import Status
-from shoal.engine.step_planning import WHOLE_FORM, CompiledVariant, Planned, StepPlanning
+from shoal.engine.step_planning import WHOLE_FORM, CompiledVariant, Planned, StepCosts, StepPlanning
 from shoal.engine.traced_layouts import TracedLayouts
 from shoal.errors import BudgetError
-from shoal.memory.limit import limit_reserved
+from shoal.kernels.generator import state_bytes
+from shoal.memory.limit import limit_reserved, no_memory_limit
 from shoal.memory.static_memory import StaticMemory
 from shoal.memory.storage_bytes import distinct_bytes
 from shoal.offload.policy import Offloading
@@ -111,13 +115,13 @@ class Session:
     forms: dict[tuple[str, Variant], CompiledVariant] = field(default_factory=dict)
     without_effect: tuple[str, ...] = ()
     left_over: int = 0
+    runs_here: ClassVar[bool] = True
     _placement: Placement | None = None
     _unlimit: Callable[[], None] | None = None
     _aside: SetAside = field(default_factory=SetAside)
     _waiting_bytes: int = 0  # of calls that are left over
     _waits: int = 0
     _improved: bool = False
-    _is_for_worst_loop: bool = False
     _in_force: PlansInForce = field(init=False)
     _uncounted: memory_warnings.UncountedState = field(init=False)
     _layouts: TracedLayouts = field(default_factory=TracedLayouts)
@@ -295,81 +299,68 @@ class Session:
     @property
     def may_hope(self) -> bool:
         """Whether a plan may be made for a loop that holds less: the first metered step shows whether it does."""
-        may = not self.loop.learnt and self.ready_plan is None and self.on_repair is not None
-        return may and not self._is_for_worst_loop
+        return not self.loop.learnt and self.ready_plan is None and self.on_repair is not None
 
-    @contextmanager
-    def for_the_worst_loop(self) -> Iterator[None]:
-        """Within the block, plans are made for the loop that holds the most: a variant in which the step fits whatever
-        the loop holds is taken before a faster one that only may."""
-        self._is_for_worst_loop = True
-        try:
-            yield
-        finally:
-            self._is_for_worst_loop = False
+    def loops(self, places: Collection[int]) -> tuple[LoopMemory, ...]:
+        """Those that a plan may be made for, from the most that the loop may hold to the least.
 
-    def least_loop(self, planning: StepPlanning) -> LoopMemory:
-        """The loop that holds least, of those that a plan may be made for."""
-        return best_case(self.loop, planning.outputs) if self.may_hope else self.loop
+        Args:
+            places: of the step's outputs.
+        """
+        return possible_loops(self.loop, places) if self.may_hope else (self.loop,)
 
-    def planning(self, captured: Captured, device: torch.device, aside_bytes: int = 0) -> StepPlanning:
+    def planning(self, captured: Captured, aside_bytes: int = 0) -> StepPlanning:
         """The step, profiled here and ready to be planned, with that many more bytes set aside."""
         self.state_bytes = self.static.state_bytes()
+        device = captured.device
+        with no_memory_limit():
+            costs = StepCosts(
+                lambda step: profile_step(step, device),
+                measure(device),
+                link_to(self.offloading, device) if self.offloading is not None else None,
+                lambda graph: self._bytes_beside(graph) + aside_bytes,
+                state_bytes(device),
+            )
         return StepPlanning(
             captured,
-            device,
+            costs,
             self.options,
-            self.ready_plan,
-            self.status.encoded,
-            self.offloading,
-            lambda graph: self._bytes_beside(graph) + aside_bytes,
-            spare_bytes(device, self.options, self.status),
+            ready_plan=self.ready_plan,
+            encoded=self.status.encoded,
+            spare_bytes=spare_bytes(device, self.options, self.status),
         )
 
-    def try_to_plan(self, planning: StepPlanning, encoding: Encoding = IF_FASTER) -> tuple[Planned, LoopMemory]:
+    def try_to_plan(
+        self, planning: StepPlanning, loops: Sequence[LoopMemory], encoding: Encoding = IF_FASTER
+    ) -> tuple[Planned, LoopMemory]:
         """The plan of a step, and the loop that it is for: one that holds less, where nothing is known of it yet.
 
         `foresee` holds it against the loop that is seen, before a weight changes.
 
         Args:
-            planning: the step.
-            encoding: see `StepPlanning.plan`.
+            planning, loops, encoding: see `StepPlanning.plan_in_any`.
 
         Raises:
-            BudgetError: no plan fits.
-            NotFaster: see `StepPlanning.plan`.
-            PlanError: the ready plan belongs to another step.
+            BudgetError, NotFaster, PlanError: as that.
         """
-        hopeful = (usual_case(self.loop), best_case(self.loop, planning.outputs)) if self.may_hope else ()
-        loops = (self.loop, *hopeful)
-        may_fit = [loop for loop in loops if planning.may_fit(loop)]
-        rest = [loop for loop in (loops[0], loops[-1]) if loop not in may_fit]  # for what they need
-        refused: dict[LoopMemory, BudgetError] = {}
-        for loop in dict.fromkeys((*may_fit, *rest)):
-            try:
-                made = planning.plan(loop, encoding)
-            except BudgetError as error:
-                refused[loop] = error
-                continue
-            if loop != self.loop:
-                log.info("%s: fits if the loop holds less than it may; the first step is metered", self.name)
-            return made, loop
-        needed = self._hinted(refused[self.loop], planning)
-        raise with_optimistic(needed, refused[loops[-1]]) if hopeful else needed
+        try:
+            made, loop = planning.plan_in_any(loops, encoding)
+        except BudgetError as refused:
+            raise self._hinted(refused, planning) from None
+        if loop != self.loop:
+            log.info("%s: fits if the loop holds less than it may; the first step is metered", self.name)
+        return made, loop
 
     def remember_form(self, shapes: str, form: CompiledVariant) -> None:
         """Compile later steps with inputs of these shapes in this form."""
         self.status.variants[shapes] = form.variant
-        self.forms[shapes, form.variant] = form
+        self.forms[shapes, form.variant] = replace(form, found=None)
 
-    def make_plan(
-        self, captured: Captured, device: torch.device, step: Metered, form: CompiledVariant = WHOLE_FORM
-    ) -> Captured:
+    def make_plan(self, captured: Captured, step: Metered, form: CompiledVariant = WHOLE_FORM) -> Captured:
         """Profile the step's ops here, then plan it inside the budget; `step` gets the plan and what it was made for.
 
         Args:
             captured: the step.
-            device: where it runs.
             step: as it will run.
             form: in which form it was captured.
 
@@ -382,41 +373,40 @@ class Session:
         """
         started = time.perf_counter()
         doing("plan", f"{len(captured.graph.ops)} ops, {form.variant}")
-        made, self.loop = form.planned_for(captured) or self.try_to_plan(self.planning(captured, device))
+        planned = form.planned_for(captured)
+        if planned is None:
+            planning = self.planning(captured)
+            planned = self.try_to_plan(planning, self.loops(planning.outputs))
+        made, self.loop = planned
         if self.options.budget_of == "reserved":
-            made = self._within_reserved(captured, device, made)
+            made = self._within_reserved(captured, made)
         captured, plan = made.captured, made.plan
         self._plannings[step] = made.planning
         basis = form.basis(made.basis)
         check_own_plan(plan.captured_graph, plan.graph, plan.residences, self.status.budget_bytes or 0)
         seconds = time.perf_counter() - started + form.seconds
         plan = replace(
-            plan,
+            form.described(made, self.loop, self.options),
             planning_seconds=seconds,
-            options=self.options.to_json(),
-            variant=form.variant,
-            candidates=basis.candidates(form.candidates, self.loop),
-            checkpoints=captured.checkpoints,
-            compiled=captured.read_with.compiled,
             without_effect=self.without_effect,
             is_at_most=bool(captured.largest_nodes),
         )
         if self.ready_plan is None:
-            plan = replace(plan, kernels=kernels_of(plan, device.type))
+            plan = replace(plan, kernels=kernels_of(plan, captured.device.type))
         self._in_force.put(step, plan, basis)
         return replace(captured, graph=plan.graph)
 
-    def _within_reserved(self, captured: Captured, device: torch.device, made: Planned) -> Planned:
+    def _within_reserved(self, captured: Captured, made: Planned) -> Planned:
         """The plan, or another one, for which the allocator reserves no more than the budget; it may not from here on.
 
         Raises:
             BudgetError: there is none.
         """
-        static, status = self.static, self.status
+        static, status, device = self.static, self.status, captured.device
         budget_bytes = status.budget_bytes or 0
 
         def again(aside_bytes: int) -> Planned:
-            return self.planning(captured, device, aside_bytes).plan(self.loop)
+            return self.planning(captured, aside_bytes).plan(self.loop)
 
         look = look_beside(static, device, budget_bytes, self.loop)
         made, found = within_reserved(made, again, look, budget_bytes)

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
+from typing import cast
 
-import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from shoal import planners
 from shoal.capture.captured import Captured
 from shoal.capture.encode_activations import encoded
-from shoal.core.hardware import Hardware
+from shoal.core.hardware import Hardware, Link
 from shoal.core.order import in_order_of, op_names
 from shoal.core.plan import Plan
 from shoal.core.sizes import format_bytes
@@ -24,21 +25,20 @@ from shoal.core.validate_order import check_order
 from shoal.core.validate_plan import check_plan
 from shoal.core.validate_step import check_step
 from shoal.core.variant import WHOLE, Candidate, Variant
-from shoal.cost.measure import measure
-from shoal.cost.measure_links import link_to
-from shoal.cost.profile import profile_step
 from shoal.engine.compile_options import CompileOptions
 from shoal.engine.generator_states import counting_states, states_of
 from shoal.engine.loop_memory import Basis, LoopMemory, best_case, by_itself, in_loop
 from shoal.engine.plan_cache import remembered
+from shoal.engine.refusal_hints import with_optimistic
 from shoal.engine.search.choose_encoded import bounding_step, choose_encoded, encoded_by
 from shoal.engine.search.encoded_steps import EncodedSteps
 from shoal.engine.search.encoding import IF_FASTER, EncodeNothing, Encoding
+from shoal.engine.search.priced import Encodable, Made, Priced
 from shoal.errors import BudgetError, PlanError
-from shoal.kernels.generator import state_bytes
 from shoal.memory.limit import no_memory_limit
-from shoal.offload.policy import Offloading
 from shoal.planners.estimates import least_seconds, quick_least
+from shoal.planners.limits import DEFAULT
+from shoal.planners.smallest_plan import refuse_in_a_moment, smallest_inside
 
 log = logging.getLogger("shoal")
 InLoop = Callable[[StepGraph], StepGraph]  # a step by itself → the same with what the training loop holds
@@ -91,21 +91,61 @@ class CompiledVariant:
         """What a plan was made for, with the form in which the author wrote the step."""
         return replace(made, written=self.written and self.written.with_static(made.graph.static_bytes))
 
+    def described(self, made: Planned, loop: LoopMemory, options: CompileOptions) -> Plan:
+        """A plan of the step in this form, with what was considered and what it was made for."""
+        return replace(
+            made.plan,
+            options=options.to_json(),
+            variant=self.variant,
+            candidates=self.basis(made.basis).candidates(self.candidates, loop),
+            checkpoints=made.captured.checkpoints,
+            compiled=made.captured.read_with.compiled,
+        )
+
 
 WHOLE_FORM = CompiledVariant()
 
 
+@dataclass(frozen=True)
+class CountedStep:
+    """A step of which only the counts are known, as of one that was not captured at this batch."""
+
+    graph: StepGraph
+    outputs: Mapping[int, str]
+
+    def output_storages(self) -> Mapping[int, str]:
+        """As of `Captured`."""
+        return self.outputs
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """What steps cost where they are planned for.
+
+    Attributes:
+        timed: a step as it was captured → with seconds and workspaces.
+        hardware: its rates.
+        link: through which storages leave the device; None where they stay.
+        bytes_beside: a step → bytes in use all step that are none of its storages.
+        state_bytes: of one state of the random generator.
+    """
+
+    timed: Callable[[Captured], StepGraph]
+    hardware: Hardware
+    link: Link | None
+    bytes_beside: Callable[[StepGraph], int]
+    state_bytes: int
+
+
 class StepPlanning:
-    """One step, profiled and ready to be planned.
+    """One step, with what it costs and ready to be planned.
 
     Args:
-        captured: the step.
-        device: where it runs.
+        captured: the step; its counts are enough to plan it with nothing encoded.
+        costs: what it costs.
         options: what its plan is to be.
         ready_plan: residences to take as they are; None to plan.
         encoded: by step, what its plan encodes; filled in, and taken again where it exists.
-        offloading: where saved storages may wait; None: only on the device.
-        bytes_beside: bytes in use all step that are no storage of the profiled step.
         spare_bytes: of the budget, which a plan leaves free where there is one that can.
 
     Attributes:
@@ -114,29 +154,26 @@ class StepPlanning:
 
     def __init__(
         self,
-        captured: Captured,
-        device: torch.device,
+        captured: Captured | CountedStep,
+        costs: StepCosts,
         options: CompileOptions,
-        ready_plan: Plan | None,
-        encoded: dict[str, tuple[str, ...]],
-        offloading: Offloading | None,
-        bytes_beside: Callable[[StepGraph], int],
+        *,
+        ready_plan: Plan | None = None,
+        encoded: dict[str, tuple[str, ...]] | None = None,
         spare_bytes: int = 0,
     ) -> None:
-        self.outputs, self.n_ops = captured.output_storages(), len(captured.graph.ops)
-        self._captured = captured
-        self._device = device
+        self.outputs = captured.output_storages()
+        self._captured = captured = cast(Captured, captured)  # counts are neither encoded nor run
+        self._costs = costs
         self._options = options
         self._ready_plan = ready_plan
-        self._encoded = encoded
+        self._encoded = {} if encoded is None else encoded
         self._spare_bytes = spare_bytes
         with no_memory_limit():
-            profiled = profile_step(captured, device)
-            self._hardware = measure(device)
-            self._link = link_to(offloading, device) if offloading is not None else None
-        self.fingerprint = profiled.fingerprint
-        self._beside_bytes = bytes_beside(profiled)
-        self._costed = [(captured, self._complete(profiled))]
+            timed = costs.timed(captured)
+        self.fingerprint = timed.fingerprint
+        self._beside_bytes = costs.bytes_beside(timed)
+        self._costed = [(captured, self._complete(timed))]
 
     def plan(self, loop: LoopMemory, encoding: Encoding = IF_FASTER) -> Planned:
         """Plan the step in a training loop.
@@ -153,6 +190,28 @@ class StepPlanning:
         captured, plan = self._plan_one(lambda graph: in_loop(graph, loop, self.outputs), encoding)
         exact = self._costs_of(self._captured) if plan.exact_graph is not None else None
         return Planned(captured, plan, replace(self.unplanned, graph=self._costs_of(captured), exact_graph=exact), self)
+
+    def plan_in_any(self, loops: Sequence[LoopMemory], encoding: Encoding = IF_FASTER) -> tuple[Planned, LoopMemory]:
+        """The plan in the first of some loops that the step fits in, and that loop.
+
+        Args:
+            loops: what the loop may hold, from the most to the least.
+            encoding: as of `plan`.
+
+        Raises:
+            BudgetError: it fits in none; what the first one needs, and what is enough for the last.
+            NotFaster, PlanError: as `plan`.
+        """
+        loops = tuple(dict.fromkeys(loops))
+        may_fit = [loop for loop in loops if len(loops) == 1 or self.may_fit(loop)]
+        rest = [loop for loop in (loops[0], loops[-1]) if loop not in may_fit]  # for what they need
+        refused: dict[LoopMemory, BudgetError] = {}
+        for loop in dict.fromkeys((*may_fit, *rest)):
+            try:
+                return self.plan(loop, encoding), loop
+            except BudgetError as error:
+                refused[loop] = error
+        raise with_optimistic(refused[loops[0]], refused[loops[-1]]).with_traceback(None)
 
     @property
     def unplanned(self) -> Basis:
@@ -171,14 +230,14 @@ class StepPlanning:
         options, named_bytes = self._options, refused.least_feasible_bytes
         if written is None or named_bytes is None or options.lossy is not None or options.budget_bytes is None:
             return refused
-        planner = allowed(options.means, options.planner, state_bytes(self._device))
+        planner = allowed(options.means, options.planner, self._costs.state_bytes)
         hoped, seen = (
             in_loop(written.graph, one, written.outputs) for one in (best_case(LoopMemory(), written.outputs), loop)
         )
         with suppress(BudgetError):
-            planner(hoped, self._hardware, named_bytes)
+            planner(hoped, self._costs.hardware, named_bytes)
             try:
-                planner(seen, self._hardware, options.budget_bytes)
+                planner(seen, self._costs.hardware, options.budget_bytes)
             except BudgetError as error:
                 return max(refused, error, key=lambda one: one.least_feasible_bytes or 0)
         return refused
@@ -189,9 +248,48 @@ class StepPlanning:
         other._options = replace(self._options, planner=planner)
         return other
 
+    def inside(self, budget_bytes: int | None) -> StepPlanning:
+        """The same step, planned inside another budget; None to keep everything."""
+        other = copy(self)
+        other._options, other._encoded = replace(self._options, budget_bytes=budget_bytes), {}
+        return other
+
     def priced(self, loop: LoopMemory) -> StepGraph:
-        """The step by itself in a training loop, with nothing encoded."""
-        return in_loop(self._costs_of(self._captured), loop, self.outputs)
+        """The step by itself in a training loop, with nothing encoded, as far as it may be recomputed and offloaded."""
+        return limited_step(self._options.means, in_loop(self._costs_of(self._captured), loop, self.outputs))
+
+    def in_loops(
+        self,
+        loops: Sequence[LoopMemory],
+        made: Callable[[StepPlanning, Encoding], tuple[Made, Plan]],
+    ) -> Priced[Made]:
+        """What the step costs, in whichever of some loops.
+
+        Args:
+            loops: as of `plan_in_any`.
+            made: what is wanted of a plan of the step, and the plan.
+        """
+        known, is_joint = self.priced(loops[-1]), self._options.planner == "joint"
+
+        @unset_fake_temporarily()
+        def planned(budget_bytes: int, how: Encoding, planner: planners.Planner | None = None) -> tuple[Made, Plan]:
+            one = self if budget_bytes == self._options.budget_bytes else self.inside(budget_bytes or None)
+            return made(one if planner is None else one.by(planner), how)
+
+        @cache
+        @no_memory_limit()
+        @unset_fake_temporarily()
+        def with_share_encoded(share: float) -> StepGraph:
+            return limited_step(self._options.means, self.bounding_step(loops[-1], share))
+
+        smallest = partial(smallest_inside, limits=replace(DEFAULT, order="order" in self._options.means))
+        return Priced(
+            known,
+            lambda budget_bytes: planned(budget_bytes, EncodeNothing()),
+            None if self._options.lossy is None else Encodable(with_share_encoded, planned),
+            refuse=(lambda nbytes: planned(nbytes, EncodeNothing(), refuse_in_a_moment)) if is_joint else None,
+            smallest=(lambda nbytes: planned(nbytes, EncodeNothing(), smallest)) if is_joint else None,
+        )
 
     def may_fit(self, loop: LoopMemory) -> bool:
         """Whether the step is expected to fit in a loop, with nothing encoded: by its bound, which holds for the ops in
@@ -215,12 +313,12 @@ class StepPlanning:
     def _plan_one(self, placed: InLoop, encoding: Encoding) -> tuple[Captured, Plan]:
         captured, budget_bytes = self._captured, self._options.budget_bytes
         if self._ready_plan is not None:
-            each_bytes = state_bytes(self._device)
+            each_bytes = self._costs.state_bytes
             return _adopt(
                 self._ready_plan, captured, lambda step: placed(self._costs_of(step)), each_bytes, budget_bytes
             )
         if budget_bytes is None:
-            return captured, planners.get("keep_all")(placed(self._costs_of(captured)), self._hardware, 0)
+            return captured, planners.get("keep_all")(placed(self._costs_of(captured)), self._costs.hardware, 0)
         if self._spare_bytes:
             with suppress(BudgetError):
                 captured, made = self._plan_within(budget_bytes - self._spare_bytes, placed, encoding)
@@ -228,8 +326,8 @@ class StepPlanning:
         return self._plan_within(budget_bytes, placed, encoding)
 
     def _plan_within(self, budget_bytes: int, placed: InLoop, encoding: Encoding) -> tuple[Captured, Plan]:
-        options, hardware = self._options, self._hardware
-        planner = allowed(options.means, options.planner, state_bytes(self._device))
+        options, hardware = self._options, self._costs.hardware
+        planner = allowed(options.means, options.planner, self._costs.state_bytes)
         before = placed(self._costs_of(self._captured))
         if options.lossy is None or isinstance(encoding, EncodeNothing):
             return self._captured, planner(before, hardware, budget_bytes)
@@ -249,14 +347,14 @@ class StepPlanning:
         known = next((graph for one, graph in self._costed if one is step), None)
         if known is None:
             with no_memory_limit():
-                known = self._complete(profile_step(step, self._device))
+                known = self._complete(self._costs.timed(step))
             self._costed.append((step, known))
         return known
 
     def _complete(self, graph: StepGraph) -> StepGraph:
         if self._options.cuda_graphs:
             graph = graph.without_launches()  # the host launches two graphs a step
-        return replace(graph, static_bytes=graph.static_bytes + self._beside_bytes, link=self._link)
+        return replace(graph, static_bytes=graph.static_bytes + self._beside_bytes, link=self._costs.link)
 
 
 def allowed(means: frozenset[str], planner: str | planners.Planner, each_state_bytes: int = 0) -> planners.Planner:

@@ -16,9 +16,8 @@ from shoal.engine.search.split_forms import PatchWork
 from shoal.engine.search.try_forms import Bounded
 from shoal.engine.search.variants import Graph
 from shoal.planners.estimates import about_least_bytes
-from shoal.planners.infeasible import floor_bytes
 
-_ENOUGH_SLICES = 4  # with which patches that overlap are left out
+_ENOUGH_SLICES = 4  # with which patches that overlap are left out once a form fits
 _SURE = 0.9  # of what the step on more slices is expected to take
 _FEW_OPS = 1000  # of a form on slices; one of more is captured only where there is as much more to gain
 _LOWER = 0.99  # where nothing fits, patches that need more than so much of what others need are not made finer
@@ -61,8 +60,8 @@ class WorthCapturing(Generic[Graph, Made]):
             return "fewer slices are not short of room, by their bound"
         if variant.twice and state.best is not None:
             return "another form fits and measures nothing twice"
-        if work.more_share > 0 and self.most_slices >= _ENOUGH_SLICES:
-            return "slices and slabs compute nothing twice"
+        if work.more_share > 0 and self.most_slices >= _ENOUGH_SLICES and state.best is not None:
+            return "another form fits, and slices and slabs compute nothing twice"
         if self._others_gain_nothing(variant):
             return "other parts gain nothing, by their bound"
         if work.more_share > slowed_share:
@@ -70,9 +69,9 @@ class WorthCapturing(Generic[Graph, Made]):
         return why_too_many(work, len(whole.ops), 0 if one_after_another else sum(row.n_ops for row in state.rows))
 
     def _note_what_is_needed(self) -> None:
-        """Where what stays in any form is over the budget, finer patches are only for the least."""
-        for form in self._state.unfit:
-            if form.variant in self._about_bytes or self._state.fits(floor_bytes(form.priced.graph)):
+        """Where nothing fits, finer patches are only for the minimum."""
+        for form in self._state.unfit if self._state.best is None else ():
+            if form.variant in self._about_bytes:
                 continue
             before_bytes = min(self._about_bytes.values(), default=math.inf)
             about_bytes = self._about_bytes[form.variant] = about_least_bytes(form.priced.graph)
