@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from shoal.core.plan import Plan
 from shoal.core.residence import Recompute
 from shoal.core.schedule import schedule
 from shoal.core.validate import check_runs
+from shoal.engine.status import Status
 from shoal.errors import BudgetError, CaptureError, InputError, PlanError
 from shoal.memory.storage_bytes import distinct_bytes
 from tests.engine.keywords import keywords
@@ -32,6 +34,7 @@ from tests.engine.training_laws import (
     train,
 )
 from tests.raising import raising
+from tests.scratch import needs_little_scratch
 
 BATCH = images(1, 4, 3, 16, 16)[0]
 P100 = "p100-nvlink"
@@ -312,3 +315,45 @@ def test_a_dict_that_is_one_argument_is_given_in_a_tuple() -> None:
 def test_an_example_of_another_number_of_arguments_is_refused_by_name(example: Any) -> None:
     with raising(InputError, "Linear.forward", "argument"):
         shoal.plan(nn.Linear(4, 4), example, hardware="p100-nvlink")
+
+
+def dense(*channels: int) -> nn.Module:
+    """With results as large as its inputs, so that much depends on what the training loop holds of them."""
+    return nn.Sequential(*blocks(*channels), nn.Conv2d(channels[-1], 4, 1))
+
+
+def perceptron(*channels: int) -> nn.Module:
+    layers = [nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 16)]
+    return nn.Sequential(nn.Flatten(0, 2), *layers)
+
+
+@needs_little_scratch
+@pytest.mark.parametrize(("make", "allow"), [(classifier, "bitwise"), (dense, "bitwise"), (perceptron, "exact")])
+def test_every_way_in_names_the_same_minimum_which_trains(make: Callable[..., nn.Module], allow: str) -> None:
+    how: dict[str, Any] = {"optimizer": "sgd", "allow": allow}
+
+    def refused(call: Callable[[], object]) -> int:
+        with pytest.raises(BudgetError) as caught:
+            call()
+        return caught.value.least_feasible_bytes or 0
+
+    def losses(budget_bytes: int) -> tuple[list[float], Status]:
+        model = shoal.compile(make(3, 8, 8), budget_bytes, **how)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        found = []
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = model(BATCH).square().mean()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        return found, model.shoal
+
+    some_bytes = shoal.plan(make(3, 8, 8), BATCH).predicted_peak_bytes // 2
+    least_bytes = refused(lambda: shoal.plan(make(3, 8, 8), BATCH, some_bytes, **how))
+    least_bytes = refused(lambda: shoal.plan(make(3, 8, 8), BATCH, int(0.6 * least_bytes), **how))
+    assert refused(lambda: losses(int(0.6 * least_bytes))) == least_bytes
+    assert shoal.frontier(make(3, 8, 8), BATCH, points=2, **how).points[0].budget_bytes == least_bytes
+    assert shoal.plan(make(3, 8, 8), BATCH, least_bytes, **how).predicted_peak_bytes <= least_bytes
+    found, status = losses(least_bytes)
+    assert found[-1] < found[0] and 0 < (status.measured_peak_bytes or 0) <= least_bytes

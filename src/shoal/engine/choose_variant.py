@@ -26,6 +26,7 @@ from shoal.engine import form_cache
 from shoal.engine.compile_options import CompileOptions
 from shoal.engine.loop_memory import LoopMemory
 from shoal.engine.plan_kernels import check_kernels
+from shoal.engine.refusal_hints import with_optimistic
 from shoal.engine.search.best_variant import best_variant, fitting_variant
 from shoal.engine.search.encoding import Encoding
 from shoal.engine.search.priced import InVariant, Priced, Prices
@@ -249,21 +250,43 @@ def best_form(
         prices = form_prices(of, means, loops, plannings)
         return lambda graph: prices.price(InVariant(captured(graph)))
 
-    best: Best[_Graph, PlannedForm] | None = None
-    if len(of.loops(())) > 1:
-        with suppress(BudgetError):  # a hopeless budget is refused for all loops
-            best = fitting_variant(variants, price(lambda places: of.loops(places)[:1]), budget_bytes, of.name)
-    if best is None:
-        best = best_variant(variants, price(of.loops), budget_bytes, of.name)
-    made = best.made
-    candidates = best.plan.candidates if len(best.plan.candidates) > 1 else ()  # else there was no choice
+    found = _found(of, variants, price, budget_bytes)
+    made = found.made
+    candidates = found.plan.candidates if len(found.plan.candidates) > 1 else ()  # else there was no choice
     written = None
-    if best.variant != WHOLE:
+    if found.variant != WHOLE:
         whole = of.in_traced_layouts(captured(variants.graph(WHOLE))).graph.fingerprint
         if whole in plannings:
             written = plannings[whole].unplanned.with_static(-made.planned.basis.graph.static_bytes)
-    form = CompiledVariant(best.variant, candidates, time.perf_counter() - started, written)
-    return best.graph, replace(form, found=(made.laid_out, made.planned, made.loop)), made.captured
+    form = CompiledVariant(found.variant, candidates, time.perf_counter() - started, written)
+    return found.graph, replace(form, found=(made.laid_out, made.planned, made.loop)), made.captured
+
+
+def _found(
+    of: Planning,
+    variants: Forms[_Graph],
+    price: Callable[[_Loops], Callable[[_Graph], Priced[PlannedForm]]],
+    budget_bytes: int,
+) -> Best[_Graph, PlannedForm]:
+    """The form that fits whatever the loop holds; else one that fits if the loop holds less; else what they need."""
+
+    def in_some(part: slice) -> Callable[[_Graph], Priced[PlannedForm]]:
+        return price(lambda places: of.loops(places)[part])
+
+    most, less, least = in_some(slice(1)), in_some(slice(1, None)), in_some(slice(-1, None))
+    if len(of.loops(())) == 1:
+        return best_variant(variants, most, budget_bytes, of.name)
+    for loops in (most, less):
+        with suppress(BudgetError):  # a hopeless budget is refused for all loops
+            if (found := fitting_variant(variants, loops, budget_bytes, of.name)) is not None:
+                return found
+    try:
+        return best_variant(variants, most, budget_bytes, of.name)
+    except BudgetError as refused:
+        try:
+            return best_variant(variants, least, budget_bytes, of.name)
+        except BudgetError as optimistic:
+            raise with_optimistic(refused, optimistic) from None
 
 
 def form_prices(

@@ -154,6 +154,13 @@ def _plan_inside(budget_bytes: int, forms: list[_Form], plans: list[Plan]) -> fl
             made = forms[place].plan(budget_bytes)
             plans += [made] if made is not None else []
     exact_bounds = {place: bound_seconds for bound_seconds, place in bounds}
+    for place, form in enumerate(forms):  # the bound is of the ops in two orders, and the smallest plan in any
+        if math.isfinite(_seconds_inside(budget_bytes, plans)):
+            break
+        made = form.plan(budget_bytes) if 0 < form.too_small_bytes <= budget_bytes else None
+        if made is not None:
+            plans.append(made)
+            exact_bounds[place] = made.plain_seconds + made.lower_bound_seconds
     encodable = [place for place, form in enumerate(forms) if form.priced.encoded is not None]
     n_encoded = 0
     for place in sorted(encodable, key=lambda place: forms[place].priced.graph.plain_seconds):
