@@ -151,7 +151,7 @@ def fit(
         ...     return torch.empty(batch, 3, 32, 32, device="meta")
         >>> found = shoal.fit(model, images, "8MiB", hardware="p100-nvlink", allow="recompute")
         >>> found.batch, found.plan.predicted_peak_bytes <= 8 * 2**20
-        (85, True)
+        (44, True)
         >>> with torch.device("meta"):
         ...     model = nn.Sequential(nn.Conv3d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv3d(8, 1, 3, padding=1))
         >>> def volumes(patch):
@@ -159,10 +159,10 @@ def fit(
         >>> how = dict(hardware="rtx-3060-12gb", allow="recompute", multiple_of=8)
         >>> found = shoal.fit(model, volumes, "4MiB", patch=(8, 16, 16), max_patch=(24, 99, 99), **how)
         >>> found.patch, found.too_large
-        ((16, 48, 48), (16, 56, 48))
+        ((16, 48, 40), (16, 56, 40))
 
-    Known limits: the loss is taken to use twice the bytes of the outputs' gradients while it runs, as a mean of squares
-    does; in a loop whose loss uses less, one more may fit. It assumes that where a batch does not fit, no larger one
+    Known limits: what the training loop holds is counted as in `shoal.plan`; in a loop that holds less, more may
+    fit. It assumes that where a batch does not fit, no larger one
     does, and likewise for a patch with more voxels. A patch is captured again for each that is tried: seconds to a
     minute each for a large network. Of a step of hundreds of ops, only the form that seems to need least is searched
     for a plan where none was found in a moment, and any search can miss a plan; then the answer is one that fits, not

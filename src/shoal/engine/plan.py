@@ -44,8 +44,9 @@ def plan(
     """Plan one training step without taking it.
 
     Nothing of the model is run: it and `example` may live on the "meta" device, where a network of any size takes no
-    memory. The step by itself is counted; under `shoal.compile`, what the training loop holds besides counts too: at
-    least 512 bytes for the loss and other small tensors, and the outputs of the step before where they are still held.
+    memory. What the training loop holds counts as it does in the first step under `shoal.compile`: as much as a loop
+    may hold, for nothing is known of it yet. So the plan fits whatever the loop does, and the minimum that an error
+    names is that of `shoal.compile`, which in addition tries budgets for loops that hold less.
 
     Args:
         model: the network; it is planned as if in training mode and left as it is.
@@ -81,10 +82,10 @@ def plan(
         ...     model = nn.Sequential(*block(3), *block(8), *block(8), nn.Flatten())
         ...     images = torch.empty(4, 3, 32, 32)
         >>> shoal.plan(model, images, hardware="p100-nvlink").predicted_peak_bytes
-        1235032
-        >>> plan = shoal.plan(model, images, "700KiB", hardware="p100-nvlink", offload_to=None)
+        1667224
+        >>> plan = shoal.plan(model, images, "1000KiB", hardware="p100-nvlink", offload_to=None)
         >>> plan.predicted_peak_bytes, len(plan.kept), len(plan.residences) - len(plan.kept)
-        (715416, 8, 6)
+        (1012152, 10, 19)
     """
     pricing = Pricing.of(
         model,

@@ -6,7 +6,6 @@ per second, and few in between are unplanned.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -140,13 +139,13 @@ class _KeptPlans:
 
 
 def _point(batch: int, plan: Plan, budget_bytes: int) -> BatchPoint:
-    whole = next(form for form in plan.candidates if form.variant == WHOLE)
+    whole = next((form for form in plan.candidates if form.variant == WHOLE), None)  # None: there is no other form
     bounds = (form.bound_seconds for form in plan.candidates if form.bound_seconds is not None)
     return BatchPoint.of(
         plan,
         budget_bytes,
-        min(bounds, default=math.nan),
+        min(bounds, default=plan.plain_seconds + plan.lower_bound_seconds),
         batch=batch,
-        plain_seconds=whole.plain_seconds,
-        plain_peak_bytes=whole.plain_peak_bytes + whole.rewrites_save_bytes,
+        plain_seconds=plan.plain_seconds if whole is None else whole.plain_seconds,
+        plain_peak_bytes=plan.plain_peak_bytes if whole is None else whole.plain_peak_bytes + whole.rewrites_save_bytes,
     )
