@@ -29,9 +29,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-from rich.markup import escape
 from rich.table import Table
 
+from shoal.core.columns import grid
 from shoal.core.hardware import Device, Hardware, Link, MeasuredLink
 from shoal.core.sizes import format_bytes
 from shoal.errors import InputError, brief
@@ -67,45 +67,42 @@ def get(name: str, what: str = "hardware") -> Hardware:
 
 def table(machines: Iterable[Hardware]) -> Table:
     """Machines side by side, for `rich.print`."""
-    grid = Table(title="Hardware", title_justify="left")
-    grid.add_column("name")
-    grid.add_column("device")
-    for heading in ("memory", "TFLOP/s", "GB/s", "op µs", "launch µs", "to host GB/s", "to device GB/s"):
-        grid.add_column(heading, justify="right")
-    grid.add_column("source")
-    for machine in machines:
-        device, link = machine.device, machine.link
-        grid.add_row(
+    columns = (
+        "name", "device", "memory", "TFLOP/s", "GB/s", "op µs", "launch µs", "to host GB/s", "to device GB/s", "source",
+    )  # fmt: skip
+    rows = [
+        (
             machine.name,
-            device.name,
-            format_bytes(device.memory_bytes),
-            f"{device.flops_per_second / 1e12:.3g}",
-            f"{device.bytes_per_second / 1e9:.4g}",
-            f"{device.launch_seconds * 1e6:.3g}",
-            f"{device.host_launch_seconds * 1e6:.3g}",
-            f"{link.to_host_bytes_per_second / 1e9:.3g}",
-            f"{link.to_device_bytes_per_second / 1e9:.3g}",
+            machine.device.name,
+            format_bytes(machine.device.memory_bytes),
+            f"{machine.device.flops_per_second / 1e12:.3g}",
+            f"{machine.device.bytes_per_second / 1e9:.4g}",
+            f"{machine.device.launch_seconds * 1e6:.3g}",
+            f"{machine.device.host_launch_seconds * 1e6:.3g}",
+            f"{machine.link.to_host_bytes_per_second / 1e9:.3g}",
+            f"{machine.link.to_device_bytes_per_second / 1e9:.3g}",
             machine.source,
         )
-    return grid
+        for machine in machines
+    ]
+    return grid("Hardware", columns, rows, left=("name", "device", "source"))
 
 
 def link_table(links: Iterable[MeasuredLink]) -> Table:
     """The links between this machine's device and its host side by side, for `rich.print`."""
-    grid = Table(title="Links of this machine", title_justify="left")
-    grid.add_column("link")
-    for heading in ("to host GB/s", "to device GB/s", "to host µs", "to device µs", "allocation µs/MiB"):
-        grid.add_column(heading, justify="right")
-    for link in links:
-        grid.add_row(
-            escape(link.name),
+    columns = ("link", "to host GB/s", "to device GB/s", "to host µs", "to device µs", "allocation µs/MiB")
+    rows = [
+        (
+            link.name,
             f"{link.to_host_bytes_per_second / 1e9:.3g}",
             f"{link.to_device_bytes_per_second / 1e9:.3g}",
             f"{link.to_host_latency_seconds * 1e6:.3g}",
             f"{link.to_device_latency_seconds * 1e6:.3g}",
             f"{link.allocation_seconds_per_mib * 1e6:.3g}",
         )
-    return grid
+        for link in links
+    ]
+    return grid("Links of this machine", columns, rows, left=("link",))
 
 
 def _machine(
@@ -113,19 +110,23 @@ def _machine(
     device: str,
     memory_gib: int,
     peak_tflops: float,
+    tf32_tflops: float,
+    half_tflops: float,
     peak_gbps: float,
     launch_us: float,
     link: str,
+    link_gbps: float,
     source: str,
     *,
-    raw_link_gbps: float = 0.0,
-    measured_link_gbps: float = 0.0,
-    tf32_tflops: float = 0.0,
-    half_tflops: float = 0.0,
+    is_reached: bool = False,
 ) -> Hardware:
-    halves = f"; tensor cores {tf32_tflops:g} TF32 (not used) and {half_tflops:g} bfloat16, taken at 40 %"
-    halves = halves if half_tflops else ""
-    link_bytes_per_second = (measured_link_gbps or raw_link_gbps * _REACHED_LINK) * 1e9
+    """A row of the table below; `is_reached` is whether the link's rate is what a paper measured or calculated with."""
+    if not is_reached:
+        source += f"; {link}, {link_gbps:g} GB/s raw each way"
+    source += f"; peak {peak_tflops:g} TFLOP/s float32 and {peak_gbps:g} GB/s, taken at 75 % and 80 %"
+    if half_tflops:
+        source += f"; tensor cores {tf32_tflops:g} TF32 (not used) and {half_tflops:g} bfloat16, taken at 40 %"
+    link_bytes_per_second = link_gbps * (1.0 if is_reached else _REACHED_LINK) * 1e9
     return Hardware(
         name=name,
         device=Device(
@@ -138,148 +139,37 @@ def _machine(
             host_launch_seconds=_HOST_LAUNCH_SECONDS,
         ),
         link=Link(link, link_bytes_per_second, link_bytes_per_second, latency_seconds=10e-6),
-        source=f"{source}; peak {peak_tflops:g} TFLOP/s float32 and {peak_gbps:g} GB/s, taken at 75 % and 80 %{halves}",
+        source=source,
     )
 
 
-_PRESETS = {
-    machine.name: machine
-    for machine in (
-        _machine(
-            "p100-nvlink",
-            "Tesla P100 SXM2 16 GB",
-            16,
-            10.6,
-            732,
-            6,
-            "NVLink 1.0 to a POWER8 host",
-            "NVIDIA P100 data sheet; link as measured in the Split-CNN paper, 34.1 GB/s",
-            measured_link_gbps=34.1,
-        ),
-        _machine(
-            "titanx-pcie",
-            "GeForce GTX Titan X (Maxwell) 12 GB",
-            12,
-            6.6,
-            336.6,
-            8,
-            "PCIe 3.0 x16",
-            "NVIDIA GTX Titan X specification (the paper says only Titan X); link as given in the CPU-offloading paper",
-            measured_link_gbps=6.5,
-        ),
-        _machine(
-            "v100-nvlink2",
-            "Tesla V100 SXM2 16 GB",
-            16,
-            15.7,
-            900,
-            5,
-            "NVLink 2.0 to a POWER9 host, 3 bricks",
-            "NVIDIA V100 data sheet; IBM AC922, 75 GB/s raw each way",
-            raw_link_gbps=75,
-        ),
-        _machine(
-            "a100-pcie4",
-            "A100 PCIe 40 GB",
-            40,
-            19.5,
-            1555,
-            5,
-            "PCIe 4.0 x16",
-            "NVIDIA A100 data sheet; PCIe 4.0 x16, 31.5 GB/s raw each way",
-            raw_link_gbps=31.5,
-            tf32_tflops=156,
-            half_tflops=312,
-        ),
-        _machine(
-            "h100-pcie5",
-            "H100 PCIe 80 GB",
-            80,
-            51,
-            2000,
-            4,
-            "PCIe 5.0 x16",
-            "NVIDIA H100 data sheet; PCIe 5.0 x16, 63 GB/s raw each way",
-            raw_link_gbps=63,
-            tf32_tflops=378,
-            half_tflops=756,
-        ),
-        _machine(
-            "h200",
-            "H200 SXM 141 GB",
-            139,
-            67,
-            4800,
-            4,
-            "PCIe 5.0 x16",
-            "NVIDIA H200 data sheet; PCIe 5.0 x16, 63 GB/s raw each way",
-            raw_link_gbps=63,
-            tf32_tflops=494.5,
-            half_tflops=989.5,
-        ),
-        _machine(
-            "laptop-rtx4060",
-            "GeForce RTX 4060 Laptop 8 GB",
-            8,
-            11.6,
-            256,
-            6,
-            "PCIe 4.0 x8",
-            "NVIDIA RTX 4060 Laptop specification (3072 cores at 1.89 GHz); PCIe 4.0 x8, 15.75 GB/s raw each way",
-            raw_link_gbps=15.75,
-        ),
-        _machine(
-            "rtx-3060-12gb",
-            "GeForce RTX 3060 12 GB",
-            12,
-            12.7,
-            360,
-            6,
-            "PCIe 4.0 x16",
-            "NVIDIA GeForce RTX 3060 specification (3584 cores at 1.78 GHz, 192 bit, 15 Gbit/s), rates per core as in "
-            "NVIDIA's GA102 whitepaper; PCIe 4.0 x16, 31.5 GB/s raw each way",
-            raw_link_gbps=31.5,
-            tf32_tflops=12.7,
-            half_tflops=25.5,
-        ),
-        _machine(
-            "rtx-4090-24gb",
-            "GeForce RTX 4090 24 GB",
-            24,
-            82.6,
-            1008,
-            5,
-            "PCIe 4.0 x16",
-            "NVIDIA Ada GPU architecture whitepaper, appendix A; PCIe 4.0 x16, 31.5 GB/s raw each way",
-            raw_link_gbps=31.5,
-            tf32_tflops=82.6,
-            half_tflops=165.2,
-        ),
-        _machine(
-            "a100-40gb",
-            "A100 SXM4 40 GB",
-            40,
-            19.5,
-            1555,
-            5,
-            "PCIe 4.0 x16",
-            "NVIDIA A100 data sheet (SXM); PCIe 4.0 x16 to the host, 31.5 GB/s raw each way",
-            raw_link_gbps=31.5,
-            tf32_tflops=156,
-            half_tflops=312,
-        ),
-        _machine(
-            "h100-80gb",
-            "H100 SXM5 80 GB",
-            80,
-            66.9,
-            3350,
-            4,
-            "PCIe 5.0 x16",
-            "NVIDIA H100 architecture whitepaper (SXM5); PCIe 5.0 x16 to the host, 63 GB/s raw each way",
-            raw_link_gbps=63,
-            tf32_tflops=494.7,
-            half_tflops=989.4,
-        ),
-    )
-}
+# fmt: off
+_MACHINES = (
+    # name, device, GiB, TFLOP/s in float32, TF32 and bfloat16, GB/s, µs an op, link and its GB/s each way, source
+    _machine("p100-nvlink", "Tesla P100 SXM2 16 GB", 16, 10.6, 0, 0, 732, 6, "NVLink 1.0 to a POWER8 host", 34.1,
+             "NVIDIA P100 data sheet; link as measured in the Split-CNN paper, 34.1 GB/s", is_reached=True),
+    _machine("titanx-pcie", "GeForce GTX Titan X (Maxwell) 12 GB", 12, 6.6, 0, 0, 336.6, 8, "PCIe 3.0 x16", 6.5,
+             "NVIDIA GTX Titan X specification (the paper says only Titan X); link as given in the CPU-offloading "
+             "paper", is_reached=True),
+    _machine("v100-nvlink2", "Tesla V100 SXM2 16 GB", 16, 15.7, 0, 0, 900, 5, "NVLink 2.0 to a POWER9 host, 3 bricks",
+             75, "NVIDIA V100 data sheet; IBM AC922"),
+    _machine("a100-pcie4", "A100 PCIe 40 GB", 40, 19.5, 156, 312, 1555, 5, "PCIe 4.0 x16", 31.5,
+             "NVIDIA A100 data sheet"),
+    _machine("h100-pcie5", "H100 PCIe 80 GB", 80, 51, 378, 756, 2000, 4, "PCIe 5.0 x16", 63,
+             "NVIDIA H100 data sheet"),
+    _machine("h200", "H200 SXM 141 GB", 139, 67, 494.5, 989.5, 4800, 4, "PCIe 5.0 x16", 63,
+             "NVIDIA H200 data sheet"),
+    _machine("laptop-rtx4060", "GeForce RTX 4060 Laptop 8 GB", 8, 11.6, 0, 0, 256, 6, "PCIe 4.0 x8", 15.75,
+             "NVIDIA RTX 4060 Laptop specification (3072 cores at 1.89 GHz)"),
+    _machine("rtx-3060-12gb", "GeForce RTX 3060 12 GB", 12, 12.7, 12.7, 25.5, 360, 6, "PCIe 4.0 x16", 31.5,
+             "NVIDIA GeForce RTX 3060 specification (3584 cores at 1.78 GHz, 192 bit, 15 Gbit/s), rates per core as in "
+             "NVIDIA's GA102 whitepaper"),
+    _machine("rtx-4090-24gb", "GeForce RTX 4090 24 GB", 24, 82.6, 82.6, 165.2, 1008, 5, "PCIe 4.0 x16", 31.5,
+             "NVIDIA Ada GPU architecture whitepaper, appendix A"),
+    _machine("a100-40gb", "A100 SXM4 40 GB", 40, 19.5, 156, 312, 1555, 5, "PCIe 4.0 x16", 31.5,
+             "NVIDIA A100 data sheet (SXM)"),
+    _machine("h100-80gb", "H100 SXM5 80 GB", 80, 66.9, 494.7, 989.4, 3350, 4, "PCIe 5.0 x16", 63,
+             "NVIDIA H100 architecture whitepaper (SXM5)"),
+)
+# fmt: on
+_PRESETS = {machine.name: machine for machine in _MACHINES}
