@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shoal.core.variant import WHOLE
-from shoal.report.frontier_table import COLUMNS, rows
+from shoal.report.frontiers import COLUMNS, rows
 from tests.report.made_up_frontier import made_up_frontier
 
 

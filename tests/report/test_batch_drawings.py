@@ -12,8 +12,7 @@ import pytest
 from rich.console import Console
 
 from shoal.errors import InputError
-from shoal.report.batch_page import render
-from shoal.report.batch_svg import render_svg
+from shoal.report.batches import render, render_svg
 from tests.report.made_up_frontier import made_up_batches
 from tests.report.test_frontier_drawings import SVG, circles
 from tests.report.test_page import HOSTILE, _Page

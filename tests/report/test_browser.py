@@ -14,7 +14,7 @@ import pytest
 
 from shoal.core.plan import Plan
 from shoal.core.timeline import Moment, Timeline
-from shoal.report import Report, batch_page, frontier_page, render
+from shoal.report import Report, batches, frontiers, render
 from tests.report.made_up_frontier import made_up_batches, made_up_frontier
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -86,13 +86,13 @@ def test_the_page_draws_and_hovers_without_an_error(report: Report, plan: Plan, 
     ("page", "curve", "point", "words"),
     [
         (
-            lambda: frontier_page.render(made_up_frontier()),
+            lambda: frontiers.render(made_up_frontier()),
             "4",
             "1",
             ("600 B", "peak 600 B", "+25.0 % of plain", "overlapping patches", "12.5 ms"),
         ),
         (
-            lambda: batch_page.render(made_up_batches()),
+            lambda: batches.render(made_up_batches()),
             "5",
             "3",
             ("48 images", "the best", "peak 1000 B", "batch norm fused (bnff)", "200"),

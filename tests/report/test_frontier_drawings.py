@@ -13,8 +13,7 @@ import pytest
 from rich.console import Console
 
 from shoal.errors import InputError
-from shoal.report.frontier_page import render
-from shoal.report.frontier_svg import render_svg
+from shoal.report.frontiers import render, render_svg
 from tests.report.made_up_frontier import made_up_frontier
 from tests.report.test_page import HOSTILE, _Page
 

@@ -1,4 +1,4 @@
-"""How much longer a step takes than plain PyTorch's, for people: in percent, or in ms if that is no figure."""
+"""Times for people: in ms, and how much longer a step takes than plain PyTorch's."""
 
 from __future__ import annotations
 
@@ -25,3 +25,13 @@ def added_text(seconds: float, plain_seconds: float, resolved_seconds: float = P
         return f"{round(100 * (seconds / plain_seconds - 1), 1) + 0.0:+.1f} %"  # no -0.0
     added = round(1e3 * (seconds - plain_seconds), 3) + 0.0
     return f"{added:+.0f} ms" if abs(added) >= 100 else f"{added:+.3g} ms"
+
+
+def milliseconds(seconds: float) -> str:
+    """Seconds in ms, with one to three digits after the point.
+
+    >>> milliseconds(0.0123), milliseconds(0.00012345)
+    ('12.3', '0.123')
+    """
+    count = 1e3 * seconds
+    return f"{count:.{3 if count < 1 else 2 if count < 10 else 1}f}"

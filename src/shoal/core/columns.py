@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from rich.console import Console, RenderableType
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -19,6 +20,31 @@ def aligned(rows: Iterable[Sequence[str]]) -> list[str]:
     for row in rows:
         grid.add_row(*map(Text, row))
     return as_text(grid).splitlines() if grid.row_count else []
+
+
+def grid(
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    left: Collection[str],
+    marked: Sequence[str] | None = None,
+) -> Table:
+    """A table for `rich.print`, its figures to the right.
+
+    Args:
+        title: above it.
+        columns: their headings.
+        rows: a cell for each column.
+        left: headings of the columns that hold words.
+        marked: the row that is bold.
+    """
+    table = Table(title=escape(title), title_justify="left")
+    for heading in columns:
+        table.add_column(heading, justify="left" if heading in left else "right")
+    for cells in rows:
+        table.add_row(*map(escape, cells), style="bold" if cells == marked else None)
+    return table
 
 
 def as_text(shown: RenderableType) -> str:

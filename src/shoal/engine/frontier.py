@@ -42,8 +42,8 @@ class _Shown(ABC):
         """Plain values, for `json.dump`."""
 
     @abstractmethod
-    def _drawings(self) -> tuple[Callable[[Any], Table], Callable[[Any], str], Callable[[Any], str]]:
-        """What makes a table, a page and an image of it; imported once it is drawn."""
+    def _drawings(self) -> Any:
+        """The module that makes a table, a page and an image of it; imported once it is drawn."""
 
     def save(self, path: str | Path) -> Path:
         """Write it as JSON, whole or not at all."""
@@ -51,18 +51,19 @@ class _Shown(ABC):
 
     def table(self) -> Table:
         """The points as a table, for `rich.print`."""
-        return self._drawings()[0](self)
+        made: Table = self._drawings().table(self)
+        return made
 
     def __str__(self) -> str:
         return as_text(self.table())
 
     def save_html(self, path: str | Path) -> Path:
         """Write it as one self-contained HTML page, whole or not at all."""
-        return write_text(path, self._drawings()[1](self))
+        return write_text(path, self._drawings().render(self))
 
     def save_svg(self, path: str | Path) -> Path:
         """Write the chart as an SVG image that stands on light and dark pages, whole or not at all."""
-        return write_text(path, self._drawings()[2](self))
+        return write_text(path, self._drawings().render_svg(self))
 
 
 @dataclass(frozen=True)
@@ -73,10 +74,10 @@ class Frontier(FrontierData, _Shown):
         """Plain values, for `json.dump`."""
         return asdict(self)
 
-    def _drawings(self) -> tuple[Callable[[Any], Table], Callable[[Any], str], Callable[[Any], str]]:
-        from shoal.report import frontier_page, frontier_svg, frontier_table
+    def _drawings(self) -> Any:
+        from shoal.report import frontiers
 
-        return frontier_table.table, frontier_page.render, frontier_svg.render_svg
+        return frontiers
 
 
 @dataclass(frozen=True)
@@ -90,10 +91,10 @@ class BatchFrontier(BatchFrontierData, _Shown):
             row["images_per_second"] = point.images_per_second
         return figures | {"best_batch": self.best.batch, "largest_batch": self.largest.batch, "too_many": self.too_many}
 
-    def _drawings(self) -> tuple[Callable[[Any], Table], Callable[[Any], str], Callable[[Any], str]]:
-        from shoal.report import batch_page, batch_svg, batch_table
+    def _drawings(self) -> Any:
+        from shoal.report import batches
 
-        return batch_table.table, batch_page.render, batch_svg.render_svg
+        return batches
 
 
 class _Keywords(TypedDict, total=False):

@@ -1,22 +1,24 @@
-"""Images per second against batch as rows of text, and as a table for a terminal."""
+"""Images per second against batch: rows of text, a table for a terminal, one self-contained HTML file, an SVG image."""
 
 from __future__ import annotations
 
 from typing import Any
+
 from rich.table import Table
+
+from shoal.core.added_time import milliseconds
+from shoal.core.columns import grid
 from shoal.core.frontier import BatchFrontierData, BatchPoint
 from shoal.core.sizes import format_bytes
-from shoal.report.frontiers import grid, milliseconds
 from shoal.report.page import page
-from shoal.report.svg import NARROWEST, kind_of
-from shoal.report.words import Tile, format_percent, format_seconds
-from shoal.core.frontier import BatchFrontierData
 from shoal.report.svg import BOTTOM, HEIGHT, LEFT, NARROWEST, RIGHT, TOP, WIDTH, Axis, Chart, kind_of
+from shoal.report.words import Tile, format_percent, format_seconds
 
 COLUMNS = (
     "batch", "images/s", "of best %", "step ms", "bound images/s", "plain images/s", "predicted peak", "kept %",
     "recomputed %", "offloaded %", "encoded %", "computed",
 )  # fmt: skip
+
 
 def rows(frontier: BatchFrontierData) -> list[tuple[str, ...]]:
     """A row for each batch, also for those that have no plan; `COLUMNS` heads them."""
@@ -33,7 +35,8 @@ def shown_unfit(frontier: BatchFrontierData) -> list[tuple[int, str]]:
 
 def table(frontier: BatchFrontierData) -> Table:
     """The batches, for `rich.print`; the best is bold."""
-    return grid(title(frontier), COLUMNS, rows(frontier), row(frontier, frontier.best))
+    best = row(frontier, frontier.best)
+    return grid(title(frontier), COLUMNS, rows(frontier), left=COLUMNS[-1:], marked=best)
 
 
 def title(frontier: BatchFrontierData) -> str:
@@ -146,6 +149,7 @@ def _charts(frontier: BatchFrontierData) -> dict[str, Any]:
         "edge": frontier.too_many,
         "narrowest": NARROWEST,
     }
+
 
 def render_svg(frontier: BatchFrontierData) -> str:
     """The image as text. Points are drawn where they are, with straight lines in between."""

@@ -1,19 +1,18 @@
-"""The points of a frontier as rows of text, and as a table for a terminal."""
+"""A frontier as rows of text, as a table for a terminal, as one self-contained HTML file and as an SVG image."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from typing import Any
-from rich.markup import escape
+
 from rich.table import Table
-from shoal.core.added_time import added_text
+
+from shoal.core.added_time import added_text, milliseconds
+from shoal.core.columns import grid
 from shoal.core.frontier import FrontierData, FrontierPoint, Storages
 from shoal.core.sizes import format_bytes
 from shoal.report.page import page
-from shoal.report.svg import NARROWEST, kind_of
-from shoal.report.words import Tile, format_percent, format_seconds
-from shoal.core.frontier import FrontierData
 from shoal.report.svg import BOTTOM, HEIGHT, LEFT, NARROWEST, RIGHT, TOP, WIDTH, Axis, Chart, kind_of
+from shoal.report.words import Tile, format_percent, format_seconds
 
 COLUMNS = (
     "budget", "of plain %", "predicted peak", "step ms", "added", "bound ms", "kept", "recomputed", "offloaded",
@@ -24,6 +23,7 @@ _TIMES = (("\u00b5s", 1e-6), ("ms", 1e-3), ("s", 1.0))
 _BEYOND = 1.15  # the chart ends there, as a multiple of plain PyTorch's peak: a budget further on is only named
 _TALLEST = 3.0  # the axis of time ends there, as a multiple of plain PyTorch's step: slower points stand at its end
 
+
 def rows(frontier: FrontierData) -> list[tuple[str, ...]]:
     """A row for each point, by increasing budget; `COLUMNS` heads them."""
     return [row(frontier, point) for point in frontier.points]
@@ -32,17 +32,8 @@ def rows(frontier: FrontierData) -> list[tuple[str, ...]]:
 def table(frontier: FrontierData) -> Table:
     """The points, for `rich.print`; the fastest inside the user's budget is bold."""
     inside = frontier.inside_budget
-    return grid(title(frontier), COLUMNS, rows(frontier), None if inside is None else row(frontier, inside))
-
-
-def grid(title: str, columns: Sequence[str], rows: Iterable[tuple[str, ...]], marked: tuple[str, ...] | None) -> Table:
-    """Rows under their headings, figures to the right and the last column to the left; the marked one is bold."""
-    table = Table(title=escape(title), title_justify="left")
-    for heading in columns:
-        table.add_column(heading, justify="left" if heading == columns[-1] else "right")
-    for cells in rows:
-        table.add_row(*map(escape, cells), style="bold" if cells == marked else None)
-    return table
+    marked = None if inside is None else row(frontier, inside)
+    return grid(title(frontier), COLUMNS, rows(frontier), left=COLUMNS[-1:], marked=marked)
 
 
 def title(frontier: FrontierData) -> str:
@@ -67,16 +58,6 @@ def row(frontier: FrontierData, point: FrontierPoint) -> tuple[str, ...]:
 
 def _described(storages: Storages) -> str:
     return f"{storages.count}: {format_bytes(storages.nbytes)}" if storages.count else "-"
-
-
-def milliseconds(seconds: float) -> str:
-    """Seconds in ms, with one to three digits after the point.
-
-    >>> milliseconds(0.0123), milliseconds(0.00012345)
-    ('12.3', '0.123')
-    """
-    count = 1e3 * seconds
-    return f"{count:.{3 if count < 1 else 2 if count < 10 else 1}f}"
 
 
 def render(frontier: FrontierData) -> str:
@@ -156,6 +137,7 @@ def _charts(frontier: FrontierData) -> dict[str, Any]:
         "narrowest": NARROWEST,
         "edge": frontier.budget_bytes,
     }
+
 
 def render_svg(frontier: FrontierData) -> str:
     """The image as text. Points are drawn where they are; between two, the plan of the smaller budget still fits."""

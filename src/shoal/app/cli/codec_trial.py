@@ -6,11 +6,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from rich.table import Table as Columns
+from rich.table import Table
 
 from shoal.codecs import Codec, get, names
 from shoal.codecs.float_codec import FloatCodec
 from shoal.codecs.registry import needed
+from shoal.core.columns import grid
 from shoal.cost.measure import fastest_seconds
 from shoal.errors import InputError
 
@@ -109,25 +110,14 @@ def try_codec(codec: FloatCodec, values: torch.Tensor) -> Trial:
     )
 
 
-def columns(trials: Iterable[Trial], title: str) -> Columns:
+def columns(trials: Iterable[Trial], title: str) -> Table:
     """A table with a row a codec."""
-    made = Columns(title=title, title_justify="left")
-    made.add_column("codec")
-    for heading in (
-        "bytes",
-        "ratio",
-        "max error",
-        "mean error",
-        "max relative",
-        "mean relative",
-        "lost",
-        "encode GB/s",
-        "decode GB/s",
-        "break-even GB/s",
-    ):
-        made.add_column(heading, justify="right")
-    for trial in trials:
-        made.add_row(
+    headings = (
+        "codec", "bytes", "ratio", "max error", "mean error", "max relative", "mean relative", "lost", "encode GB/s",
+        "decode GB/s", "break-even GB/s",
+    )  # fmt: skip
+    rows = [
+        (
             trial.codec,
             f"{trial.payload_bytes:,}",
             f"{trial.ratio:.2f}",
@@ -140,7 +130,9 @@ def columns(trials: Iterable[Trial], title: str) -> Columns:
             f"{trial.decode_gbps:.2f}",
             f"{trial.break_even_gbps:.2f}",
         )
-    return made
+        for trial in trials
+    ]
+    return grid(title, headings, rows, left=("codec",))
 
 
 def tryable_names() -> list[str]:

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shoal.core.added_time import MEASURED_SECONDS, added_text
+from shoal.core.added_time import MEASURED_SECONDS, added_text, milliseconds
 from shoal.core.columns import aligned
 from shoal.core.sizes import format_bytes
 from shoal.lowlevel import cuda_calls
-from shoal.report.frontier_table import milliseconds
 
 if TYPE_CHECKING:
     from shoal.app.doctor.examine import Examination
