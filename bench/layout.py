@@ -26,10 +26,10 @@ from bench.network import Setting
 from bench.tables import new_table
 from examples import networks as models
 from examples.data import data_dir
+from examples.minimalloc import read_problem
 from shoal.core.sizes import format_bytes
 from shoal.errors import BudgetError
 from shoal.lowlevel import native
-from shoal.memory.layout.csv_file import read_problem
 from shoal.memory.layout.fit import best_fit, first_fit
 from shoal.memory.layout.problem import Problem, check_layout
 from shoal.memory.layout.search import Answer, search, smallest

@@ -28,8 +28,7 @@ from examples import networks as models
 from shoal.core import presets
 from shoal.core.plan import Plan
 from shoal.core.step import StepGraph
-from shoal.core.validate_order import check_order
-from shoal.core.validate_plan import check_plan
+from shoal.core.validate_plan import check_order, check_plan
 from shoal.errors import BudgetError, PlanError
 from shoal.planners.joint import joint
 from shoal.planners.keep_all import keep_all

@@ -17,7 +17,7 @@ from shoal.capture.op_counts import flops, moved_bytes
 from shoal.core.hardware import Device, Hardware, Link, MeasuredLink
 from shoal.cost import measure, measure_links, profile
 from shoal.cost.in_turns import Timing
-from shoal.cost.measure_disk import FileRates
+from shoal.cost.measure_links import FileRates
 from shoal.cost.random_operands import OperandFactory
 from shoal.offload import policy
 

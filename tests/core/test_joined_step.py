@@ -33,8 +33,7 @@ from shoal.core.residence import Encode, Offload, Recompute, Residence
 from shoal.core.shares import Share
 from shoal.core.simulate import simulate
 from shoal.core.step import RETURNS, STRETCH, Op, StepGraph, Storage, StorageKind
-from shoal.core.validate_plan import check_plan
-from shoal.core.validate_step import check_step
+from shoal.core.validate_plan import check_plan, check_step
 from shoal.planners.just_in_time import just_in_time
 from shoal.planners.recompute_choice import recompute_choice
 from tests.random_steps import any_order, joined_steps

@@ -16,7 +16,7 @@ from shoal.core.schedule import schedule
 from shoal.core.simulate import launch_waits, peak_and_seconds, simulate
 from shoal.core.step import Again, StepGraph
 from shoal.core.timeline import WAITS
-from shoal.core.validate_step import check_step
+from shoal.core.validate_plan import check_step
 from shoal.cost.roofline import roofline
 from shoal.errors import PlanError
 from shoal.planners.just_in_time import just_in_time

@@ -16,8 +16,7 @@ from shoal.core.order import in_order_of, op_names, reordered
 from shoal.core.plan import Plan
 from shoal.core.records import read_json
 from shoal.core.step import Op, StepGraph
-from shoal.core.validate_order import check_order
-from shoal.core.validate_step import check_step
+from shoal.core.validate_plan import check_order, check_step
 from shoal.errors import PlanError
 from tests.random_steps import Builder, any_order, inception_like, joined_steps, steps
 

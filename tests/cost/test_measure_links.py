@@ -1,9 +1,11 @@
-"""The links of the machine at hand."""
+"""The links of the machine at hand, and files through which they lead."""
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 from dataclasses import asdict
 from pathlib import Path
 
@@ -11,9 +13,9 @@ import pytest
 import torch
 
 from shoal.core.hardware import MeasuredLink
-from shoal.cost import measure, measure_disk
+from shoal.cost import measure
 from shoal.cost import measure_links as module
-from shoal.cost.measure_links import measure_links
+from shoal.cost.measure_links import FILE_BYTES, file_rates, measure_links
 from shoal.errors import InputError
 from tests.raising import raising
 
@@ -26,7 +28,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SHOAL_CACHE", str(cache))
     monkeypatch.setattr(measure, "_ENOUGH_SECONDS", 0.0)
     monkeypatch.setattr(measure, "_MIN_RUNS", 1)
-    monkeypatch.setattr(measure_disk, "_MIN_SECONDS", 0.0)
+    monkeypatch.setattr(module, "_MIN_SECONDS", 0.0)
     return cache
 
 
@@ -67,7 +69,7 @@ def test_each_folder_is_measured_for_itself(tmp_path: Path, monkeypatch: pytest.
 
 def test_the_name_says_how_the_file_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for direct, said in ((True, "direct I/O"), (False, "page cache")):
-        rates = measure_disk.FileRates(direct, 2e9, 1e9, 1e-4, 2e-4, 64e-6)
+        rates = module.FileRates(direct, 2e9, 1e9, 1e-4, 2e-4, 64e-6)
         monkeypatch.setattr(module, "file_rates", lambda folder, rates=rates: rates)
         link = measure_links("cpu", folder=tmp_path, cache=False)[1]
         assert link.allocation_seconds_per_mib == pytest.approx(1e-6)
@@ -80,7 +82,7 @@ def test_a_cache_file_of_another_form_is_measured_again(
     tmp_path: Path, cache: Path, wrong: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_slab_copies", lambda: MeasuredLink("host slab", 2e9, 1e9, 1e-4, 2e-4, 1e-6))
-    monkeypatch.setattr(module, "file_rates", lambda folder: measure_disk.FileRates(False, 2e9, 1e9, 1e-4, 2e-4, 64e-6))
+    monkeypatch.setattr(module, "file_rates", lambda folder: module.FileRates(False, 2e9, 1e9, 1e-4, 2e-4, 64e-6))
     whole = asdict(measure_links("cpu", folder=tmp_path)[0])
     (file,) = (cache / "links").iterdir()
     for damaged in (
@@ -127,3 +129,75 @@ def test_a_gpu_has_pinned_and_pageable_memory() -> None:
     assert (pinned.name, pageable.name) == ("pinned memory", "pageable memory")
     assert possible(pinned) and possible(pageable)
     assert measure_links("cuda") == (pinned, pageable)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_the_rates_are_possible_and_no_file_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool
+) -> None:
+    if not direct:
+        monkeypatch.delattr(os, "O_DIRECT")
+    before = set(os.listdir("/proc/self/fd"))
+    rates = file_rates(tmp_path)
+    assert 1e5 < rates.write_bytes_per_second < 1e13
+    assert 1e5 < rates.read_bytes_per_second < 1e13
+    assert 0 < rates.write_seconds < 10
+    assert 0 < rates.read_seconds < 10
+    assert 0 < rates.allocation_seconds < 100
+    assert direct or not rates.direct
+    assert list(tmp_path.iterdir()) == []
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_all_of_the_file_is_written_and_read_in_whole_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[tuple[int, int]] = []
+    read: list[tuple[int, int]] = []
+    pwritev, preadv = os.pwritev, os.preadv
+
+    def write(descriptor: int, pieces: list[memoryview], offset: int) -> int:
+        written.append((offset, len(pieces[0])))
+        return pwritev(descriptor, pieces, offset)
+
+    def fill(descriptor: int, pieces: list[memoryview], offset: int) -> int:
+        read.append((offset, len(pieces[0])))
+        return preadv(descriptor, pieces, offset)
+
+    monkeypatch.setattr(os, "pwritev", write)
+    monkeypatch.setattr(os, "preadv", fill)
+    file_rates(tmp_path)
+    for log in (written, read):
+        assert all(offset % 4096 == 0 and nbytes % 4096 == 0 for offset, nbytes in log)
+        large = [(offset, nbytes) for offset, nbytes in log if nbytes > 4096]
+        assert sum(nbytes for _, nbytes in large) == 2 * FILE_BYTES  # a run that warms up, and one
+        assert sum(nbytes for _, nbytes in dict(large).items()) == FILE_BYTES
+
+
+def test_a_file_system_without_direct_io_is_measured_through_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = os.pwritev
+
+    def refuses(descriptor: int, pieces: list[memoryview], offset: int) -> int:
+        import fcntl
+
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return write(descriptor, pieces, offset)
+
+    monkeypatch.setattr(os, "pwritev", refuses)
+    assert not file_rates(tmp_path).direct
+
+
+def test_a_full_disk_is_told_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int, offset: int, nbytes: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with raising(InputError, "64 MiB"):
+        file_rates(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_folder_is_told(tmp_path: Path) -> None:
+    with raising(InputError, "folder='", "nowhere'"):
+        file_rates(tmp_path / "nowhere")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from shoal.distributed.gradients.link_rates import CodecRates, Curve, LinkRates
+from shoal.distributed.gradients.choose_codec import CodecRates, Curve, LinkRates
 
 NAMES = ("bf16", "dynamic_tree", "one_bit", "linear", "truncate3")
 

@@ -19,7 +19,7 @@ from shoal.core.schedule import schedule
 from shoal.core.simulate import simulate
 from shoal.core.step import StepGraph
 from shoal.core.validate import check_runs
-from shoal.core.validate_order import check_order
+from shoal.core.validate_plan import check_order
 from shoal.engine.loop_memory import (
     HELD_GRADIENTS,
     HELD_RESULTS,

@@ -16,7 +16,7 @@ from shoal.core.hardware import Hardware, Link
 from shoal.core.order import op_names, reordered
 from shoal.core.plan import Plan
 from shoal.core.step import StepGraph
-from shoal.core.validate_order import check_order
+from shoal.core.validate_plan import check_order
 from shoal.errors import BudgetError, PlanError
 from shoal.planners.just_in_time import just_in_time
 from shoal.planners.later_readers import with_later_readers

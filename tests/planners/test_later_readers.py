@@ -14,7 +14,7 @@ from shoal.core.residence import Keep, Offload
 from shoal.core.schedule import schedule
 from shoal.core.step import StepGraph
 from shoal.core.validate import check_runs
-from shoal.core.validate_order import check_order
+from shoal.core.validate_plan import check_order
 from shoal.planners.joint import joint
 from shoal.planners.just_in_time import just_in_time
 from shoal.planners.later_readers import with_later_readers

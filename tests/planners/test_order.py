@@ -16,15 +16,13 @@ from shoal.core.residence import Offload, Recompute
 from shoal.core.schedule import schedule
 from shoal.core.simulate import peak_and_seconds
 from shoal.core.step import Op, StepGraph
-from shoal.core.validate_order import check_order
-from shoal.core.validate_plan import check_plan
+from shoal.core.validate_plan import check_order, check_plan
 from shoal.errors import BudgetError
 from shoal.planners.joint import joint
 from shoal.planners.just_in_time import just_in_time
 from shoal.planners.keep_all import keep_all
-from shoal.planners.least_prefix import least_prefix
 from shoal.planners.limits import DEFAULT, Effort, Guard, Limits
-from shoal.planners.order import best_order, lower_peak
+from shoal.planners.order import best_order, least_prefix, lower_peak
 from shoal.planners.pass_tasks import bytes_during, least_peak, pass_tasks
 from tests.random_steps import HARDWARE, SLOW_LINK, Builder, inception_like, joined_steps, resnet_like, steps
 

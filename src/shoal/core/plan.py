@@ -27,8 +27,7 @@ from shoal.core.simulate import simulate
 from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph, Storage
 from shoal.core.timeline import Timeline
-from shoal.core.validate_order import check_order
-from shoal.core.validate_plan import check_plan
+from shoal.core.validate_plan import check_order, check_plan
 from shoal.core.variant import WHOLE, Candidate, Variant
 from shoal.errors import InputError, PlanError, brief
 

@@ -26,8 +26,7 @@ from shoal.core.plan import Plan
 from shoal.core.records import read_json, read_object, read_value
 from shoal.core.residence import residence_from_json, residence_to_json
 from shoal.core.step import StepGraph
-from shoal.core.validate_order import check_order
-from shoal.core.validate_plan import check_plan
+from shoal.core.validate_plan import check_order, check_plan
 from shoal.errors import BudgetError, InputError, PlanError, brief
 from shoal.planners.limits import DEFAULT, Limits
 

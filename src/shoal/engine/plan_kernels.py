@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shoal.core.plan import Plan
-from shoal.core.validate_step import check_step
+from shoal.core.validate_plan import check_step
 from shoal.errors import PlanError
 from shoal.lowlevel.dispatch import VARIABLE, allowed, available_kinds
 from shoal.lowlevel.inductor_region import missing_compiler

@@ -21,9 +21,7 @@ from shoal.core.order import in_order_of, op_names
 from shoal.core.plan import Plan
 from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
-from shoal.core.validate_order import check_order
-from shoal.core.validate_plan import check_plan
-from shoal.core.validate_step import check_step
+from shoal.core.validate_plan import check_order, check_plan, check_step
 from shoal.core.variant import WHOLE, Candidate, Variant
 from shoal.engine.compile_options import CompileOptions
 from shoal.engine.generator_states import counting_states, states_of

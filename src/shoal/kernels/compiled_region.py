@@ -263,7 +263,6 @@ def _source() -> str:
         "capture/regions.py",
         "kernels/compiled_region.py",
         "lowlevel/inductor_region.py",
-        "lowlevel/wide_sums.py",
     ):
         found.update((folder / name).read_bytes())
     return found.hexdigest()

@@ -16,8 +16,7 @@ from shoal.core.named import function_named
 from shoal.core.order import op_names, reordered
 from shoal.core.plan import Plan
 from shoal.core.step import StepGraph
-from shoal.core.validate_order import check_order
-from shoal.core.validate_plan import check_plan
+from shoal.core.validate_plan import check_order, check_plan
 from shoal.errors import InputError, PlanError, brief
 
 Planner = Callable[[StepGraph, Hardware, int], Plan]

@@ -16,10 +16,9 @@ from shoal.planners.chain import smallest_peak
 from shoal.planners.infeasible import fewest_bytes, infeasible
 from shoal.planners.integer_program import Chosen, lower_bound, relaxed_choices, solve
 from shoal.planners.just_in_time import just_in_time
-from shoal.planners.kept_on_demand import narrow
 from shoal.planners.limits import DEFAULT, Effort, Guard, Limits, cached_unless_stopped
 from shoal.planners.local_search import local_search
-from shoal.planners.on_demand import plans_on_demand
+from shoal.planners.on_demand import narrow, plans_on_demand
 from shoal.planners.order import lower_peak
 from shoal.planners.recompute_choice import RecomputeChoice, recompute_choice
 from shoal.planners.simulated import as_chosen, everything_away, in_lower_order, simulated

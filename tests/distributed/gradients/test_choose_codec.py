@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.distributed.gradients.choose_codec import MARGIN, Chooser, choose, route
-from shoal.distributed.gradients.link_rates import CodecRates, Curve, LinkRates
+from shoal.distributed.gradients.choose_codec import MARGIN, Chooser, CodecRates, Curve, LinkRates, choose, route
 from shoal.errors import InputError
-from tests.distributed.rates import candidate_lists, codec, link, links, slowed, slower_link
+from tests.distributed.rates import candidate_lists, codec, curves, link, links, slowed, slower_link
 from tests.raising import raising
 
 elems = st.integers(1, 10**9)
@@ -21,6 +20,7 @@ raw_elems = st.integers(0, 10**5)
 ways = st.sampled_from(["all_reduce", "all_gather", "reduce_scatter"])
 TREE = codec("dynamic_tree", 1 + 4 / 4096, 1e9)
 BF16 = codec("bf16", 2.0, 2e9)
+sizes = st.floats(0, 1e12)
 
 
 def test_on_a_slow_link_the_fewest_bytes_win() -> None:
@@ -182,3 +182,45 @@ def test_the_margin_is_of_the_plain_seconds() -> None:
     almost = link(0.95 * even)
     assert choose(almost, [TREE], 10**6, margin=0.0).codec == "dynamic_tree"
     assert choose(almost, [TREE], 10**6, margin=MARGIN).codec is None
+
+
+@given(curves, sizes, sizes)
+def test_more_never_takes_less(curve: Curve, one: float, other: float) -> None:
+    small, large = sorted((one, other))
+    assert curve.at(small) <= curve.at(large)
+
+
+@given(curves)
+def test_it_goes_through_what_was_measured(curve: Curve) -> None:
+    assert [curve.at(size) for size in curve.sizes] == pytest.approx(list(curve.seconds))
+
+
+@given(curves, st.floats(1, 1e3))
+def test_twice_the_largest_takes_twice_as_long(curve: Curve, times: float) -> None:
+    assert curve.at(times * curve.sizes[-1]) == pytest.approx(times * curve.seconds[-1])
+
+
+@given(st.dictionaries(st.integers(1, 10**9), st.floats(0, 10), min_size=1, max_size=6))
+def test_a_disturbed_measurement_is_cut_to_what_a_larger_one_took(points: dict[int, float]) -> None:
+    curve = Curve.of(points.items())
+    assert curve.sizes == tuple(sorted(points))
+    for size, seconds in zip(curve.sizes, curve.seconds, strict=True):
+        assert seconds == min(took for other, took in points.items() if other >= size)
+
+
+@pytest.mark.parametrize(
+    ("measured", "seconds"),
+    [
+        ((), ()),
+        ((1,), (1.0, 2.0)),
+        ((0,), (1.0,)),
+        ((2, 1), (1.0, 2.0)),
+        ((1, 2), (2.0, 1.0)),
+        ((1,), (-1.0,)),
+        ((1,), (math.inf,)),
+        ((1,), (math.nan,)),
+    ],
+)
+def test_what_is_no_curve_is_refused(measured: tuple[int, ...], seconds: tuple[float, ...]) -> None:
+    with pytest.raises(InputError):
+        Curve(measured, seconds)

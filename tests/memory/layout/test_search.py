@@ -11,9 +11,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from examples.data import data_dir
+from examples.minimalloc import read_problem
 from shoal.lowlevel import native
 from shoal.memory.layout import search as searching
-from shoal.memory.layout.csv_file import read_problem
 from shoal.memory.layout.fit import best_fit
 from shoal.memory.layout.problem import Block, Problem, check_layout
 from shoal.memory.layout.search import ALL_RULES, Answer, Rules, SearchOutcome, search, smallest

@@ -17,8 +17,7 @@ from shoal.codecs import registry
 from shoal.codecs.codec import Codec
 from shoal.distributed.comm.agreement import agree
 from shoal.distributed.comm.exchange import Exchange
-from shoal.distributed.gradients.choose_codec import MARGIN, Chooser
-from shoal.distributed.gradients.link_rates import CodecRates, Curve, LinkRates
+from shoal.distributed.gradients.choose_codec import MARGIN, Chooser, CodecRates, Curve, LinkRates
 from shoal.errors import TransferError
 from shoal.lowlevel.torch_internals import isolated
 

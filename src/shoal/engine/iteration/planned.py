@@ -22,8 +22,7 @@ from shoal.core.residence import Residence
 from shoal.core.shares import Share
 from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
-from shoal.core.validate_plan import check_plan
-from shoal.core.validate_step import check_step
+from shoal.core.validate_plan import check_plan, check_step
 from shoal.core.variant import WHOLE
 from shoal.engine import memory_warnings
 from shoal.engine.backend import STEPS_TO_METER

@@ -16,10 +16,9 @@ from shoal.core.step import StepGraph
 from shoal.core.validate import check_runs
 from shoal.errors import BudgetError
 from shoal.planners.estimates import least_seconds
-from shoal.planners.integer_program import lower_bound, solve
+from shoal.planners.integer_program import add_launch_rows, lower_bound, solve
 from shoal.planners.joint import joint
 from shoal.planners.just_in_time import just_in_time
-from shoal.planners.launch_rows import add_launch_rows
 from shoal.planners.limits import DEFAULT, Guard
 from shoal.planners.linear_program import LinearProgram
 from shoal.planners.recompute_choice import recompute_choice
