@@ -11,10 +11,9 @@ from typing import Any
 from torch import nn
 
 from examples.parallel.hybrid import hybrid
-from shoal.app.training.optimizers import optimizer_of
 from shoal.app.training.options import TrainOptions
 from shoal.app.training.ranks import Ranks
-from shoal.app.training.strategy import Strategy
+from shoal.app.training.strategy import Strategy, optimizer_of
 from shoal.distributed.comm.traffic import Traffic
 
 
@@ -29,14 +28,7 @@ class HybridParallel(Strategy):
             gradient_codec=codec,
             timeout_seconds=ranks.timeout_seconds,
         )
-        optimizer = optimizer_of(
-            options.optimizer,
-            network,
-            lr=options.lr,
-            momentum=options.momentum,
-            weight_decay=options.weight_decay,
-            groups=self._hybrid.parameter_groups(),
-        )
+        optimizer = optimizer_of(options, self._hybrid.parameter_groups())
         super().__init__(self._hybrid, optimizer, ranks)
 
     def state(self) -> dict[str, Any]:

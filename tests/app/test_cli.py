@@ -21,7 +21,7 @@ from examples.networks.unet import UNet
 from shoal.app import cli, models
 from shoal.app.cli import app
 from shoal.app.training import loop
-from shoal.app.training.run_folder import run_folder
+from shoal.app.training.results import run_folder
 from shoal.core import presets
 from shoal.core.hardware import MeasuredLink
 from shoal.core.plan import Plan

@@ -15,7 +15,7 @@ import torch
 from shoal.core.hardware import MeasuredLink
 from shoal.cost import measure
 from shoal.cost import measure_links as module
-from shoal.cost.measure_links import FILE_BYTES, file_rates, measure_links
+from shoal.cost.measure_links import FILE_BYTES, measure_links
 from shoal.errors import InputError
 from tests.raising import raising
 
@@ -138,7 +138,7 @@ def test_the_rates_are_possible_and_no_file_is_left(
     if not direct:
         monkeypatch.delattr(os, "O_DIRECT")
     before = set(os.listdir("/proc/self/fd"))
-    rates = file_rates(tmp_path)
+    rates = module.file_rates(tmp_path)
     assert 1e5 < rates.write_bytes_per_second < 1e13
     assert 1e5 < rates.read_bytes_per_second < 1e13
     assert 0 < rates.write_seconds < 10
@@ -164,7 +164,7 @@ def test_all_of_the_file_is_written_and_read_in_whole_blocks(tmp_path: Path, mon
 
     monkeypatch.setattr(os, "pwritev", write)
     monkeypatch.setattr(os, "preadv", fill)
-    file_rates(tmp_path)
+    module.file_rates(tmp_path)
     for log in (written, read):
         assert all(offset % 4096 == 0 and nbytes % 4096 == 0 for offset, nbytes in log)
         large = [(offset, nbytes) for offset, nbytes in log if nbytes > 4096]
@@ -185,7 +185,7 @@ def test_a_file_system_without_direct_io_is_measured_through_the_page_cache(
         return write(descriptor, pieces, offset)
 
     monkeypatch.setattr(os, "pwritev", refuses)
-    assert not file_rates(tmp_path).direct
+    assert not module.file_rates(tmp_path).direct
 
 
 def test_a_full_disk_is_told_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,10 +194,10 @@ def test_a_full_disk_is_told_and_nothing_is_left(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with raising(InputError, "64 MiB"):
-        file_rates(tmp_path)
+        module.file_rates(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_missing_folder_is_told(tmp_path: Path) -> None:
     with raising(InputError, "folder='", "nowhere'"):
-        file_rates(tmp_path / "nowhere")
+        module.file_rates(tmp_path / "nowhere")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.app.cli import codec_trial
-from shoal.app.cli.codec_trial import Trial, columns, of_values, try_codec, tryable_names
+from shoal.app.cli import codecs as module
+from shoal.app.cli.codecs import Trial, columns, of_values, try_codec, tryable_names
 from shoal.codecs import get
 from shoal.errors import InputError
 from tests.codecs.every_codec import FLOAT_CODECS
@@ -20,7 +20,7 @@ def _timed(monkeypatch: pytest.MonkeyPatch) -> None:
     def fastest_seconds(run: object, device: object) -> float:
         return next(seconds)
 
-    monkeypatch.setattr(codec_trial, "fastest_seconds", fastest_seconds)
+    monkeypatch.setattr(module, "fastest_seconds", fastest_seconds)
 
 
 @pytest.mark.parametrize("name", tryable_names())

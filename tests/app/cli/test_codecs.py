@@ -10,8 +10,9 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from shoal.app.cli import app, codec_trial
-from shoal.app.cli.codec_trial import tryable_names
+from shoal.app.cli import app
+from shoal.app.cli import codecs as module
+from shoal.app.cli.codecs import tryable_names
 from shoal.codecs import get
 
 
@@ -20,7 +21,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     def once(run: object, device: object) -> float:
         return 1e-3
 
-    monkeypatch.setattr(codec_trial, "fastest_seconds", once)
+    monkeypatch.setattr(module, "fastest_seconds", once)
 
 
 def invoke(*arguments: str | Path) -> Result:

@@ -11,9 +11,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from shoal.app.cli import app
-from shoal.app.doctor.examine import examine
-from shoal.app.doctor.findings import as_json, as_lines
-from shoal.app.doctor.steps import seconds
+from shoal.app.cli.doctor import as_json, as_lines
+from shoal.app.doctor.examine import examine, seconds
 from shoal.app.doctor.subject import load_subject
 
 MODELS = """
@@ -203,6 +202,8 @@ def test_a_model_of_several_graphs_is_timed_in_a_step_in_which_nothing_is_prepar
     prepared = []
 
     def timed(model: Any, *arguments: Any) -> float:
+        if not hasattr(model, "shoal"):  # plain PyTorch's step
+            return seconds(model, *arguments)
         before = len(model.shoal.preparations)
         taken = seconds(model, *arguments)
         prepared.append(len(model.shoal.preparations) - before)

@@ -1,17 +1,25 @@
-"""`shoal codecs`."""
+"""`shoal codecs`: how each codec encodes given numbers on this machine: bytes, error, speed."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
+from rich.table import Table
 
 import shoal.codecs
-from shoal.app.cli import codec_samples, codec_trial
+from shoal.app.cli import codec_samples
 from shoal.app.cli.console import app, errors_reported, output
+from shoal.codecs import Codec, get, names
+from shoal.codecs.float_codec import FloatCodec
+from shoal.codecs.registry import needed
+from shoal.core.columns import grid
 from shoal.core.files import json_text
+from shoal.cost.measure import fastest_seconds
 from shoal.cost.measurement_cache import device_of
 from shoal.errors import InputError
 from shoal.lowlevel import cuda_calls
@@ -39,7 +47,7 @@ def codecs(
     with errors_reported(ctx):
         if file is not None and distribution is not None:
             raise InputError(f"got both {file} and --distribution {distribution}; give one of them")
-        chosen = [codec_trial.of_values(shoal.codecs.get(name)) for name in codec or codec_trial.tryable_names()]
+        chosen = [of_values(shoal.codecs.get(name)) for name in codec or tryable_names()]
         if device == "auto":
             device = "cuda" if cuda_calls.is_available() else "cpu"
         place = device_of(device)
@@ -48,10 +56,155 @@ def codecs(
             values = codec_samples.drawn(name, codec_samples.DRAWN_ELEMS if elements is None else elements)
         else:
             name, values = str(file), codec_samples.read(file, elements)
-        tried = [codec_trial.try_codec(each, values.to(place)) for each in chosen]
+        tried = [try_codec(each, values.to(place)) for each in chosen]
         if json:
             rows = [each.to_json() for each in tried]
             where = {"source": name, "elements": values.numel(), "device": device, "threads": torch.get_num_threads()}
             typer.echo(json_text({**where, "codecs": rows}))
         else:
-            output().print(codec_trial.columns(tried, f"{name}: {values.numel():,} float32 on {device}"))
+            output().print(columns(tried, f"{name}: {values.numel():,} float32 on {device}"))
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One codec on one tensor.
+
+    Attributes:
+        codec: its name.
+        raw_bytes, payload_bytes: as float32, and encoded.
+        largest_error, mean_error: absolute, of the values that are finite before and after.
+        largest_relative_error, mean_relative_error: of those that are not zero.
+        lost: finite values that came back infinite or as NaN.
+        encode_seconds, decode_seconds: the fastest of several, into existing memory.
+    """
+
+    codec: str
+    raw_bytes: int
+    payload_bytes: int
+    largest_error: float
+    mean_error: float
+    largest_relative_error: float
+    mean_relative_error: float
+    lost: int
+    encode_seconds: float
+    decode_seconds: float
+
+    @property
+    def ratio(self) -> float:
+        """How many times fewer bytes."""
+        return self.raw_bytes / self.payload_bytes
+
+    @property
+    def encode_gbps(self) -> float:
+        """10**9 bytes of float32 a second."""
+        return self.raw_bytes / self.encode_seconds / 1e9
+
+    @property
+    def decode_gbps(self) -> float:
+        """10**9 bytes of float32 a second."""
+        return self.raw_bytes / self.decode_seconds / 1e9
+
+    @property
+    def break_even_gbps(self) -> float:
+        """The speed of a link from which on sending the values as they are takes less time."""
+        return (self.raw_bytes - self.payload_bytes) / (self.encode_seconds + self.decode_seconds) / 1e9
+
+    def to_json(self) -> dict[str, float | int | str]:
+        """Every figure by its name, with its unit."""
+        return {
+            "codec": self.codec,
+            "raw_bytes": self.raw_bytes,
+            "payload_bytes": self.payload_bytes,
+            "ratio": self.ratio,
+            "largest_error": self.largest_error,
+            "mean_error": self.mean_error,
+            "largest_relative_error": self.largest_relative_error,
+            "mean_relative_error": self.mean_relative_error,
+            "lost": self.lost,
+            "encode_gbps": self.encode_gbps,
+            "decode_gbps": self.decode_gbps,
+            "break_even_gbps": self.break_even_gbps,
+        }
+
+
+def try_codec(codec: FloatCodec, values: torch.Tensor) -> Trial:
+    """Encode and decode `values`, (n,) float32, n > 0.
+
+    >>> from shoal.codecs import get
+    >>> tried = try_codec(get("bf16"), torch.tensor([1.0, 1.00390625]))
+    >>> tried.ratio, tried.largest_error, tried.lost
+    (2.0, 0.00390625, 0)
+    """
+    payload = torch.empty(codec.bytes_for(values.shape), dtype=torch.uint8, device=values.device)
+    encoded = codec.encode(values, out=payload)
+    decoded = codec.decode(encoded)
+    encode_seconds = fastest_seconds(lambda: codec.encode(values, out=payload), values.device)
+    decode_seconds = fastest_seconds(lambda: codec.decode(encoded, out=decoded), values.device)
+    finite = values.isfinite()
+    kept = decoded.isfinite()
+    exact = values[finite & kept].double()
+    error = decoded[finite & kept].double().sub_(exact).abs_()
+    relative = (error / exact.abs())[exact != 0]
+    return Trial(
+        codec=codec.name,
+        raw_bytes=values.nbytes,
+        payload_bytes=payload.numel(),
+        largest_error=_largest(error),
+        mean_error=_mean(error),
+        largest_relative_error=_largest(relative),
+        mean_relative_error=_mean(relative),
+        lost=int((finite & ~kept).sum()),
+        encode_seconds=encode_seconds,
+        decode_seconds=decode_seconds,
+    )
+
+
+def columns(trials: Iterable[Trial], title: str) -> Table:
+    """A table with a row a codec."""
+    headings = (
+        "codec", "bytes", "ratio", "max error", "mean error", "max relative", "mean relative", "lost", "encode GB/s",
+        "decode GB/s", "break-even GB/s",
+    )  # fmt: skip
+    rows = [
+        (
+            trial.codec,
+            f"{trial.payload_bytes:,}",
+            f"{trial.ratio:.2f}",
+            f"{trial.largest_error:.3g}",
+            f"{trial.mean_error:.3g}",
+            f"{100 * trial.largest_relative_error:.4g} %",
+            f"{100 * trial.mean_relative_error:.4g} %",
+            f"{trial.lost:,}",
+            f"{trial.encode_gbps:.2f}",
+            f"{trial.decode_gbps:.2f}",
+            f"{trial.break_even_gbps:.2f}",
+        )
+        for trial in trials
+    ]
+    return grid(title, headings, rows, left=("codec",))
+
+
+def tryable_names() -> list[str]:
+    """Of the codecs that keep values, and so have an error to measure."""
+    return [name for name in names() if not needed(name) and isinstance(get(name), FloatCodec)]
+
+
+def of_values(codec: Codec) -> FloatCodec:
+    """`codec` itself.
+
+    Raises:
+        InputError: it keeps no values.
+    """
+    if not isinstance(codec, FloatCodec):
+        raise InputError(
+            f"{codec.name} keeps no values, and so has no error; choose one of {', '.join(tryable_names())}"
+        )
+    return codec
+
+
+def _largest(errors: torch.Tensor) -> float:
+    return float(errors.max()) if errors.numel() else 0.0
+
+
+def _mean(errors: torch.Tensor) -> float:
+    return float(errors.mean()) if errors.numel() else 0.0

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -27,8 +27,7 @@ from shoal.app.training.display import Display, outcome_table
 from shoal.app.training.options import TrainOptions
 from shoal.app.training.prepare import device as device_called
 from shoal.app.training.ranks import Ranks, joined, rank_of_torchrun
-from shoal.app.training.results import check_writable, save_results
-from shoal.app.training.run_folder import run_folder
+from shoal.app.training.results import check_writable, run_folder, save_results
 from shoal.core.lossy import DEFAULT_CODEC
 from shoal.core.sizes import format_bytes, parse_bytes
 from shoal.errors import InputError, ShoalError
@@ -125,47 +124,17 @@ def train(
     with errors_reported(ctx, quiet=rank_of_torchrun() != 0):
         if adaptive_precision and precision is not None:
             raise InputError(f"--adaptive-precision chooses what --precision {precision} fixes; give one of them")
-        options = TrainOptions(
-            model=model,
-            data=data,
-            batch=batch,
-            budget_bytes=budget_bytes(budget, device_called(device), of_environment=planner != "none"),
-            budget_of=budget_of,
-            planner=planner,
-            epochs=epochs,
-            enforce=enforce,
-            lr=lr,
-            momentum=momentum,
-            weight_decay=weight_decay,
-            optimizer=optimizer,
-            seed=seed,
-            workers=workers,
-            image=image,
-            kernels=kernels,
-            amp=amp,
-            channels_last=channels_last,
-            root=root,
-            device=device,
-            split=split,
-            grid=patch_grid(grid),
-            stochastic=stochastic,
-            halo=halo,
-            batch_norm=batch_norm,
-            offload_to=None if offload_to == "none" else offload_to,
-            host_budget_bytes=None if host_budget is None else parse_bytes(host_budget, "host_budget"),
-            rehearse=rehearse,
-            codec=codec,
-            allow=allow,
-            compress_gradients=None if compress_gradients == "none" else compress_gradients,
-            weights=weights,
-            precision="adaptive" if adaptive_precision else precision,
-            one_byte=one_byte,
-            awp_threshold=awp_threshold,
-            awp_interval=awp_interval,
-            parallel=parallel,
-            out=out if out is not None else Path("runs") / "-".join(each.rpartition(":")[2] for each in (model, data)),
-            resume=resume,
-        )
+        as_typed = {each.name: ctx.params[each.name] for each in fields(TrainOptions) if each.name in ctx.params}
+        in_other_words: dict[str, Any] = {
+            "budget_bytes": budget_bytes(budget, device_called(device), of_environment=planner != "none"),
+            "grid": patch_grid(grid),
+            "offload_to": None if offload_to == "none" else offload_to,
+            "host_budget_bytes": None if host_budget is None else parse_bytes(host_budget, "host_budget"),
+            "compress_gradients": None if compress_gradients == "none" else compress_gradients,
+            "precision": "adaptive" if adaptive_precision else precision,
+            "out": out or Path("runs") / "-".join(each.rpartition(":")[2] for each in (model, data)),
+        }
+        options = TrainOptions(**(as_typed | in_other_words))
         shoal.app.models.find(model)  # an unknown network is reported before folders are made
         with joined(device, timeout) as ranks:
             code = _train(options, json, ranks, ctx)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 
@@ -30,7 +30,8 @@ def in_form(model: nn.Module, form: str | None) -> FusedModule | InvertedModel |
     check_form(form)
     if form is None:
         return model
-    return invert_norm(model) if form == "inverted" else fuse_batchnorm(model, cast(Any, _level(form)))
+    level: Any = None if form == "fused" else form
+    return invert_norm(model) if form == "inverted" else fuse_batchnorm(model, level)
 
 
 def described(model: nn.Module) -> str:
@@ -38,7 +39,3 @@ def described(model: nn.Module) -> str:
     if isinstance(model, FusedModule):
         return f"fuse_batchnorm, {str(model.summary).splitlines()[0]}"
     return model.describe().splitlines()[0] if isinstance(model, InvertedModel) else ""
-
-
-def _level(form: str) -> str | None:
-    return None if form == "fused" else form

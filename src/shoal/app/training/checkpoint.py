@@ -138,8 +138,8 @@ def load(
         scaler.load_state_dict(state["scaler"])
         status = _status(strategy.network)
         status.encoded.update({step: tuple(names) for step, names in own["encoded"].items()})
-        variants = own.get("variants", {})  # of earlier versions there are none
-        status.variants.update({inputs: read_record(Variant, fields, "variant") for inputs, fields in variants.items()})
+        for inputs, chosen in own["variants"].items():
+            status.variants[inputs] = read_record(Variant, chosen, "variant")
         torch.set_rng_state(own["generator"])
         cuda_calls.set_generator_states(own["cuda_generators"])
         return position
@@ -173,9 +173,6 @@ def _read(path: Path) -> dict[str, Any]:
         if damaged is not None:
             raise zipfile.BadZipFile(f"wrong checksum in {damaged}")
         state = torch.load(path, map_location="cpu", weights_only=True)
-        if state["format"] == _FORMAT and state["version"] == 1:  # only of one process
-            parts_of_one = {name: state.get(name, {}) for name in ("encoded", "generator", "cuda_generators")}
-            state |= {"version": _VERSION, "ranks": [{**parts_of_one, "travel": {}}]}
         if state["format"] != _FORMAT or state["version"] != _VERSION or not isinstance(state["arguments"], dict):
             raise ValueError(f"format {state['format']!r} of version {state['version']!r}")
     except PermissionError as error:

@@ -25,12 +25,10 @@ from shoal.app.data import Data
 from shoal.app.data.loaders import Loader
 from shoal.app.data.pixels import picture
 from shoal.app.training import checkpoint, prepare
-from shoal.app.training.optimizers import learning_rate
 from shoal.app.training.options import Outcome, Progress, TrainOptions
 from shoal.app.training.ranks import Ranks, Stop, asked_to_stop, lost_ranks_reported
 from shoal.app.training.results import check_writable, versions
-from shoal.app.training.strategies import strategy_of
-from shoal.app.training.strategy import Strategy
+from shoal.app.training.strategy import Strategy, strategy_of
 from shoal.engine.repair import run_again_where_repaired
 from shoal.memory.limit import MemoryLimit
 from shoal.transforms.split.split import SplitModule
@@ -96,6 +94,21 @@ def train(options: TrainOptions, watcher: Watcher, ranks: Ranks | None = None) -
         with asked_to_stop() as run.stop, lost_ranks_reported(ranks):
             run.train()
         return run.outcome()
+
+
+def learning_rate(highest: float, step: int, steps: int) -> float:
+    """A linear warm-up over the first tenth of all steps, then a cosine to zero. `step` counts from 0.
+
+    `torch.optim.lr_scheduler.SequentialLR` computes each rate from the one before and differs in the last bit in most
+    steps; of this form a resumed run needs no state.
+
+    >>> [round(learning_rate(1.0, step, 20), 2) for step in (0, 1, 10, 19)]
+    [0.5, 1.0, 0.54, 0.01]
+    """
+    rising = max(1, steps // 10)
+    if step < rising:
+        return highest * (step + 1) / rising
+    return highest * (1 + math.cos(math.pi * (step - rising + 1) / (steps - rising + 1))) / 2
 
 
 class _Run:

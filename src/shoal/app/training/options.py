@@ -42,7 +42,7 @@ class TrainOptions:
         planner: as of `shoal.compile`; "none" trains with plain PyTorch.
         epochs: passes over the training images.
         enforce: train within a memory limit of `budget_bytes`.
-        lr: the highest learning rate; see `shoal.app.training.optimizers.learning_rate`.
+        lr: the highest learning rate; see `shoal.app.training.loop.learning_rate`.
         momentum, weight_decay, optimizer: of the optimizer, one of `OPTIMIZERS`; momentum is SGD's.
         seed: of the weights, the order, the augmentation and dropout.
         workers: processes that load images; 0 loads them in this one.

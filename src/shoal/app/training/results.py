@@ -1,9 +1,12 @@
-"""What a run writes besides its checkpoint: result.json, the plan, the report page and the trace."""
+"""A run's folder, where one run at a time writes, and what it writes besides its checkpoint."""
 
 from __future__ import annotations
 
+import logging
+import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from math import isfinite
 from pathlib import Path
@@ -13,13 +16,16 @@ import torch
 
 from shoal import Plan
 from shoal.app.training.options import Outcome, TrainOptions
-from shoal.core.files import write_json, write_text
+from shoal.core.files import remove_partials, try_lock, write_json, write_text
 from shoal.core.sizes import format_bytes
 from shoal.errors import InputError
 from shoal.memory.cpu_allocator import active
 from shoal.report.data import Report
 from shoal.report.page import save_html
 from shoal.transforms.split.patch_map import PatchMap
+
+log = logging.getLogger("shoal")
+_held: set[int] = set()
 
 
 def result(options: TrainOptions, outcome: Outcome) -> dict[str, Any]:
@@ -139,3 +145,40 @@ def _words(sent: Mapping[str, int], steps: int) -> str:
     sent_bytes, raw_bytes = sent["sent_bytes"] // steps, sent["raw_bytes"] // steps
     share = f"{100 * sent_bytes / raw_bytes:.1f} % of the {format_bytes(raw_bytes)}" if raw_bytes else "none"
     return f"{format_bytes(sent_bytes)} a step, {share} that float32 takes"
+
+
+@contextmanager
+def run_folder(folder: Path) -> Iterator[None]:
+    """Make `folder`, and keep every other run out of it until this block ends, or this process, however it ends.
+
+    The folder itself is locked: nothing is left over that a later run would have to remove. What an earlier run that
+    was killed left half written is removed. Of several ranks, the one that writes calls it.
+
+    Raises:
+        InputError: the folder cannot be made or written, or another run writes there.
+    """
+    check_writable(folder)
+    handle = os.open(folder, os.O_RDONLY)
+    _held.add(handle)
+    try:
+        try:
+            free = try_lock(handle)
+        except OSError as error:
+            log.warning("%s cannot be locked (%s): see that no other run writes there", folder, error.strerror)
+            free = True
+        if not free:
+            raise InputError(f"another run is writing to {folder}; wait for it to end, or give another --out")
+        remove_partials(folder)
+        yield
+    finally:
+        _held.discard(handle)
+        os.close(handle)
+
+
+def _let_go_in_a_child() -> None:
+    """A loader's worker that outlives a killed run must not keep its folder locked."""
+    while _held:
+        os.close(_held.pop())
+
+
+os.register_at_fork(after_in_child=_let_go_in_a_child)

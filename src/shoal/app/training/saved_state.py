@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from shoal.app.training.optimizers import state_names
 from shoal.errors import brief
 
 # Of a group of parameters: which they are, a rate that the run sets before each step, and how, not what, is computed.
@@ -76,6 +75,17 @@ def fault_of_optimizer(saved: Any, optimizer: torch.optim.Optimizer, groups: Gro
             if not _is_count(state[name]):
                 return f"has {name} of parameter {key} that is no finite number of at least 0"
     return ""
+
+
+def state_names(optimizer: torch.optim.Optimizer) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What the optimizer keeps for a parameter after a step: tensors of the parameter's shape, and single numbers.
+
+    >>> state_names(torch.optim.AdamW([torch.zeros(2)]))
+    (('exp_avg', 'exp_avg_sq'), ('step',))
+    """
+    if isinstance(optimizer, torch.optim.AdamW):
+        return ("exp_avg", "exp_avg_sq"), ("step",)
+    return ("momentum_buffer",) if optimizer.defaults["momentum"] else (), ()
 
 
 def with_settings(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.app.training import run_folder as module
-from shoal.app.training.run_folder import run_folder
+from shoal.app.training import results as module
+from shoal.app.training.results import run_folder
 from shoal.core import files
 from shoal.errors import InputError
 from tests.raising import raising

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from shoal.app.doctor.steps import largest_difference
+from shoal.app.doctor.examine import largest_difference
 
 NAN = math.nan
 

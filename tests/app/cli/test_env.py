@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from shoal.app.cli import app
-from shoal.app.environment import environment
+from shoal.app.cli.env import environment
 from shoal.core.version import __version__
 
 
