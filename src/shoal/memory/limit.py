@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -31,25 +30,6 @@ from shoal.memory.reads import Read
 
 _SOURCE = Path(__file__).with_name("limit.cpp")
 _NO_LIMIT = -1
-
-
-class _Memory(Protocol):
-    """A device's allocator, as far as a limit needs it. A negative limit means none."""
-
-    def install(self) -> None: ...
-    def uninstall(self) -> None: ...
-    def set_limit(self, limit_bytes: int) -> None: ...
-    def start_fresh(self, this_thread: bool) -> None: ...
-    def count_this_thread(self) -> None: ...
-    def fresh_peak_bytes(self) -> int: ...
-    def set_fresh_peak(self, peak_bytes: int) -> None: ...
-    def is_fresh(self, address: int) -> bool: ...
-    def stale_bytes(self) -> int: ...
-    def live_bytes(self) -> int: ...
-    def peak_bytes(self) -> int: ...
-    def set_peak(self, peak_bytes: int) -> None: ...
-    def reserved_peak_bytes(self) -> int: ...
-    def refusals(self) -> Refusals: ...
 
 
 class MemoryLimit:
@@ -238,34 +218,20 @@ def no_memory_limit() -> Iterator[None]:
     For what is not part of a training step: planning it, and profiling its ops.
     """
     global _suspended
-    if not _active:
-        with _no_lasting_limits():
-            yield
-        return
-    memory = _active[-1]._memory
-    peak_bytes, fresh_peak_bytes = memory.peak_bytes(), memory.fresh_peak_bytes()
-    _suspended += 1
-    _enforce(memory)
-    try:
-        yield
-    finally:
-        _suspended -= 1
-        memory.set_fresh_peak(fresh_peak_bytes)
-        memory.set_peak(max(peak_bytes, memory.live_bytes()))
-        _enforce(memory)
-
-
-@contextmanager
-def _no_lasting_limits() -> Iterator[None]:
-    global _suspended
+    counting = _active[-1]._memory if _active else None
+    peaks_bytes = None if counting is None else (counting.peak_bytes(), counting.fresh_peak_bytes())
+    limiting = list(_lasting) if counting is None else [counting]
     _suspended += 1
     try:
-        for memory in _lasting:
+        for memory in limiting:
             _enforce(memory)
         yield
     finally:
         _suspended -= 1
-        for memory in _lasting:
+        if counting is not None and peaks_bytes is not None:
+            counting.set_fresh_peak(peaks_bytes[1])
+            counting.set_peak(max(peaks_bytes[0], counting.live_bytes()))
+        for memory in limiting:
             _enforce(memory)
 
 
@@ -336,14 +302,11 @@ class _CudaMemory:
     def count_this_thread(self) -> None:
         pass
 
-    def _in_use(self) -> dict[int, int]:
-        return blocks_in_use(self._device)
-
     def _addresses(self) -> frozenset[int]:
-        return frozenset(self._in_use())
+        return frozenset(blocks_in_use(self._device))
 
     def stale_bytes(self) -> int:
-        return sum(size for address, size in self._in_use().items() if address in self._stale)
+        return sum(size for address, size in blocks_in_use(self._device).items() if address in self._stale)
 
     def fresh_peak_bytes(self) -> int:
         return self.peak_bytes() - self._stale_bytes
@@ -374,51 +337,31 @@ class _CudaMemory:
 
 
 class _CpuMemory:
-    """The counting allocator of `limit.cpp`."""
+    """The counting allocator of `limit.cpp`, whose functions do what those of `_CudaMemory` do."""
 
     def __init__(self) -> None:
         library = loaded(_SOURCE, "a memory limit on the CPU")
-        library.limit_is_fresh.argtypes = [ctypes.c_void_p]
         for name in ("live", "peak", "fresh_peak", "refusals", "refused", "fresh_at_refusal"):
             getattr(library, f"limit_{name}").restype = ctypes.c_int64
         for name in ("limit_set_bytes", "limit_set_peak", "limit_set_fresh_peak"):
             getattr(library, name).argtypes = [ctypes.c_int64]
             getattr(library, name).restype = None
-        self._library = library
+        library.limit_is_fresh.argtypes = [ctypes.c_void_p]
+        library.limit_is_fresh.restype = ctypes.c_bool
+        library.limit_start_fresh.argtypes = [ctypes.c_int]
         _cpu_libraries[:] = [library]
-
-    def install(self) -> None:
-        self._library.limit_install()
-
-    def uninstall(self) -> None:
-        self._library.limit_uninstall()
-
-    def set_limit(self, limit_bytes: int) -> None:
-        self._library.limit_set_bytes(limit_bytes)
-
-    def start_fresh(self, this_thread: bool) -> None:
-        self._library.limit_start_fresh(int(this_thread))
-
-    def count_this_thread(self) -> None:
-        self._library.limit_count_this_thread()
-
-    def fresh_peak_bytes(self) -> int:
-        return int(self._library.limit_fresh_peak())
-
-    def set_fresh_peak(self, peak_bytes: int) -> None:
-        self._library.limit_set_fresh_peak(peak_bytes)
-
-    def is_fresh(self, address: int) -> bool:
-        return bool(self._library.limit_is_fresh(address))
-
-    def live_bytes(self) -> int:
-        return int(self._library.limit_live())
-
-    def peak_bytes(self) -> int:
-        return int(self._library.limit_peak())
-
-    def set_peak(self, peak_bytes: int) -> None:
-        self._library.limit_set_peak(peak_bytes)
+        self._library = library
+        self.install: Callable[[], object] = library.limit_install
+        self.uninstall: Callable[[], object] = library.limit_uninstall
+        self.set_limit: Callable[[int], object] = library.limit_set_bytes
+        self.start_fresh: Callable[[bool], object] = library.limit_start_fresh
+        self.count_this_thread: Callable[[], object] = library.limit_count_this_thread
+        self.live_bytes: Callable[[], int] = library.limit_live
+        self.peak_bytes: Callable[[], int] = library.limit_peak
+        self.set_peak: Callable[[int], object] = library.limit_set_peak
+        self.fresh_peak_bytes: Callable[[], int] = library.limit_fresh_peak
+        self.set_fresh_peak: Callable[[int], object] = library.limit_set_fresh_peak
+        self.is_fresh: Callable[[int], bool] = library.limit_is_fresh
 
     def stale_bytes(self) -> int:
         return 0
@@ -428,6 +371,7 @@ class _CpuMemory:
 
     def refusals(self) -> Refusals:
         library = self._library
-        return Refusals(
-            int(library.limit_refusals()), int(library.limit_refused()), int(library.limit_fresh_at_refusal())
-        )
+        return Refusals(library.limit_refusals(), library.limit_refused(), library.limit_fresh_at_refusal())
+
+
+_Memory = _CudaMemory | _CpuMemory  # a device's allocator, as far as a limit needs it; a negative limit means none
