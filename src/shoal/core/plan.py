@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from shoal.core import arguments
 from shoal.core.files import write_json
@@ -42,6 +42,11 @@ _REGIONS = "shoal.compiled_region.region_"
 _BY_OUR_KERNELS = frozenset({"direct", "encode", "fuse"})
 _DIRECT_OPS = "shoal.direct_convolution."
 _OF_PART = re.compile(r"_of_\d+$")  # the gradient of a part of what was concatenated
+_PLAIN = (
+    "planner", "hardware", "budget_bytes", "lower_bound_seconds", "planning_seconds", "errors_measured",
+    "stopped_early", "captured_order", "breaks", "checkpoints", "compiled", "kernels", "without_effect", "states_bytes",
+)  # fmt: skip
+"""What a file has as it stands here."""
 _CODEC_OPS = (".encoded_activation.encode", ".encoded_activation.decode")
 
 
@@ -301,35 +306,20 @@ class Plan:
 
     def save(self, path: str | Path) -> Path:
         """Write the plan and its step as JSON, whole or not at all."""
-        return write_json(
-            path,
-            {
-                "format": FORMAT,
-                "version": VERSION,
-                "fingerprint": self.graph.fingerprint,
-                "planner": self.planner,
-                "hardware": self.hardware,
-                "budget_bytes": self.budget_bytes,
-                "lower_bound_seconds": self.lower_bound_seconds,
-                "planning_seconds": self.planning_seconds,
-                "residences": {name: residence_to_json(r) for name, r in self.residences.items()},
-                "errors": dict(self.errors),
-                "errors_measured": self.errors_measured,
-                "options": dict(self.options),
-                "stopped_early": list(self.stopped_early),
-                "variant": asdict(self.variant),
-                "candidates": [asdict(one) for one in self.candidates],
-                "captured_order": list(self.captured_order),
-                "breaks": list(self.breaks),
-                "checkpoints": self.checkpoints,
-                "compiled": list(self.compiled),
-                "kernels": list(self.kernels),
-                "without_effect": list(self.without_effect),
-                "states_bytes": self.states_bytes,
-                "step": self.graph.to_json(),
-                "exact_step": self.exact_graph and self.exact_graph.to_json(),
-            },
-        )
+        plain = {name: getattr(self, name) for name in _PLAIN}
+        own = {
+            "format": FORMAT,
+            "version": VERSION,
+            "fingerprint": self.graph.fingerprint,
+            "residences": {name: residence_to_json(r) for name, r in self.residences.items()},
+            "errors": dict(self.errors),
+            "options": dict(self.options),
+            "variant": asdict(self.variant),
+            "candidates": [asdict(one) for one in self.candidates],
+            "step": self.graph.to_json(),
+            "exact_step": self.exact_graph and self.exact_graph.to_json(),
+        }
+        return write_json(path, own | plain)
 
     def save_html(self, path: str | Path) -> Path:
         """Write the step as one self-contained HTML page; see `shoal.report`."""
@@ -368,6 +358,8 @@ def _plan_of(value: Any) -> Plan:
     def read(hint: Any, name: str) -> Any:
         return read_value(hint, value.get(name), name)
 
+    hints = get_type_hints(Plan)
+    absent = {one.name for one in fields(Plan) if one.default is not MISSING} - value.keys()
     exact = read(StepGraph | None, "exact_step")
     plan = Plan(
         graph=read(StepGraph, "step"),
@@ -375,25 +367,12 @@ def _plan_of(value: Any) -> Plan:
             name: residence_from_json(each, f"the residence of {brief(name)}")
             for name, each in read_object(value.get("residences"), "residences").items()
         },
-        planner=read(str, "planner"),
-        hardware=read(str, "hardware"),
-        budget_bytes=read(int, "budget_bytes"),
-        lower_bound_seconds=read(float, "lower_bound_seconds"),
-        planning_seconds=read(float, "planning_seconds"),
         exact_graph=exact,
         errors={name: _error(name, each) for name, each in read_object(value.get("errors", {}), "errors").items()},
-        errors_measured=read(bool | None, "errors_measured") or False,
         options=read_object(value.get("options", {}), "options"),
-        stopped_early=read_value(tuple[str, ...], value.get("stopped_early", []), "stopped_early"),
         variant=read(Variant, "variant"),
         candidates=read(tuple[Candidate, ...], "candidates"),
-        captured_order=read_value(tuple[str, ...], value.get("captured_order"), "captured_order"),
-        breaks=read_value(tuple[str, ...], value.get("breaks", []), "breaks"),
-        checkpoints=read_value(int, value.get("checkpoints", 0), "checkpoints"),
-        compiled=read_value(tuple[str, ...], value.get("compiled", []), "compiled"),
-        kernels=read_value(tuple[str, ...], value.get("kernels", []), "kernels"),
-        without_effect=read_value(tuple[str, ...], value.get("without_effect", []), "without_effect"),
-        states_bytes=read_value(int, value.get("states_bytes", 0), "states_bytes"),
+        **{name: read(hints[name], name) for name in _PLAIN if name not in absent},
     )
     if not 0 <= plan.states_bytes <= plan.graph.static_bytes:
         raise PlanError(f"{plan.states_bytes=}: expected 0 to {plan.graph.static_bytes}")

@@ -57,7 +57,7 @@ def read_record(kind: type[Record], value: Any, where: str) -> Record:
     given: dict[str, Any] = {}
     for name, (field, hint) in known.items():
         if name in value:
-            given[name] = _read(hint, value[name], f"{where}.{name}")
+            given[name] = read_value(hint, value[name], f"{where}.{name}")
         elif field.default is MISSING and field.default_factory is MISSING:
             raise InputError(f"{where} has no {name!r}")
     return kind(**given)
@@ -69,7 +69,25 @@ def read_value(hint: Any, value: Any, where: str) -> Any:
     >>> read_value(float, 3, "seconds")
     3.0
     """
-    return _read(hint, value, where)
+    origin = get_origin(hint)
+    if origin in (Union, UnionType):
+        (inner,) = (each for each in get_args(hint) if each is not NoneType)
+        return None if value is None else read_value(inner, value, where)
+    if origin is tuple:
+        if not isinstance(value, (list, tuple)):
+            raise InputError(f"{where} is {brief(value)}, expected a list")
+        inner = get_args(hint)[0]
+        return tuple(read_value(inner, each, f"{where}[{place}]") for place, each in enumerate(value))
+    if origin is Literal:
+        if not isinstance(value, str) or value not in get_args(hint):
+            raise InputError(f"{where} is {brief(value)}, expected one of {', '.join(get_args(hint))}")
+        return value
+    if is_dataclass(hint):
+        return read_record(hint, value, where)  # type: ignore[arg-type]  # mypy takes it for an instance
+    expected, is_so = _PLAIN[hint]
+    if not is_so(value):
+        raise InputError(f"{where} is {brief(value)}, expected {expected}")
+    return hint(value)
 
 
 def read_object(value: Any, where: str) -> dict[str, Any]:
@@ -83,28 +101,6 @@ def read_object(value: Any, where: str) -> dict[str, Any]:
 def _fields(kind: type) -> dict[str, tuple[Field[Any], Any]]:
     hints = get_type_hints(kind)
     return {field.name: (field, hints[field.name]) for field in fields(kind)}
-
-
-def _read(hint: Any, value: Any, where: str) -> Any:
-    origin = get_origin(hint)
-    if origin in (Union, UnionType):
-        (inner,) = (each for each in get_args(hint) if each is not NoneType)
-        return None if value is None else _read(inner, value, where)
-    if origin is tuple:
-        if not isinstance(value, (list, tuple)):
-            raise InputError(f"{where} is {brief(value)}, expected a list")
-        inner = get_args(hint)[0]
-        return tuple(_read(inner, each, f"{where}[{place}]") for place, each in enumerate(value))
-    if origin is Literal:
-        if not isinstance(value, str) or value not in get_args(hint):
-            raise InputError(f"{where} is {brief(value)}, expected one of {', '.join(get_args(hint))}")
-        return value
-    if is_dataclass(hint):
-        return read_record(hint, value, where)  # type: ignore[arg-type]  # mypy takes it for an instance
-    expected, is_so = _PLAIN[hint]
-    if not is_so(value):
-        raise InputError(f"{where} is {brief(value)}, expected {expected}")
-    return hint(value)
 
 
 def _is_whole(value: Any) -> bool:
