@@ -40,25 +40,13 @@ class StorageRow:
     at_peak: bool
 
 
-@dataclass(frozen=True)
-class PartRow:
-    """A part of the model: bytes of its saved and offloaded storages, time of its ops and of its waits."""
-
-    name: str
-    kept: str
-    recomputed: str
-    offloaded: str
-    forward: str
-    recompute: str
-    backward: str
-    stall: str
-    launch: str
-
-
 class PartTable(NamedTuple):
-    """`columns`: the fields of the rows that are shown, and their titles; no sizes without a plan."""
+    """Of each part its name, the bytes of its saved and offloaded storages, the time of its ops and of its waits.
 
-    rows: list[PartRow]
+    `columns`: those of the rows that are shown, and their titles; no sizes without a plan.
+    """
+
+    rows: list[dict[str, str]]
     columns: dict[str, str]
 
 
@@ -153,26 +141,14 @@ def parts_of_model(timeline: Timeline, plan: Plan | None) -> PartTable:
     else:
         groups = [(n, [n]) for n in names]
 
-    def size_of(members: list[str], fate: str) -> str:
-        return format_bytes(sum(sizes.get(n, {}).get(fate, 0) for n in members))
-
-    def spent_in(members: list[str], phase: str) -> str:
-        return format_seconds(sum(seconds.get(n, {}).get(phase, 0.0) for n in members))
-
-    rows = [
-        PartRow(
-            name,
-            size_of(members, "kept"),
-            size_of(members, "recomputed"),
-            size_of(members, "offloaded"),
-            spent_in(members, "forward"),
-            spent_in(members, "recompute"),
-            spent_in(members, "backward"),
-            spent_in(members, "stall"),
-            spent_in(members, "launch"),
-        )
-        for name, members in groups
-    ]
+    rows = []
+    for name, members in groups:
+        row = {"name": name}
+        for fate in ("kept", "recomputed", "offloaded"):
+            row[fate] = format_bytes(sum(sizes.get(n, {}).get(fate, 0) for n in members))
+        for phase in ("forward", "recompute", "backward", "stall", "launch"):
+            row[phase] = format_seconds(sum(seconds.get(n, {}).get(phase, 0.0) for n in members))
+        rows.append(row)
     fates = {fate for of_part in sizes.values() for fate in of_part}
     return PartTable(rows if len(rows) > 1 else [], _columns(timeline, fates, plan is not None))
 

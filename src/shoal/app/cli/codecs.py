@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -65,6 +65,9 @@ def codecs(
             output().print(columns(tried, f"{name}: {values.numel():,} float32 on {device}"))
 
 
+_RATES = ("encode_gbps", "decode_gbps", "break_even_gbps")
+
+
 @dataclass(frozen=True)
 class Trial:
     """One codec on one tensor.
@@ -111,20 +114,8 @@ class Trial:
 
     def to_json(self) -> dict[str, float | int | str]:
         """Every figure by its name, with its unit."""
-        return {
-            "codec": self.codec,
-            "raw_bytes": self.raw_bytes,
-            "payload_bytes": self.payload_bytes,
-            "ratio": self.ratio,
-            "largest_error": self.largest_error,
-            "mean_error": self.mean_error,
-            "largest_relative_error": self.largest_relative_error,
-            "mean_relative_error": self.mean_relative_error,
-            "lost": self.lost,
-            "encode_gbps": self.encode_gbps,
-            "decode_gbps": self.decode_gbps,
-            "break_even_gbps": self.break_even_gbps,
-        }
+        figures = {name: value for name, value in asdict(self).items() if not name.endswith("_seconds")}
+        return figures | {name: getattr(self, name) for name in ("ratio", *_RATES)}
 
 
 def try_codec(codec: FloatCodec, values: torch.Tensor) -> Trial:
