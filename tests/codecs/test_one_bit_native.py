@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.codecs import one_bit
 from shoal.codecs.blocks import blocks_of
 from shoal.errors import CodecError
 from shoal.lowlevel.dispatch import TABLE
@@ -67,7 +68,7 @@ def test_a_nan_and_an_infinity_have_the_fate_that_is_stated() -> None:
 
 def test_what_does_not_fit_is_refused_before_an_address_is_passed_on() -> None:
     x, means, bits = torch.ones(16), torch.empty(2, 2), torch.empty(2, dtype=torch.uint8)
-    native.encode_blocks(x, 8, means, bits)
+    one_bit.encode_blocks(x, 8, means, bits)
     for wrong in (
         (x.double(), 8, means, bits),
         (x, 8, means[:1], bits),
@@ -78,4 +79,4 @@ def test_what_does_not_fit_is_refused_before_an_address_is_passed_on() -> None:
         (torch.ones(32)[::2], 8, means, bits),
     ):
         with pytest.raises(CodecError):
-            native.encode_blocks(*wrong)
+            one_bit.encode_blocks(*wrong)

@@ -12,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shoal import codecs
+from shoal.codecs import table_codes
 from shoal.codecs.blocks import blocks_of
 from shoal.codecs.table_codes_triton import Rounding
 from shoal.codecs.tables import Table, table_of
@@ -238,7 +239,7 @@ def test_every_float_from_0_to_1() -> None:
 def test_what_does_not_fit_is_refused_before_an_address_is_passed_on() -> None:
     table, x = TABLES["linear"], torch.ones(10)
     codes, scales = torch.empty(10, dtype=torch.uint8), torch.empty(2)
-    native.encode_blocks(x, table, 8, scales, codes)
+    table_codes.encode_blocks(x, table, 8, scales, codes)
     for wrong in (
         (x.double(), 8, scales, codes),
         (x, 8, scales[:1], codes),
@@ -250,7 +251,7 @@ def test_what_does_not_fit_is_refused_before_an_address_is_passed_on() -> None:
         (x, None, scales, codes),
     ):
         with pytest.raises(CodecError):
-            native.encode_blocks(wrong[0], table, *wrong[1:])
+            table_codes.encode_blocks(wrong[0], table, *wrong[1:])
 
 
 def test_a_level_this_machine_does_not_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

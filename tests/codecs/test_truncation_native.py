@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.codecs import truncation
 from shoal.errors import CodecError
 from shoal.lowlevel.dispatch import TABLE
 from shoal.lowlevel.native import levels
@@ -84,9 +85,9 @@ def test_what_does_not_fit_is_refused_before_an_address_is_passed_on() -> None:
     x, packed = torch.ones(10), torch.empty(20, dtype=torch.uint8)
     for wrong in ((x, 4, packed), (x, 1, packed), (x.double(), 2, packed), (x, 2, packed.int()), (x[::2], 4, packed)):
         with pytest.raises(CodecError):
-            native.pack(wrong[0], wrong[1], False, wrong[2])
+            truncation.pack(wrong[0], wrong[1], False, wrong[2])
         with pytest.raises(CodecError):
-            native.unpack(wrong[2], wrong[1], wrong[0])
+            truncation.unpack(wrong[2], wrong[1], wrong[0])
 
 
 @pytest.mark.parametrize("nearest", [False, True])

@@ -8,7 +8,7 @@ import torch
 
 from shoal.errors import CodecError
 from shoal.lowlevel.dispatch import level_number
-from shoal.lowlevel.native import library
+from shoal.lowlevel.native import fields, library
 from shoal.lowlevel.torch_state import on_device
 from shoal.lowlevel.triton_launch import TritonKernels
 
@@ -35,23 +35,11 @@ def threads_for(elems: int, min_elems: int) -> int:
 class Bits(ctypes.Structure):
     """ShoalBits of csrc/shoal_native.h."""
 
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("elements", "block_elements")),
-        *((name, ctypes.c_int32) for name in ("threads", "level")),
-        *((name, ctypes.c_void_p) for name in ("values", "means", "bits", "flags")),
-    )
+    _fields_ = fields("int64 elements block_elements, int32 threads level, pointer values means bits flags")
 
 
-def bits_call(elems: int, bits: torch.Tensor, *others: torch.Tensor) -> Bits:
-    """A call for that many elements, with the address of their bits.
-
-    Raises:
-        CodecError: `bits` are not as many, or a tensor is not dense and on the CPU.
-    """
-    # No address is passed on unless it is what the kernels believe it to be.
-    if bits.dtype != torch.uint8 or bits.numel() != -(-elems // 8) or not are_here(bits, *others):
-        shapes = ", ".join(f"{x.dtype} {tuple(x.shape)}" for x in (bits, *others))
-        raise CodecError(f"got {shapes} for {elems} values, expected a uint8 for eight, all dense and on the CPU")
+def bits_call(elems: int, bits: torch.Tensor) -> Bits:
+    """A call for that many elements, with the address of their bits, which were checked: the kernels believe it."""
     return Bits(
         elements=elems,
         block_elements=max(elems, 1),

@@ -281,15 +281,8 @@ class _OneBitNative:
 
 def _bits_call(values: torch.Tensor, block_elems: int | None, means: torch.Tensor, bits: torch.Tensor) -> Bits:
     elems = values.numel()
-    call = bits_call(elems, bits, values, means)
-    block = block_elems or max(elems, 1)
-    blocks = -(-elems // block) if block > 0 else -1
-    if not values.dtype == means.dtype == torch.float32 or means.numel() != 2 * blocks or (block_elems or 8) % 8:
-        raise CodecError(
-            f"got {values.dtype} {tuple(values.shape)} and {means.dtype} {tuple(means.shape)} for blocks of {block}, "
-            "expected float32, two means a block, and blocks of a multiple of 8"
-        )
-    call.block_elements = min(block, max(elems, 1))
+    call = bits_call(elems, bits)
+    call.block_elements = min(block_elems or elems, elems) or 1
     call.values, call.means = values.data_ptr(), means.data_ptr()
     return call
 

@@ -114,16 +114,12 @@ class _SignMaskNative:
     """`csrc/codec_bits.cpp`, for float32 on the CPU."""
 
     def encode(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        call = bits_call(x.numel(), out, x)
-        if x.dtype != torch.float32:
-            raise CodecError(f"got values of {x.dtype}, expected float32; use encode")
+        call = bits_call(x.numel(), out)
         call.values = x.data_ptr()
         run_native("shoal_sign_mask_encode", call)
 
     def decode(self, mask: torch.Tensor, out: torch.Tensor) -> None:
-        call = bits_call(out.numel(), mask, out)
-        if out.dtype != torch.bool:
-            raise CodecError(f"got an output of {out.dtype}, expected bool; use sign_mask.decode")
+        call = bits_call(out.numel(), mask)
         call.flags = out.data_ptr()
         run_native("shoal_sign_mask_decode", call)
 

@@ -20,7 +20,7 @@ from shoal.codecs.table_codes_triton import TO_NEAREST, Rounding, TableCodesTrit
 from shoal.codecs.tables import MAGNITUDES, SIGN, Table
 from shoal.errors import CodecError
 from shoal.lowlevel.dispatch import DispatchedOp, Implementation, choose, level_number, register
-from shoal.lowlevel.native import library, run_native
+from shoal.lowlevel.native import fields, library, run_native
 
 _MIN_ELEMS = 1 << 15  # of a thread that is worth waking
 _derived: WeakKeyDictionary[Table, ctypes.Array[ctypes.c_double]] = WeakKeyDictionary()
@@ -193,15 +193,9 @@ def _largest(rows: torch.Tensor) -> torch.Tensor:
 class _TableCodesCall(ctypes.Structure):
     """ShoalTableCodec of csrc/shoal_native.h."""
 
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("elements", "block_elements")),
-        *((name, ctypes.c_int32) for name in ("threads", "level")),
-        *((name, ctypes.c_void_p) for name in ("table", "x", "scales", "codes", "out")),
-        ("has_scale", ctypes.c_int32),
-        ("scale", ctypes.c_float),
-        ("draws", ctypes.c_int32),
-        ("seed", ctypes.c_uint32),
-        ("first_element", ctypes.c_int64),
+    _fields_ = fields(
+        "int64 elements block_elements, int32 threads level, pointer table x scales codes out, int32 has_scale,"
+        "float scale, int32 draws, uint32 seed, int64 first_element"
     )
 
 
@@ -275,8 +269,6 @@ class _TableCodesNative:
         call = _MeanCall(
             codec=_native_call(values, table, block_elems, scales, codes), messages=len(messages), divisor=divisor
         )
-        for their_scales, their_codes in messages:
-            _native_call(values, table, block_elems, their_scales, their_codes)
         call.codec.x = call.codec.out = values.data_ptr()
         if scale is not None:
             call.codec.has_scale, call.codec.scale = 1, scale
@@ -289,30 +281,11 @@ class _TableCodesNative:
 def _native_call(
     values: torch.Tensor, table: Table, block_elems: int | None, scales: torch.Tensor, codes: torch.Tensor
 ) -> _TableCodesCall:
+    """Of tensors that were checked: the kernels believe what they are told of an address."""
     elems = values.numel()
-    # No address is passed on unless it is what the kernels believe it to be.
-    block = block_elems or max(elems, 1)
-    fits = (
-        block > 0
-        and values.dtype == scales.dtype == torch.float32
-        and codes.dtype == torch.uint8
-        and codes.numel() == elems
-        and scales.numel() == -(-elems // block)
-        and are_here(values, scales, codes)
-    )
-    if not fits:
-        raise CodecError(
-            "expected dense float32 values, one float32 scale a block and one uint8 code a value, on the CPU",
-            details={
-                "values": f"{values.dtype} {tuple(values.shape)}",
-                "scales": f"{scales.dtype} {tuple(scales.shape)}",
-                "codes": f"{codes.dtype} {tuple(codes.shape)}",
-                "block": block,
-            },
-        )
     return _TableCodesCall(
         elements=elems,
-        block_elements=min(block, max(elems, 1)),
+        block_elements=min(block_elems or elems, elems) or 1,
         threads=threads_for(elems, _MIN_ELEMS),
         level=level_number(),
         table=ctypes.addressof(_derived_of(table)),

@@ -20,7 +20,7 @@ from shoal.codecs.float_codec import FloatCodec
 from shoal.codecs.launch import TILE_ELEMS, are_here, threads_for, tiles, triton_applies, triton_kernels
 from shoal.errors import CodecError
 from shoal.lowlevel.dispatch import DispatchedOp, Implementation, choose, level_number, register
-from shoal.lowlevel.native import run_native
+from shoal.lowlevel.native import fields, run_native
 from shoal.lowlevel.torch_state import on_device
 
 WIDTHS_BYTES = (1, 2, 3)
@@ -173,44 +173,28 @@ def _increment(magnitude: torch.Tensor, dropped_bits: int) -> torch.Tensor:
 class _TruncationCall(ctypes.Structure):
     """ShoalTruncation of csrc/shoal_native.h."""
 
-    _fields_ = (
-        ("elements", ctypes.c_int64),
-        *((name, ctypes.c_int32) for name in ("width", "nearest", "threads", "level")),
-        *((name, ctypes.c_void_p) for name in ("values", "packed")),
-    )
+    _fields_ = fields("int64 elements, int32 width nearest threads level, pointer values packed")
 
 
 class _TruncationNative:
     """`csrc/codec_truncation.cpp`, on the CPU."""
 
     def pack(self, x: torch.Tensor, width_bytes: int, nearest: bool, out: torch.Tensor) -> None:
-        call = _native_call(x, width_bytes, out)
-        call.nearest = nearest
-        run_native("shoal_truncation_pack", call)
+        run_native("shoal_truncation_pack", _native_call(x, width_bytes, out, nearest))
 
     def unpack(self, packed: torch.Tensor, width_bytes: int, out: torch.Tensor) -> None:
         run_native("shoal_truncation_unpack", _native_call(out, width_bytes, packed))
 
 
-def _native_call(values: torch.Tensor, width_bytes: int, packed: torch.Tensor) -> _TruncationCall:
-    elems = values.numel()
-    # No address is passed on unless it is what the kernels believe it to be.
-    fits = (
-        width_bytes in (1, 2, 3)
-        and values.dtype == torch.float32
-        and packed.dtype == torch.uint8
-        and packed.numel() == width_bytes * elems
-        and are_here(values, packed)
-    )
-    if not fits:
-        raise CodecError(
-            f"got {values.dtype} {tuple(values.shape)} and {packed.dtype} {tuple(packed.shape)} for {width_bytes} "
-            "bytes a value, expected dense float32, and as many uint8 as that, on the CPU"
-        )
+def _native_call(
+    values: torch.Tensor, width_bytes: int, packed: torch.Tensor, nearest: bool = False
+) -> _TruncationCall:
+    """Of tensors that `_check` has seen: the kernels believe what they are told of an address."""
     return _TruncationCall(
-        elements=elems,
+        elements=values.numel(),
         width=width_bytes,
-        threads=threads_for(elems, _MIN_ELEMS),
+        nearest=nearest,
+        threads=threads_for(values.numel(), _MIN_ELEMS),
         level=level_number(),
         values=values.data_ptr(),
         packed=packed.data_ptr(),
