@@ -50,27 +50,11 @@ def _uniform(element, seed):
 
 @triton.jit(do_not_specialize=["seed", "first_elem"])
 def encode(
-    x,
-    codes,
-    scales,
-    buckets,
-    values,
-    fixed,
-    elems,
-    blocks,
-    block_elems,
-    tiles_a_block,
-    before,
-    last,
-    seed,
+    x, codes, scales, buckets, values, fixed, elems, blocks, block_elems, tiles_a_block, before, last, seed,
     first_elem,
-    SHIFT: tl.constexpr,
-    FIXED: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    MEASURED: tl.constexpr,
-    ROWS: tl.constexpr,
+    SHIFT: tl.constexpr, FIXED: tl.constexpr, STOCHASTIC: tl.constexpr, MEASURED: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-):
+):  # fmt: skip
     """Codes and scales of a tile. MEASURED: `scales` holds what `largest` left there; else a tile is whole blocks.
 
     `buckets`: for each run of 2**SHIFT float32s, 7 bits of how many thresholds lie below it, and above these where in
@@ -244,19 +228,9 @@ def _halved_sum(lanes, ROWS: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def sum_sides(
-    x,
-    bits,
-    sums,
-    counts,
-    elems,
-    block_elems,
-    runs_a_block,
-    runs,
-    longest,
-    RUN: tl.constexpr,
-    ROWS: tl.constexpr,
-    LANES: tl.constexpr,
-):
+    x, bits, sums, counts, elems, block_elems, runs_a_block, runs, longest,
+    RUN: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
     """Of each run of RUN elements of a block: the sum and the count of what is not < 0, of what is, and its bits.
 
     In float64, lane by lane in order, and lanes by halves. `longest`: elements of the longest run.

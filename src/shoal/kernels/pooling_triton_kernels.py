@@ -32,33 +32,13 @@ def _corner(window, STRIDE: tl.constexpr, PADDING: tl.constexpr):
 
 @triton.jit
 def winners(
-    x,
-    pooled,
-    codes,
-    blocks,
-    elems,
-    x_elems,
-    pixel,
-    deep,
-    high,
-    wide,
-    x_deep,
-    x_high,
-    x_wide,
-    deep_step,
-    high_step,
-    KERNEL_D: tl.constexpr,
-    KERNEL_H: tl.constexpr,
-    KERNEL_W: tl.constexpr,
-    STRIDE_D: tl.constexpr,
-    STRIDE_H: tl.constexpr,
-    STRIDE_W: tl.constexpr,
-    PADDING_D: tl.constexpr,
-    PADDING_H: tl.constexpr,
-    PADDING_W: tl.constexpr,
-    AFTER_RELU: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    x, pooled, codes,
+    blocks, elems, x_elems, pixel, deep, high, wide, x_deep, x_high, x_wide, deep_step, high_step,
+    KERNEL_D: tl.constexpr, KERNEL_H: tl.constexpr, KERNEL_W: tl.constexpr,
+    STRIDE_D: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,
+    PADDING_D: tl.constexpr, PADDING_H: tl.constexpr, PADDING_W: tl.constexpr,
+    AFTER_RELU: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Of each window the first of its greatest values, or its last NaN, and its code; 255 of zero after a ReLU."""
     plane, element, there, d, h, w, channel = _element(blocks, elems, deep, high, wide, pixel, BLOCK)
     d, h, w = _corner(d, STRIDE_D, PADDING_D), _corner(h, STRIDE_H, PADDING_H), _corner(w, STRIDE_W, PADDING_W)
@@ -85,33 +65,13 @@ def winners(
 
 @triton.jit
 def gradients(
-    grad,
-    codes,
-    grad_x,
-    blocks,
-    elems,
-    x_elems,
-    pixel,
-    deep,
-    high,
-    wide,
-    x_deep,
-    x_high,
-    x_wide,
-    deep_step,
-    high_step,
-    KERNEL_D: tl.constexpr,
-    KERNEL_H: tl.constexpr,
-    KERNEL_W: tl.constexpr,
-    STRIDE_D: tl.constexpr,
-    STRIDE_H: tl.constexpr,
-    STRIDE_W: tl.constexpr,
-    PADDING_D: tl.constexpr,
-    PADDING_H: tl.constexpr,
-    PADDING_W: tl.constexpr,
-    AFTER_RELU: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    grad, codes, grad_x,
+    blocks, elems, x_elems, pixel, deep, high, wide, x_deep, x_high, x_wide, deep_step, high_step,
+    KERNEL_D: tl.constexpr, KERNEL_H: tl.constexpr, KERNEL_W: tl.constexpr,
+    STRIDE_D: tl.constexpr, STRIDE_H: tl.constexpr, STRIDE_W: tl.constexpr,
+    PADDING_D: tl.constexpr, PADDING_H: tl.constexpr, PADDING_W: tl.constexpr,
+    AFTER_RELU: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Of each pixel the sum, in float32, of the gradients of those windows whose code is its place in them."""
     plane, element, there, d, h, w, channel = _element(blocks, x_elems, x_deep, x_high, x_wide, pixel, BLOCK)
     d, h, w = d + PADDING_D, h + PADDING_H, w + PADDING_W

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,20 +17,9 @@ from shoal.core.hardware import Link
 from shoal.core.step import Op, StepGraph
 from shoal.errors import PlanError
 from shoal.lowlevel.dispatch import allowed
-from shoal.lowlevel.native import run_native
+from shoal.lowlevel.native import fields, run_native
 from shoal.planners.just_in_time import just_in_time
 from shoal.planners.transfer_places import Placed, TransferPlaces, last_forward_reader
-
-
-class Places(Protocol):
-    """`TransferPlaces`, made either way."""
-
-    @property
-    def seconds(self) -> float:
-        """How long the step takes with nothing offloaded."""
-
-    def place(self, offloaded: Collection[int]) -> Placed:
-        """Where those of `offloaded` that can leave do so, and come back."""
 
 
 def places_of(graph: StepGraph, budget_bytes: int) -> Callable[[Collection[int]], Places]:
@@ -61,46 +49,31 @@ class _Struct(ctypes.Structure):
         self.__dict__.setdefault("arrays", []).append(array)
 
 
-def _fields(kind: type, *names: str) -> list[tuple[str, type]]:
-    return [(name, kind) for name in names]
-
-
 class _StepStruct(_Struct):
     """`ShoalTransferStep`."""
 
-    _fields_ = (
-        *_fields(ctypes.c_int64, "ops", "forward", "storages", "resident_bytes"),
-        *_fields(ctypes.c_void_p, "reads_begin", "reads", "writes_begin", "writes", "workspace_bytes", "overwrites"),
-        *_fields(ctypes.c_void_p, "seconds", "launch_seconds", "is_backward"),
-        *_fields(ctypes.c_void_p, "nbytes", "host_bytes", "producer", "last_forward_reader"),
-        *_fields(ctypes.c_void_p, "stays", "may_be_given_up", "may_leave", "to_host_seconds", "to_device_seconds"),
-        *_fields(ctypes.c_int64, "written_count"),
-        *_fields(ctypes.c_void_p, "written"),
-        *_fields(ctypes.c_int32, "overlaps"),
+    _fields_ = fields(
+        "int64 ops forward storages resident_bytes, pointer reads_begin reads writes_begin writes workspace_bytes"
+        " overwrites seconds launch_seconds is_backward nbytes host_bytes producer last_forward_reader stays"
+        " may_be_given_up may_leave to_host_seconds to_device_seconds, int64 written_count, pointer written,"
+        "int32 overlaps"
     )
 
 
 class _PlacesStruct(_Struct):
     """`ShoalTransferPlaces`."""
 
-    _fields_ = (
-        *_fields(ctypes.c_void_p, "step", "kept"),
-        *_fields(ctypes.c_int64, "budget_bytes"),
-        *_fields(ctypes.c_void_p, "forward_seconds", "backward_seconds", "between_seconds"),
-        *_fields(ctypes.c_void_p, "forward_room_bytes", "backward_room_bytes", "between_room_bytes"),
-        *_fields(ctypes.c_void_p, "backward_op", "back", "back_unit", "early_seconds", "can_leave"),
-        *_fields(ctypes.c_int64, "backward", "between", "returning"),
+    _fields_ = fields(
+        "pointer step kept, int64 budget_bytes, pointer forward_seconds backward_seconds between_seconds"
+        " forward_room_bytes backward_room_bytes between_room_bytes backward_op back back_unit early_seconds can_leave,"
+        "int64 backward between returning"
     )
 
 
 class _PlacedStruct(_Struct):
     """`ShoalTransferPlaced`."""
 
-    _fields_ = (
-        *_fields(ctypes.c_void_p, "places", "wanted", "released", "fetched"),
-        *_fields(ctypes.c_double, "seconds"),
-        *_fields(ctypes.c_int64, "excess_bytes", "host_bytes"),
-    )
+    _fields_ = fields("pointer places wanted released fetched, double seconds, int64 excess_bytes host_bytes")
 
 
 def _int64(values: Iterable[int]) -> NDArray[np.int64]:
@@ -214,3 +187,6 @@ class NativePlaces:
             step.placed.excess_bytes,
             step.placed.host_bytes,
         )
+
+
+Places = TransferPlaces | NativePlaces

@@ -89,26 +89,11 @@ def _undone(y, grad, alpha, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def activate(
-    x,
-    mean,
-    weight,
-    scale,
-    shift,
-    residual,
-    out,
-    ld_x,
-    ld_residual,
-    ld_out,
-    pixels,
-    channels,
-    blocks_an_image,
-    alpha,
-    ACTIVATION: tl.constexpr,
-    ROUNDED: tl.constexpr,
-    CHANNELS_LAST: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    x, mean, weight, scale, shift, residual, out,
+    ld_x, ld_residual, ld_out, pixels, channels, blocks_an_image, alpha,
+    ACTIVATION: tl.constexpr, ROUNDED: tl.constexpr,
+    CHANNELS_LAST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """out = act((x - mean) * weight * scale + shift + residual); weight and residual may be None. One block a program.
 
     ROUNDED: what is activated is rounded first as `out` is. ACTIVATION has a number, its slope or alpha, or none.
@@ -138,21 +123,9 @@ def activate(
 
 @triton.jit
 def moments(
-    x,
-    ld_x,
-    pivots,
-    offs,
-    squares,
-    counts,
-    pixels,
-    channels,
-    blocks_an_image,
-    blocks,
-    blocks_a_part,
-    CHANNELS_LAST: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    x, ld_x, pivots, offs, squares, counts, pixels, channels, blocks_an_image, blocks, blocks_a_part,
+    CHANNELS_LAST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Of each part: how many pixels, and every channel's mean (pivot + off) and sum of squared deviations.
 
     The pivot is the mean of the part's first block, so that a mean a thousand times the deviation costs no digits.
@@ -225,35 +198,11 @@ def merge(pivots, offs, squares, counts, mean, variance, parts, channels, PARTS:
 
 @triton.jit
 def activate_backward(
-    x,
-    grad,
-    z,
-    mean,
-    scale,
-    shift,
-    slope,
-    constant,
-    grad_x,
-    masked,
-    of_scale,
-    of_shift,
-    ld_x,
-    ld_grad,
-    ld_z,
-    ld_grad_x,
-    ld_masked,
-    pixels,
-    channels,
-    blocks_an_image,
-    blocks,
-    blocks_a_part,
-    alpha,
-    ACTIVATION: tl.constexpr,
-    INVERTED: tl.constexpr,
-    CHANNELS_LAST: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    x, grad, z, mean, scale, shift, slope, constant, grad_x, masked, of_scale, of_shift,
+    ld_x, ld_grad, ld_z, ld_grad_x, ld_masked, pixels, channels, blocks_an_image, blocks, blocks_a_part, alpha,
+    ACTIVATION: tl.constexpr, INVERTED: tl.constexpr,
+    CHANNELS_LAST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """With da the gradient before the activation: grad_x = da * scale, masked = da, and each part's sums of da * off
     and da, where off is x - mean. With a slope and a constant grad_x is (da + off * slope + constant) * scale.
 
