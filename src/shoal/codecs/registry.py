@@ -16,15 +16,7 @@ from shoal.codecs.codec import Codec, Encoded
 from shoal.codecs.memory_order import strides_in_order
 from shoal.codecs.pool_index_codec import PoolIndexCodec
 from shoal.codecs.sign_mask import SignMaskCodec
-from shoal.codecs.tables import (
-    DYNAMIC_TREE,
-    DYNAMIC_TREE_EVEN,
-    LINEAR,
-    MANTISSA,
-    MANTISSA_LARGEST,
-    STATIC_TREE,
-    Table,
-)
+from shoal.codecs.tables import DYNAMIC_TREE, DYNAMIC_TREE_EVEN, LINEAR, MANTISSA, MANTISSA_LARGEST, STATIC_TREE, Table
 from shoal.codecs.truncation import TruncateCodec
 from shoal.errors import CodecError, brief
 

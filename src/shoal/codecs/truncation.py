@@ -29,11 +29,7 @@ _SMALLEST_NORMAL = 2.0**-126
 _RELATIVE = {1: (0.75, 0.6), 2: (2.0**-7, 2.0**-8), 3: (2.0**-15, 2.0**-16)}
 # Half a step past the greatest value. One byte's last step is from 2**125 to 2**127; its middle goes down, to the even
 # code, and the next float up.
-_OVERFLOW = {
-    1: (2.0**127, 2.5 * 2.0**125 + 2.0**103),
-    2: (inf, 2.0**128 - 2.0**119),
-    3: (inf, 2.0**128 - 2.0**111),
-}
+_OVERFLOW = {1: (2.0**127, 2.5 * 2.0**125 + 2.0**103), 2: (inf, 2.0**128 - 2.0**119), 3: (inf, 2.0**128 - 2.0**111)}
 _INFINITY = 0x7F800000
 _MAGNITUDE = 0x7FFFFFFF
 _QUIET = 0x00400000

@@ -34,10 +34,7 @@ _OF_PROBABILITIES = (
     *("binary_cross_entropy", "bernoulli", "binomial", "poisson", "normal"),
     "multilabel_margin_loss_backward",
 )
-_POOL_BACKWARDS = {
-    _aten.max_pool2d_with_indices_backward.default: 2,
-    _aten.max_pool3d_with_indices_backward.default: 3,
-}
+_POOL_BACKWARDS = {_aten.max_pool2d_with_indices_backward.default: 2, _aten.max_pool3d_with_indices_backward.default: 3}
 
 
 class OperandFactory:

@@ -308,11 +308,7 @@ _LIKE: Mapping[OpOverload, tuple[int, Callable[[torch.Tensor], Strides]]] = {
     _aten.log_sigmoid_forward.default: (0, _contiguous),
     _aten.glu_backward.default: (1, _contiguous),
     **dict.fromkeys(
-        (
-            _aten.huber_loss_backward.default,
-            _aten.mse_loss_backward.default,
-            _aten.smooth_l1_loss_backward.default,
-        ),
+        (_aten.huber_loss_backward.default, _aten.mse_loss_backward.default, _aten.smooth_l1_loss_backward.default),
         (1, _contiguous),
     ),
     _aten.binary_cross_entropy.default: (0, _preserved),

@@ -16,11 +16,7 @@ import torch
 from torch._C import DispatchKey
 from torch._library.utils import is_builtin
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.utils._python_dispatch import (
-    _disable_current_modes,
-    _get_current_dispatch_mode,
-    _pop_mode_temporarily,
-)
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode, _pop_mode_temporarily
 
 from shoal.lowlevel.eager_strides import eager_strides
 from shoal.lowlevel.torch_state import on_device

@@ -26,10 +26,7 @@ _guards: Any = torch._C._dynamo.guards  # its stubs lack these
 new_view = _guards._reinterpret_tensor
 negated_view = torch._neg_view  # as `conj().imag` returns one: whoever reads it negates
 # (sizes, strides, dtype) -> `torch.empty_strided` on this device, of CUDA on the current one: in half of its time.
-_NEW_BY_DEVICE = {
-    "cpu": _guards._empty_strided_cpu,
-    "cuda": _guards._empty_strided_cuda,
-}
+_NEW_BY_DEVICE = {"cpu": _guards._empty_strided_cpu, "cuda": _guards._empty_strided_cuda}
 
 
 def new_tensors(

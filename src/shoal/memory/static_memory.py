@@ -41,10 +41,7 @@ class StaticMemory:
     """
 
     def __init__(
-        self,
-        model: nn.Module | None = None,
-        optimizer: Declared | None = None,
-        parameters: Iterable[torch.Tensor] = (),
+        self, model: nn.Module | None = None, optimizer: Declared | None = None, parameters: Iterable[torch.Tensor] = ()
     ) -> None:
         self._models: list[weakref.ref[nn.Module]] = []
         # FSDP2 puts gathered parameters in the place of these while the model runs.
@@ -237,8 +234,7 @@ class StaticMemory:
         if not optimizers:
             stepping += [named.made_for(self._trained(reference)) for reference, named in self._named]
         own_bytes = max(
-            (step_scratch_bytes(one, trained[0].device.type) for one in stepping if one is not None),
-            default=0,
+            (step_scratch_bytes(one, trained[0].device.type) for one in stepping if one is not None), default=0
         )
         held = [t for model in models for t in (*self._parameters_in(model), *model.buffers())] or trained
         gradient_bytes = distinct_bytes(p for p in trained if not has_gradient_hook(p))

@@ -40,11 +40,7 @@ class Offloading:
 
 
 def offloading(
-    offload_to: str | Path | None,
-    host_budget: int | str | None,
-    *,
-    device_type: str,
-    pace: Link | None = None,
+    offload_to: str | Path | None, host_budget: int | str | None, *, device_type: str, pace: Link | None = None
 ) -> Offloading | None:
     """Validate the arguments of `shoal.compile`.
 

@@ -20,10 +20,7 @@ from shoal.planners.transfer_places import TransferPlaces, placed_residences
 
 
 def fill_slack(
-    graph: StepGraph,
-    residences: Mapping[str, Residence],
-    budget_bytes: int,
-    effort: Effort | None = None,
+    graph: StepGraph, residences: Mapping[str, Residence], budget_bytes: int, effort: Effort | None = None
 ) -> dict[str, Residence]:
     """Residences that take no more time than `residences` and, if those do, fit the budget.
 

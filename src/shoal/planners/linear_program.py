@@ -27,11 +27,7 @@ class Optimum:
     timed_out: bool = False
 
 
-_SUB_PROGRAMS = (
-    "mip_heuristic_run_rens",
-    "mip_heuristic_run_rins",
-    "mip_heuristic_run_root_reduced_cost",
-)
+_SUB_PROGRAMS = ("mip_heuristic_run_rens", "mip_heuristic_run_rins", "mip_heuristic_run_root_reduced_cost")
 
 
 class LinearProgram:

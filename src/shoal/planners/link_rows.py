@@ -142,11 +142,7 @@ class _Ways:
         return tuple(added), ahead
 
     def _chains(
-        self,
-        bytes_per_second: float,
-        seconds: Sequence[float],
-        added: Sequence[int],
-        comes: Sequence[Sequence[int]],
+        self, bytes_per_second: float, seconds: Sequence[float], added: Sequence[int], comes: Sequence[Sequence[int]]
     ) -> list[int]:
         """Variables of the bytes that the link still has to carry at each stop; at the last there are none.
 

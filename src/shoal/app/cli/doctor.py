@@ -152,11 +152,7 @@ def _means(found: Examination) -> str:
         return "nothing"
     parts = [
         f"{len(storages)} {how} ({format_bytes(sum(storage.nbytes for storage in storages))})"
-        for how, storages in (
-            ("recomputed", plan.recomputed),
-            ("offloaded", plan.offloaded),
-            ("encoded", plan.encoded),
-        )
+        for how, storages in (("recomputed", plan.recomputed), ("offloaded", plan.offloaded), ("encoded", plan.encoded))
         if storages
     ]
     return f"computed {plan.variant}; {', '.join(parts) or 'everything is kept'}"

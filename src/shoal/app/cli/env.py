@@ -31,8 +31,7 @@ SETTINGS = ("SHOAL_", "PYTORCH_", "TORCH", "OMP_", "CUDA_", "CUBLAS_")
 
 @app.command()
 def env(
-    ctx: typer.Context,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
+    ctx: typer.Context, json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False
 ) -> None:
     """Show versions, devices, kernels, cache and settings, to paste into an issue."""
     with errors_reported(ctx):

@@ -47,8 +47,7 @@ def train(
     epochs: Annotated[int, typer.Option(help="Passes over the training images.")] = 3,
     enforce: Annotated[bool, typer.Option("--enforce", help="Raise OutOfMemoryError above the budget.")] = False,
     planner: Annotated[
-        str,
-        typer.Option(help=f"{', '.join(planners.NAMES)}, MODULE:FUNCTION, or none for plain PyTorch."),
+        str, typer.Option(help=f"{', '.join(planners.NAMES)}, MODULE:FUNCTION, or none for plain PyTorch.")
     ] = "joint",
     offload_to: Annotated[
         str, typer.Option(help="Where saved tensors may be offloaded: host, a folder, none, or auto for host on CUDA.")
@@ -86,8 +85,7 @@ def train(
     root: Annotated[str | None, typer.Option(help="Folder of the data set.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
     compress_gradients: Annotated[
-        str,
-        typer.Option(help="Under torchrun: codec of gradients, such as dynamic_tree; auto measures which pays."),
+        str, typer.Option(help="Under torchrun: codec of gradients, such as dynamic_tree; auto measures which pays.")
     ] = "none",
     weights: Annotated[
         str | None, typer.Option(help="host: keep weights and optimizer in host memory; sharded: a shard on each rank.")

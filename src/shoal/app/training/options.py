@@ -112,11 +112,7 @@ class TrainOptions:
     resume: bool = False
 
     def __post_init__(self) -> None:
-        for name, known in (
-            ("optimizer", OPTIMIZERS),
-            ("amp", PRECISIONS),
-            ("kernels", KERNELS),
-        ):
+        for name, known in (("optimizer", OPTIMIZERS), ("amp", PRECISIONS), ("kernels", KERNELS)):
             if getattr(self, name) not in known:
                 raise InputError(f"unknown {name} {getattr(self, name)!r}: give one of {', '.join(known)}")
         for name, minimum in (("batch", 1), ("epochs", 1), ("workers", 0), ("image", 1), ("seed", 0)):

@@ -209,11 +209,7 @@ class WeightsInShards(Strategy):
         fully_shard(network, mesh=mesh)
         optimizer = optimizer_of(options, network.parameters())
         weights = ShardedWeights(
-            network,
-            optimizer,
-            precision=precision,
-            one_byte=options.one_byte,
-            timeout_seconds=ranks.timeout_seconds,
+            network, optimizer, precision=precision, one_byte=options.one_byte, timeout_seconds=ranks.timeout_seconds
         )
         super().__init__(compiled(options, network, optimizer), optimizer, ranks, weights)
         self._weights = weights

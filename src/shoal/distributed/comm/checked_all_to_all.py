@@ -203,10 +203,7 @@ class CheckedAllToAll:
         if found != header.checksum:
             raise TransferError(
                 f"{self.what}: bytes from rank {peer} are damaged; check the link, then start from the last checkpoint",
-                details={
-                    "bytes": header.length_bytes,
-                    "checksum": f"{found:08x}, expected {header.checksum:08x}",
-                },
+                details={"bytes": header.length_bytes, "checksum": f"{found:08x}, expected {header.checksum:08x}"},
             )
 
     def _wait(self, work: Any, peer: int) -> None:

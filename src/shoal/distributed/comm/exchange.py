@@ -106,12 +106,7 @@ class Exchange:
         return expected.receive()
 
     def all_gather(
-        self,
-        part: torch.Tensor,
-        sizes_bytes: Sequence[int],
-        *,
-        what: str,
-        out: Sequence[torch.Tensor] | None = None,
+        self, part: torch.Tensor, sizes_bytes: Sequence[int], *, what: str, out: Sequence[torch.Tensor] | None = None
     ) -> list[torch.Tensor]:
         """Send one part to every rank and return what each rank sent; arguments and errors as for `all_to_all`."""
         return self.all_to_all([part] * self.ranks, sizes_bytes, what=what, out=out)

@@ -11,14 +11,7 @@ from typing import Any
 import torch
 
 from shoal.codecs.codec import Codec
-from shoal.distributed.gradients.bucket_segments import (
-    ParameterGrad,
-    Segment,
-    Segments,
-    pack_one,
-    places,
-    unpack_one,
-)
+from shoal.distributed.gradients.bucket_segments import ParameterGrad, Segment, Segments, pack_one, places, unpack_one
 from shoal.errors import InputError
 
 _FIRST_VALUES = 64

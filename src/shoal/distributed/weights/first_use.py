@@ -38,11 +38,7 @@ class FirstUse(TorchFunctionMode):
         self._announced.update(map(id, parameters))
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         for leaf in tree_leaves((args, kwargs)) if self._unseen else ():
             parameter = self._unseen.pop(id(leaf), None)

@@ -20,12 +20,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.kernels.batch_norm_vectors import measures, move_statistics
-from shoal.kernels.invertible_norm.inverted_op import (
-    InvertedOp,
-    InvertedVectors,
-    by_pytorch,
-    gradients_into,
-)
+from shoal.kernels.invertible_norm.inverted_op import InvertedOp, InvertedVectors, by_pytorch, gradients_into
 from shoal.kernels.norm.norm_operands import Activation, NormAffine
 from shoal.kernels.norm.norm_operands import wide as wide_of
 from shoal.kernels.norm.norm_sweeps import apply_exactly
@@ -117,10 +112,7 @@ def _backward(
     shift = torch.zeros_like(ones) if bias is None else bias.to(wide)
     vectors = InvertedVectors(scale, shift, invstd)
     of_weight, of_bias = gradients_into(grad, result, y, vectors, Activation(activation, slope), frozen=frozen)
-    return (
-        of_weight.to(wide if weight is None else weight.dtype),
-        of_bias.to(wide if bias is None else bias.dtype),
-    )
+    return (of_weight.to(wide if weight is None else weight.dtype), of_bias.to(wide if bias is None else bias.dtype))
 
 
 def _saved(arguments: list[Any], vectors: list[torch.Tensor]) -> tuple[torch.Tensor, tuple[Any, ...]]:

@@ -14,12 +14,7 @@ from torch import nn
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from shoal.kernels.invertible_norm.inverted_batch_norm import error_of
-from shoal.kernels.invertible_norm.inverted_op import (
-    InvertedOp,
-    InvertedVectors,
-    by_pytorch,
-    gradients_into,
-)
+from shoal.kernels.invertible_norm.inverted_op import InvertedOp, InvertedVectors, by_pytorch, gradients_into
 from shoal.kernels.norm.norm_operands import Activation, NormAffine
 from shoal.kernels.norm.norm_sweeps import apply_exactly
 from shoal.kernels.norm.statistics import measure

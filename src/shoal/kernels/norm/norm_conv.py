@@ -20,13 +20,7 @@ from torch.utils.flop_counter import register_flop_formula
 from shoal.kernels.memory_format import dense_in_format, memory_format_of, suggested_memory_format
 from shoal.kernels.norm import norm_conv_native
 from shoal.kernels.norm.norm_act import activated, activated_backward, joined, own_variance, parted, parted_fake
-from shoal.kernels.norm.norm_conv_native import (
-    ConvWindow,
-    NormConv,
-    weight_grad,
-    weight_grad_applies,
-    weight_grad_pays,
-)
+from shoal.kernels.norm.norm_conv_native import ConvWindow, NormConv, weight_grad, weight_grad_applies, weight_grad_pays
 from shoal.kernels.norm.norm_operands import affine_of, by_channel, wide
 from shoal.kernels.norm.norm_rows import native_row_stride
 from shoal.kernels.norm.statistics import MeasuredNorm, detached_statistics, is_narrow, measure, whole_gradient
@@ -49,9 +43,7 @@ _BACKWARD: DispatchedOp[ModuleType | None] = register(
 )
 # Of the backward pass where that one does not run.
 _WEIGHT_GRAD: DispatchedOp[Callable[..., torch.Tensor] | None] = register(
-    "norm_conv_weight_grad",
-    None,
-    Implementation("native", weight_grad, weight_grad_applies, weight_grad_pays),
+    "norm_conv_weight_grad", None, Implementation("native", weight_grad, weight_grad_applies, weight_grad_pays)
 )
 
 

@@ -134,12 +134,7 @@ def backward_pays(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 
 
 def forward(
-    x: torch.Tensor,
-    layer: NormConv,
-    statistics: bool,
-    *,
-    out: torch.Tensor | None = None,
-    winograd: bool | None = None,
+    x: torch.Tensor, layer: NormConv, statistics: bool, *, out: torch.Tensor | None = None, winograd: bool | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Replaces `y = conv2d(relu((x - mean) * scale + shift), weight, bias)` and `torch.var_mean(y)`.
 

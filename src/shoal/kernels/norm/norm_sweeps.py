@@ -87,11 +87,7 @@ class _NormSweepsReference:
 
     @torch.no_grad()
     def reduce(
-        self,
-        grad: torch.Tensor,
-        read: NormRead,
-        grad_x: torch.Tensor | None = None,
-        masked: torch.Tensor | None = None,
+        self, grad: torch.Tensor, read: NormRead, grad_x: torch.Tensor | None = None, masked: torch.Tensor | None = None
     ) -> NormSums:
         """The sums of the backward pass. In the same sweep, what does not depend on them is written.
 

@@ -59,11 +59,7 @@ class NormSweepsNative:
         run_native("shoal_norm_apply", call)
 
     def reduce(
-        self,
-        grad: torch.Tensor,
-        read: NormRead,
-        grad_x: torch.Tensor | None = None,
-        masked: torch.Tensor | None = None,
+        self, grad: torch.Tensor, read: NormRead, grad_x: torch.Tensor | None = None, masked: torch.Tensor | None = None
     ) -> NormSums:
         products, total = (torch.empty(grad.shape[1], dtype=torch.float64) for _ in range(2))
         written = {"grad_x": grad_x, "grad_residual": masked}

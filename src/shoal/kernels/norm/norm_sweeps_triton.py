@@ -92,11 +92,7 @@ class NormSweepsTriton:
             self._launches.run(key, (x, mean, own_factor, scale, shift, residual, out), made)
 
     def reduce(
-        self,
-        grad: torch.Tensor,
-        read: NormRead,
-        grad_x: torch.Tensor | None = None,
-        masked: torch.Tensor | None = None,
+        self, grad: torch.Tensor, read: NormRead, grad_x: torch.Tensor | None = None, masked: torch.Tensor | None = None
     ) -> NormSums:
         key = "reduce", *_key(grad, read, grad_x, masked)
         parts = self._parts(key, read.x, grad, read.z, grad_x, masked)
