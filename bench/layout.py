@@ -26,13 +26,12 @@ from bench.network import Setting
 from bench.tables import new_table
 from examples import networks as models
 from examples.data import data_dir
-from examples.minimalloc import read_problem
+from examples.minimalloc import first_fit, read_problem, smallest
 from shoal.core.sizes import format_bytes
 from shoal.errors import BudgetError
 from shoal.lowlevel import native
-from shoal.memory.layout.fit import best_fit, first_fit
 from shoal.memory.layout.problem import Problem, check_layout
-from shoal.memory.layout.search import Answer, search, smallest
+from shoal.memory.layout.search import Answer, best_fit, search
 
 HARDWARE = "p100-nvlink"
 TARGET = 1.02  # arena over the most bytes in use, for every step

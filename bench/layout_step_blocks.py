@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from examples.minimalloc import first_fit
 from shoal.core.residence import Offload, Residence, exact_residence
 from shoal.core.schedule import schedule
 from shoal.core.step import StepGraph
-from shoal.memory.layout.fit import first_fit
 from shoal.memory.layout.problem import Block, Layout, Problem
 
 

@@ -21,15 +21,15 @@ from shoal.core.files import write_text
 from shoal.core.sizes import parse_bytes
 from shoal.errors import InputError, ShoalError, brief
 from shoal.lowlevel import native
-from shoal.memory.layout.fit import best_fit, first_fit
 from shoal.memory.layout.problem import Block, Layout, Problem, check_layout
-from shoal.memory.layout.search import Answer, search, smallest
+from shoal.memory.layout.search import Answer, best_fit, placed_in_order, search
 
 _NOT_FOUND = 1
 _WRONG = 2
 _INTERRUPTED = 130
 
 _LARGEST = 2**62  # sums in the search stay within 63 bits
+_SHARE_OF_TIME = 1 / 3  # of the time left, for one capacity
 _COLUMNS = ("id", "lower", "upper", "size")
 
 
@@ -93,6 +93,43 @@ def _lay_out(problem: Problem, capacity_bytes: int | None, time_limit_seconds: f
         check_layout(answer.layout, capacity_bytes)
     Console().print(table)
     return answer
+
+
+def first_fit(problem: Problem) -> Layout:
+    """Give each block, in the order of allocation, the lowest address where it fits.
+
+    This is the paper's static memory planning (Split-CNN and HMMS, section 4.4), and what an allocator without
+    knowledge of the future does. Blocks that are allocated at the same time keep their order.
+    """
+    blocks = problem.blocks
+    return placed_in_order(problem, sorted(range(len(blocks)), key=lambda place: blocks[place].lower), tightest=False)
+
+
+def smallest(problem: Problem, *, time_limit_seconds: float = 60.0) -> Answer:
+    """The smallest layout found in time; `proven` where there is none smaller.
+
+    Starts from `best_fit`, tries the lower bound (the most bytes in use at once), and bisects the capacities between.
+    """
+    deadline = time.perf_counter() + time_limit_seconds
+    best = best_fit(problem)
+    if native.library() is None:
+        return Answer(best, best.arena_bytes == problem.highest_live_bytes)
+    impossible_bytes = problem.highest_live_bytes - 1
+    tried_bytes = problem.highest_live_bytes
+    not_found_bytes = impossible_bytes
+    while best.arena_bytes - 1 > not_found_bytes:
+        left_seconds = deadline - time.perf_counter()
+        if left_seconds <= 0:
+            break
+        answer = search(problem, tried_bytes, time_limit_seconds=_SHARE_OF_TIME * left_seconds)
+        if answer.layout is not None:
+            best = answer.layout
+        else:
+            not_found_bytes = tried_bytes
+            if answer.proven:
+                impossible_bytes = tried_bytes
+        tried_bytes = (not_found_bytes + best.arena_bytes) // 2
+    return Answer(best, best.arena_bytes - 1 == impossible_bytes)
 
 
 def read_problem(path: str | Path) -> Problem:

@@ -10,9 +10,9 @@ import time
 from collections.abc import Sequence
 
 from bench.cpu_arena.reorder import reorder
-from shoal.memory.layout.fit import best_fit, first_fit
+from examples.minimalloc import first_fit
 from shoal.memory.layout.problem import Layout, Problem
-from shoal.memory.layout.search import search
+from shoal.memory.layout.search import best_fit, search
 
 PAGE_BYTES = 4096
 _GOOD_ENOUGH = 1.01  # arena over the most bytes in use, above which more effort is worth its time

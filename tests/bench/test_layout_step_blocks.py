@@ -14,8 +14,8 @@ from shoal.core.residence import Keep, Recompute
 from shoal.core.schedule import schedule
 from shoal.core.simulate import simulate
 from shoal.core.step import StepGraph
-from shoal.memory.layout.fit import best_fit
 from shoal.memory.layout.problem import check_layout
+from shoal.memory.layout.search import best_fit
 from shoal.planners.just_in_time import just_in_time
 from tests.random_steps import SLOW_LINK, conv_bn_relu_chain, densenet_like, offloads, resnet_like, steps, unet_like
 

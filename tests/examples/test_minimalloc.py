@@ -12,12 +12,11 @@ import typer
 from hypothesis import given
 from typer.testing import CliRunner, Result
 
-from examples.minimalloc import main, read_problem, write_layout
+from examples.minimalloc import first_fit, main, read_problem, write_layout
 from shoal.errors import InputError
 from shoal.lowlevel import native
-from shoal.memory.layout.fit import best_fit, first_fit
 from shoal.memory.layout.problem import Block, Problem, check_layout
-from shoal.memory.layout.search import search
+from shoal.memory.layout.search import best_fit, search
 from tests.engine.compile.wrong_values import is_readable
 from tests.memory.layout.problems import problems
 from tests.raising import raising

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from bench.cpu_arena.recorded_step import ALIGNMENT_BYTES, ELSEWHERE, RecordedStep, arena_problem
 from shoal.errors import InputError
-from shoal.memory.layout.fit import best_fit
+from shoal.memory.layout.search import best_fit
 
 
 @st.composite

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 
 from bench.cpu_arena.reorder import reorder
-from shoal.memory.layout.fit import best_fit
 from shoal.memory.layout.problem import Block, Problem, check_layout
+from shoal.memory.layout.search import best_fit
 from tests.memory.layout.problems import problems, smallest_arena_bytes
 
 

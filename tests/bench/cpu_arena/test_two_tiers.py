@@ -7,9 +7,9 @@ from dataclasses import replace
 from hypothesis import given
 
 from bench.cpu_arena.two_tiers import PAGE_BYTES, two_tiers
-from shoal.memory.layout.fit import best_fit, first_fit
+from examples.minimalloc import first_fit, smallest
 from shoal.memory.layout.problem import Problem, check_layout
-from shoal.memory.layout.search import smallest
+from shoal.memory.layout.search import best_fit
 from tests.memory.layout.problems import problems
 
 HALF = PAGE_BYTES // 2

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import InputError, PlanError
-from shoal.memory.layout.fit import best_fit
 from shoal.memory.layout.problem import Block, Layout, Problem, check_layout
+from shoal.memory.layout.search import best_fit
 from tests.memory.layout.problems import problems
 from tests.raising import raising
 

@@ -11,12 +11,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from examples.data import data_dir
-from examples.minimalloc import read_problem
+from examples.minimalloc import read_problem, smallest
 from shoal.lowlevel import native
 from shoal.memory.layout import search as searching
-from shoal.memory.layout.fit import best_fit
 from shoal.memory.layout.problem import Block, Problem, check_layout
-from shoal.memory.layout.search import ALL_RULES, Answer, Rules, SearchOutcome, search, smallest
+from shoal.memory.layout.search import ALL_RULES, Answer, Rules, SearchOutcome, best_fit, search
 from tests.memory.layout.problems import crowded_problems, fits, problems, smallest_arena_bytes
 
 needs_library = pytest.mark.skipif(native.library() is None, reason="the native library is not built")

@@ -105,11 +105,9 @@ class Exchange:
         expected.send(parts)
         return expected.receive()
 
-    def all_gather(
-        self, part: torch.Tensor, sizes_bytes: Sequence[int], *, what: str, out: Sequence[torch.Tensor] | None = None
-    ) -> list[torch.Tensor]:
+    def all_gather(self, part: torch.Tensor, sizes_bytes: Sequence[int], *, what: str) -> list[torch.Tensor]:
         """Send one part to every rank and return what each rank sent; arguments and errors as for `all_to_all`."""
-        return self.all_to_all([part] * self.ranks, sizes_bytes, what=what, out=out)
+        return self.all_to_all([part] * self.ranks, sizes_bytes, what=what)
 
     def all_gather_bytes(self, data: bytes, sizes_bytes: Sequence[int], *, what: str) -> list[bytes]:
         """`all_gather` of a few bytes that are no tensor, such as settings or a count."""

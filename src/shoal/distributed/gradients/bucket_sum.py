@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Protocol
 
 import torch
 
@@ -93,21 +92,8 @@ class CodedBucket:
     unflushed: set[Segment] = field(default_factory=set)
 
 
-class Mean(Protocol):
-    """The stages of one bucket's mean, in this order, each in a thread of its own."""
-
-    def encode(self) -> None:
-        """Send what the other ranks need of this one's gradients."""
-
-    def sum(self) -> None:
-        """The mean of what this rank sums, when it is complete; send what the other ranks need of it."""
-
-    def decode(self) -> None:
-        """The mean in the bucket, when it is complete."""
-
-
 class ShardedMean:
-    """Encode, all-to-all, sum in float32, encode the mean, all-gather, decode.
+    """Encode, all-to-all, sum in float32, encode the mean, all-gather, decode: three stages, each in its own thread.
 
     The rank's own part of its shard is not encoded on the way to the sum. All ranks, the shard's owner too, take what
     the encoded mean decodes to: they hold the same bits.
@@ -133,6 +119,7 @@ class ShardedMean:
         self._sending: list[torch.Tensor] = []
 
     def encode(self) -> None:
+        """Send what the other ranks need of this one's gradients."""
         bucket = self._bucket
         for r, shard in enumerate(bucket.shards):
             part = self._take(0 if r == bucket.rank else self._sizes[r])
@@ -144,6 +131,7 @@ class ShardedMean:
         self._scatter.send(self._sending)
 
     def sum(self) -> None:
+        """The mean of what this rank sums, when it is complete; send what the other ranks need of it."""
         bucket, values = self._bucket, self._values
         self._scatter.receive()
         self._give(self._sending)
@@ -167,6 +155,7 @@ class ShardedMean:
         self._gather.send([mean] * bucket.ranks)
 
     def decode(self) -> None:
+        """The mean in the bucket, when it is complete."""
         bucket, values = self._bucket, self._values
         self._gather.receive()
         for r, (shard, message) in enumerate(zip(bucket.shards, self._means, strict=True)):
@@ -229,3 +218,6 @@ class LocalExactMean:
         values.div_(bucket.ranks)
         if values is not self._buffer:
             self._buffer.copy_(values)
+
+
+Mean = ShardedMean | LocalExactMean

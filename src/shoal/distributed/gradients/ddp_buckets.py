@@ -4,10 +4,11 @@ DDP compares the hook's annotations with the types themselves, so this module do
 """
 
 from collections.abc import Iterable
-from typing import Protocol
 
 import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
+
+from shoal.distributed.gradients.ddp_reducer import DdpReducer
 
 DEFAULT_BUCKET_BYTES = 25 << 20
 FIRST_BUCKET_BYTES = 1 << 20  # DDP's default, so that the first all-reduce starts early
@@ -39,13 +40,6 @@ def expected_buckets(
     return [*buckets, (coded, raw)] if coded or raw else buckets
 
 
-class Reducer(Protocol):
-    """What reduces a bucket."""
-
-    def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """The bucket's mean over the ranks, when it exists."""
-
-
-def shoal_gradients_hook(state: Reducer, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+def shoal_gradients_hook(state: DdpReducer, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """DDP calls it when a bucket's gradients are ready; `state` is what `register_comm_hook` was given."""
     return state.reduce(bucket)

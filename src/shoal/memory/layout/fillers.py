@@ -21,9 +21,8 @@ from typing import Any
 import numpy as np
 
 from shoal.memory.layout.caching_allocator import LARGEST_SMALL_BYTES, AddressRange, CachingAllocator, block_bytes
-from shoal.memory.layout.fit import best_fit
 from shoal.memory.layout.problem import Block, Problem
-from shoal.memory.layout.search import search
+from shoal.memory.layout.search import best_fit, search
 from shoal.memory.layout.steering import Event, Program, carried_out, steered
 
 _SEARCH_SECONDS = 0.5

@@ -10,18 +10,22 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
 from itertools import count, cycle
 
 from shoal.lowlevel import native
-from shoal.memory.layout.fit import best_fit
 from shoal.memory.layout.problem import Block, Layout, Problem
 
 _NODES = 300  # of the shortest attempt
-_SHARE_OF_TIME = 1 / 3  # of the time left, for one capacity
 _POLL_SECONDS = 0.1  # between two looks for Ctrl-C
+_ORDERS: tuple[Callable[[Block], tuple[int, int]], ...] = (
+    lambda block: (-block.size_bytes, block.lower - block.upper),
+    lambda block: (block.lower - block.upper, -block.size_bytes),
+    lambda block: (-block.size_bytes * (block.upper - block.lower), block.lower),
+)
 
 
 class SearchOutcome(IntEnum):
@@ -51,7 +55,7 @@ class Answer:
 
     Attributes:
         layout: one within the capacity, or None.
-        proven: `search` without a layout: there is none. `smallest`: there is none smaller. False: not decided in time.
+        proven: without a layout: there is none. False: that was not decided in time.
     """
 
     layout: Layout | None
@@ -96,33 +100,6 @@ def search(
             return Answer(Layout(problem, tuple(offsets)), True)
         failures = [times // 2 for times in failures]  # recent failures weigh more
     return Answer(None, False)
-
-
-def smallest(problem: Problem, *, time_limit_seconds: float = 60.0) -> Answer:
-    """The smallest layout found in time; `proven` where there is none smaller.
-
-    Starts from `best_fit`, tries the lower bound (the most bytes in use at once), and bisects the capacities between.
-    """
-    deadline = time.perf_counter() + time_limit_seconds
-    best = best_fit(problem)
-    if native.library() is None:
-        return Answer(best, best.arena_bytes == problem.highest_live_bytes)
-    impossible_bytes = problem.highest_live_bytes - 1
-    tried_bytes = problem.highest_live_bytes
-    not_found_bytes = impossible_bytes
-    while best.arena_bytes - 1 > not_found_bytes:
-        left_seconds = deadline - time.perf_counter()
-        if left_seconds <= 0:
-            break
-        answer = search(problem, tried_bytes, time_limit_seconds=_SHARE_OF_TIME * left_seconds)
-        if answer.layout is not None:
-            best = answer.layout
-        else:
-            not_found_bytes = tried_bytes
-            if answer.proven:
-                impossible_bytes = tried_bytes
-        tried_bytes = (not_found_bytes + best.arena_bytes) // 2
-    return Answer(best, best.arena_bytes - 1 == impossible_bytes)
 
 
 def _nodes(blocks: int) -> Iterator[int]:
@@ -190,3 +167,46 @@ def _attempt(
         worker.join()
     failures[:] = failed
     return outcome[0], list(offsets)
+
+
+def best_fit(problem: Problem) -> Layout:
+    """The smallest of six layouts: by size, by lifetime and by their product, the largest first; two fits each.
+
+    It uses the whole step: large and long-lived blocks are placed first. Each order is tried with the smallest gap that
+    is large enough and with the lowest one.
+    """
+    blocks = problem.blocks
+    layouts = []
+    for key in _ORDERS:
+        order = sorted(range(len(blocks)), key=lambda place: key(blocks[place]))
+        layouts += [placed_in_order(problem, order, tightest=tightest) for tightest in (True, False)]
+    return min(layouts, key=lambda layout: layout.arena_bytes)
+
+
+def placed_in_order(problem: Problem, order: Sequence[int], *, tightest: bool) -> Layout:
+    """Place the blocks in `order` (indices into `problem.blocks`).
+
+    Args:
+        problem: what to lay out.
+        order: the first is placed first.
+        tightest: use the smallest gap that is large enough; else the lowest one.
+    """
+    blocks = problem.blocks
+    offsets = [0] * len(blocks)
+    placed: list[tuple[int, int, int, int]] = []  # begin, end, lower, upper; sorted by address
+    for place in order:
+        block = blocks[place]
+        lower, upper, size_bytes = block.lower, block.upper, block.size_bytes
+        top = 0
+        best: tuple[int, int] | None = None  # bytes of the gap, its offset
+        for begin, end, since, until in placed:
+            if since < upper and lower < until:
+                gap_bytes = begin - top
+                if gap_bytes >= size_bytes and (best is None or gap_bytes < best[0]):
+                    best = gap_bytes, top
+                    if not tightest:
+                        break
+                top = max(top, end)
+        offsets[place] = top if best is None else best[1]
+        insort(placed, (offsets[place], offsets[place] + size_bytes, lower, upper))
+    return Layout(problem, tuple(offsets))

@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given
 
-from shoal.memory.layout.fit import best_fit, first_fit
+from examples.minimalloc import first_fit
 from shoal.memory.layout.problem import Block, Layout, Problem, check_layout
+from shoal.memory.layout.search import best_fit
 from tests.memory.layout.problems import problems
 
 
