@@ -13,10 +13,12 @@ import pytest
 import torch
 
 from shoal.core.hardware import MeasuredLink
+from shoal.core.sizes import HOST_PAGE_BYTES
 from shoal.cost import measure
 from shoal.cost import measure_links as module
 from shoal.cost.measure_links import FILE_BYTES, measure_links
 from shoal.errors import InputError
+from shoal.offload.links import file as file_module
 from tests.raising import raising
 
 pytestmark = pytest.mark.usefixtures("real_machine")
@@ -136,7 +138,7 @@ def test_the_rates_are_possible_and_no_file_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool
 ) -> None:
     if not direct:
-        monkeypatch.delattr(os, "O_DIRECT")
+        monkeypatch.setattr(file_module, "_DIRECT", 0)
     before = set(os.listdir("/proc/self/fd"))
     rates = module.file_rates(tmp_path)
     assert 1e5 < rates.write_bytes_per_second < 1e13
@@ -166,8 +168,8 @@ def test_all_of_the_file_is_written_and_read_in_whole_blocks(tmp_path: Path, mon
     monkeypatch.setattr(os, "preadv", fill)
     module.file_rates(tmp_path)
     for log in (written, read):
-        assert all(offset % 4096 == 0 and nbytes % 4096 == 0 for offset, nbytes in log)
-        large = [(offset, nbytes) for offset, nbytes in log if nbytes > 4096]
+        assert all(offset % HOST_PAGE_BYTES == 0 and nbytes % HOST_PAGE_BYTES == 0 for offset, nbytes in log)
+        large = [(offset, nbytes) for offset, nbytes in log if nbytes > HOST_PAGE_BYTES]
         assert sum(nbytes for _, nbytes in large) == 2 * FILE_BYTES  # a run that warms up, and one
         assert sum(nbytes for _, nbytes in dict(large).items()) == FILE_BYTES
 

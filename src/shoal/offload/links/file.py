@@ -106,6 +106,11 @@ class SpillFile:
             ctypes.memmove(address + done, self._back.address, part)
             self._uncache(position + done, part)
 
+    def flush(self) -> None:
+        """Return when what was written is on the disk."""
+        if not self.direct:
+            os.fsync(self._fd)
+
     def _uncache(self, position: int, nbytes: int) -> None:
         if not self.direct and hasattr(os, "posix_fadvise"):
             # For a dirty page this only starts writeback; it is called again when the page is read.
