@@ -16,7 +16,7 @@ import torch
 from shoal.lowlevel.cuda_allocator import segments, set_expandable_segments
 from shoal.lowlevel.torch_versions import OLDEST_FIRST
 from shoal.memory.layout.caching_allocator import CachingAllocator
-from shoal.memory.trimmed_segments import trimmed_segments
+from shoal.memory.layout.segment_ages import trimmed_segments
 
 random, live, cuda = Random(1), [], torch.device("cuda", 0)
 

@@ -28,8 +28,8 @@ from shoal.lowlevel import cuda_allocator, torch_state
 from shoal.lowlevel.torch_versions import CAN_RECORD_ALLOCATIONS
 from shoal.memory.layout.caching_allocator import LARGEST_SMALL_BYTES, CachingAllocator
 from shoal.memory.layout.fillers import Filled, RecordedStep
+from shoal.memory.layout.segment_ages import trimmed_segments
 from shoal.memory.layout.steering import Event, Program, carried_out
-from shoal.memory.trimmed_segments import trimmed_segments
 
 log = logging.getLogger("shoal")
 

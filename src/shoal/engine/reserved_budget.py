@@ -18,8 +18,8 @@ from shoal.errors import BudgetError, InputError
 from shoal.lowlevel import cuda_allocator
 from shoal.memory.layout.caching_allocator import PASSES_LIMIT_BYTES
 from shoal.memory.layout.reserved import Reserved, reserved
+from shoal.memory.layout.segment_ages import trimmed_segments
 from shoal.memory.static_memory import StaticMemory
-from shoal.memory.trimmed_segments import trimmed_segments
 
 log = logging.getLogger("shoal")
 

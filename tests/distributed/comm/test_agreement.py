@@ -20,8 +20,8 @@ from shoal.app.training.ranks import Ranks
 from shoal.distributed.comm.agreement import agree
 from shoal.distributed.comm.exchange import Exchange
 from shoal.distributed.gradients import ddp_reducer
+from shoal.distributed.gradients.choose_codec import decide
 from shoal.distributed.gradients.compress_gradients import CompressedGradients, compress_gradients
-from shoal.distributed.gradients.decisions import decide
 from shoal.distributed.gradients.measure_rates import measure_choice
 from shoal.distributed.weights.precision import AdaptivePrecision
 from shoal.distributed.weights.sharded_weights import ShardedWeights

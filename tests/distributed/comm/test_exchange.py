@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shoal.distributed.comm import checked_all_to_all
+from shoal.distributed.comm import message as messages
 from shoal.distributed.comm.exchange import Exchange
 from shoal.distributed.comm.message import HEADER_BYTES, MessageHeader
 from shoal.errors import InputError, TransferError
@@ -39,7 +39,7 @@ def exchange_all() -> int:
             torch.testing.assert_close(got[r], part(r, rank, size(r, rank)), rtol=0, atol=0)
             assert out is None or r == rank or got[r] is out[r]
         sizes = [size(r, r) for r in range(ranks)]
-        got = exchange.all_gather(part(rank, rank, size(rank, rank)), sizes, what="shards", out=None)
+        got = exchange.all_gather(part(rank, rank, size(rank, rank)), sizes, what="shards")
         for r in range(ranks):
             torch.testing.assert_close(got[r], part(r, r, size(r, r)), rtol=0, atol=0)
     exchange.close()
@@ -123,12 +123,12 @@ def send_another(exchange: Exchange) -> None:
 
 
 def send_damaged(exchange: Exchange) -> None:
-    real = checked_all_to_all.checksum
-    checked_all_to_all.checksum = lambda message: real(message) ^ 1  # as if a byte had changed after it was summed
+    real = messages.checksum
+    messages.checksum = lambda message: real(message) ^ 1  # as if a byte had changed after it was summed
     try:
         send_exact(exchange)
     finally:
-        checked_all_to_all.checksum = real
+        messages.checksum = real
 
 
 def send_exact(exchange: Exchange) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shoal.distributed.comm import checked_all_to_all
+from shoal.distributed.comm import message as messages
 from shoal.distributed.comm.message import checksum
 from shoal.distributed.gradients.compress_gradients import compress_gradients
 from shoal.errors import TransferError
@@ -54,7 +54,7 @@ def stall() -> None:
 
 
 def damage() -> None:
-    checked_all_to_all.checksum = lambda message: checksum(message) ^ 1
+    messages.checksum = lambda message: checksum(message) ^ 1
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.distributed.comm import silent_ranks
-from shoal.distributed.comm.checked_all_to_all import HEADER_TAG, CheckedAllToAll, LostRankError
-from shoal.distributed.comm.message import MessageHeader
+from shoal.distributed.comm.message import HEADER_TAG, CheckedAllToAll, LostRankError, MessageHeader
 from shoal.errors import InputError, TransferError
 
 # After an error: what the backend may still read or write, whatever becomes of the exchange.

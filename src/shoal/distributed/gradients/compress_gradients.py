@@ -18,10 +18,9 @@ from shoal.distributed.comm.exchange import Exchange
 from shoal.distributed.comm.message import HEADER_BYTES
 from shoal.distributed.comm.traffic import Traffic, ring_all_reduce_bytes
 from shoal.distributed.gradients.bucket_segments import CHUNK_ELEMS, ParameterGrad, cut, message_bytes
-from shoal.distributed.gradients.choose_codec import Chooser, Decision
+from shoal.distributed.gradients.choose_codec import Chooser, Decision, decide, explained
 from shoal.distributed.gradients.ddp_buckets import DEFAULT_BUCKET_BYTES, expected_buckets, shoal_gradients_hook
 from shoal.distributed.gradients.ddp_reducer import DdpReducer
-from shoal.distributed.gradients.decisions import decide, explained
 from shoal.distributed.gradients.error_feedback import ErrorFeedback
 from shoal.distributed.gradients.measure_rates import measure_choice
 from shoal.distributed.gradients.sharded_gradients import CompressedShards, is_sharded

@@ -23,8 +23,7 @@ from shoal.distributed.gradients.bucket_segments import (
     message_bytes,
     pack,
 )
-from shoal.distributed.gradients.choose_codec import Chooser, Decision
-from shoal.distributed.gradients.decisions import decide, explained
+from shoal.distributed.gradients.choose_codec import Chooser, Decision, decide, explained
 from shoal.distributed.gradients.error_feedback import ErrorFeedback
 from shoal.distributed.gradients.measure_rates import measure_choice
 from shoal.errors import InputError
