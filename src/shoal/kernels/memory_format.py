@@ -7,6 +7,8 @@ from functools import lru_cache
 
 import torch
 
+from shoal.codecs.memory_order import same_places, strides_in_order
+
 
 def channels_last_format(dims: int) -> torch.memory_format:
     """The channels_last format of tensors of four or five dimensions.
@@ -66,12 +68,7 @@ def dense_strides(shape: Sequence[int], channels_last: bool) -> tuple[int, ...]:
     >>> dense_strides((2, 3, 4, 5), True)
     (60, 1, 15, 3)
     """
-    order = [0, *range(2, len(shape)), 1] if channels_last else range(len(shape))
-    strides, step = [0] * len(shape), 1
-    for axis in reversed(order):
-        strides[axis] = step
-        step *= max(1, shape[axis])
-    return tuple(strides)
+    return strides_in_order(shape, [0, *range(2, len(shape)), 1] if channels_last else range(len(shape)))
 
 
 def row_stride(x: torch.Tensor) -> int | None:
@@ -125,8 +122,7 @@ def is_same_order(x: torch.Tensor, strides: Sequence[int]) -> bool:
 
 @lru_cache(4096)  # asked in every step, for each weight of a convolution over single pixels
 def _are_same_order(shape: tuple[int, ...], own: tuple[int, ...], others: tuple[int, ...]) -> bool:
-    axes = zip(shape, own, others, strict=True)
-    return 0 in shape or all(size == 1 or one == other for size, one, other in axes)
+    return same_places(shape, own, others)
 
 
 def is_writable(shape: Sequence[int], strides: Sequence[int]) -> bool:

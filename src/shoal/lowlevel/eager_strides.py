@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._ops import OpOverload
@@ -21,17 +21,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from shoal.lowlevel.fake_batch_norm import fake_batch_norm
 
 _aten = torch.ops.aten
+T = TypeVar("T")
 Strides = tuple[int, ...]
 _UNWRITTEN = "_shoal_unwritten"  # an attribute of fake tensors
-_CLONES_STORAGE = (
-    _aten.as_strided_scatter.default,
-    _aten.copy.default,
-    _aten.diagonal_scatter.default,
-    _aten.select_scatter.default,
-    _aten.slice_scatter.default,
-)
-# What they return depends on that attribute, or on the storage that an operand is a view of.
-_NOT_BY_LAYOUT = (_aten.empty_like.default, _aten.bernoulli.p, *_CLONES_STORAGE)
 Rule = Callable[[Sequence[Any], torch.Tensor], Strides | None]
 
 
@@ -179,7 +171,7 @@ def iterated_strides(*operands: torch.Tensor | float) -> Strides:
         if len(shape) == 4 and all(x.is_contiguous(memory_format=torch.channels_last) for x in tensors):
             return _dense(shape, (1, 3, 2, 0))
         strides = tensors[0].stride()
-        if _is_dense(shape, strides) and all(x.stride() == strides for x in tensors):
+        if is_dense(shape, strides) and all(x.stride() == strides for x in tensors):
             return strides
     return _dense(shape, _innermost_first(shape, [_expanded(x, shape) for x in tensors]))
 
@@ -224,8 +216,8 @@ def _innermost_first(shape: Sequence[int], operands: Sequence[Strides]) -> list[
     return order
 
 
-def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether the tensor fills its storage and no two elements share an address."""
+def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether a tensor fills its storage and no two elements share an address."""
     step = 1
     for stride, size in sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size != 1):
         if stride != step:
@@ -262,96 +254,58 @@ def _normalised_back(x: torch.Tensor) -> Strides:
 
 def _preserved(x: torch.Tensor) -> Strides:
     """As `torch.preserve_format` does."""
-    return x.stride() if _is_dense(x.shape, x.stride()) else iterated_strides(x)
+    return x.stride() if is_dense(x.shape, x.stride()) else iterated_strides(x)
 
 
-_VIEWS = (_aten.view.default, _aten._unsafe_view.default)
+def _ops(names: str) -> tuple[OpOverload, ...]:
+    """The ops of aten with these names, separated by spaces; "default" where a name has no overload."""
+    parts = (name.partition(".") for name in names.split())
+    return tuple(getattr(getattr(_aten, packet), overload or "default") for packet, _, overload in parts)
+
+
+def _by_op(rows: Mapping[str, T]) -> dict[OpOverload, T]:
+    return {op: value for names, value in rows.items() for op in _ops(names)}
+
+
+_VIEWS = _ops("view _unsafe_view")
 # Where they are not all the tensors among the arguments in their order, or the op is not tagged as pointwise.
-_OPERANDS: Mapping[OpOverload, tuple[int, ...]] = {
-    **dict.fromkeys(
-        (
-            _aten.hardsigmoid_backward.default,
-            _aten.hardswish_backward.default,
-            _aten.hardtanh_backward.default,
-            _aten.mish_backward.default,
-            _aten.softplus_backward.default,
-        ),
-        (0, 1),
-    ),
-    _aten.elu_backward.default: (0, 5),
-    _aten.leaky_relu_backward.default: (1, 0),
-    _aten.threshold_backward.default: (1, 0),
-    _aten._prelu_kernel_backward.default: (1, 2, 0),
-}
+_OPERANDS: Mapping[OpOverload, tuple[int, ...]] = _by_op(
+    {
+        "hardsigmoid_backward hardswish_backward hardtanh_backward mish_backward softplus_backward": (0, 1),
+        "elu_backward": (0, 5),
+        "leaky_relu_backward threshold_backward": (1, 0),
+        "_prelu_kernel_backward": (1, 2, 0),
+    }
+)
 # Kernels of the CPU without TensorIterator: the place of the argument that the first result is laid out like, and how.
-_LIKE: Mapping[OpOverload, tuple[int, Callable[[torch.Tensor], Strides]]] = {
-    _aten._native_batch_norm_legit_functional.default: (0, _normalised),
-    _aten._native_batch_norm_legit.no_stats: (0, _normalised),
-    _aten._native_batch_norm_legit_no_training.default: (0, _normalised),
-    _aten.native_batch_norm_backward.default: (1, _normalised_back),
-    **dict.fromkeys(
-        (
-            _aten.reflection_pad2d_backward.default,
-            _aten.reflection_pad3d_backward.default,
-            _aten.replication_pad2d_backward.default,
-            _aten.replication_pad3d_backward.default,
-        ),
-        (1, _in_format),
-    ),
-    _aten.native_group_norm.default: (0, _in_format),
-    _aten.native_group_norm_backward.default: (1, _in_format),
-    _aten.roll.default: (0, _in_format),
-    _aten.native_layer_norm.default: (0, _contiguous),
-    _aten.native_layer_norm_backward.default: (1, _contiguous),
-    _aten._log_softmax.default: (0, _contiguous),
-    _aten._log_softmax_backward_data.default: (0, _contiguous),
-    _aten.log_sigmoid_forward.default: (0, _contiguous),
-    _aten.glu_backward.default: (1, _contiguous),
-    **dict.fromkeys(
-        (_aten.huber_loss_backward.default, _aten.mse_loss_backward.default, _aten.smooth_l1_loss_backward.default),
-        (1, _contiguous),
-    ),
-    _aten.binary_cross_entropy.default: (0, _preserved),
-    **dict.fromkeys(
-        (
-            _aten._to_copy.default,
-            _aten.hardtanh.default,
-            _aten._prelu_kernel.default,
-            _aten.empty_like.default,
-            _aten.zeros_like.default,
-            _aten.ones_like.default,
-            _aten.full_like.default,
-            _aten.rand_like.default,
-            _aten.randn_like.default,
-        ),
-        (0, _preserved),
-    ),
-}
-_SAVES_STATISTICS = (
-    _aten._native_batch_norm_legit_functional.default,
-    _aten._native_batch_norm_legit.no_stats,
-    _aten._native_batch_norm_legit_no_training.default,
-    _aten.native_group_norm.default,
-    _aten.native_layer_norm.default,
+_LIKE: Mapping[OpOverload, tuple[int, Callable[[torch.Tensor], Strides]]] = _by_op(
+    {
+        "_native_batch_norm_legit_functional _native_batch_norm_legit.no_stats": (0, _normalised),
+        "_native_batch_norm_legit_no_training": (0, _normalised),
+        "native_batch_norm_backward": (1, _normalised_back),
+        "native_group_norm roll": (0, _in_format),
+        "native_group_norm_backward reflection_pad2d_backward reflection_pad3d_backward": (1, _in_format),
+        "replication_pad2d_backward replication_pad3d_backward": (1, _in_format),
+        "native_layer_norm _log_softmax _log_softmax_backward_data log_sigmoid_forward": (0, _contiguous),
+        "native_layer_norm_backward glu_backward": (1, _contiguous),
+        "huber_loss_backward mse_loss_backward smooth_l1_loss_backward": (1, _contiguous),
+        "binary_cross_entropy hardtanh _prelu_kernel _to_copy": (0, _preserved),
+        "empty_like zeros_like ones_like full_like rand_like randn_like": (0, _preserved),
+    }
+)
+_SAVES_STATISTICS = _ops(
+    "_native_batch_norm_legit_functional _native_batch_norm_legit.no_stats _native_batch_norm_legit_no_training"
+    " native_group_norm native_layer_norm"
 )
 # Laid out in the memory format of their first argument, in a shape of their own; 2.12 needs it for 2d, too.
-_RESHAPING = (
-    _aten.reflection_pad2d.default,
-    _aten.reflection_pad3d.default,
-    _aten.replication_pad2d.default,
-    _aten.replication_pad3d.default,
-)
-_N_ALIKE = {_aten.log_sigmoid_forward.default: 2, _aten._prelu_kernel_backward.default: 2}  # results, where not one
+_RESHAPING = _ops("reflection_pad2d reflection_pad3d replication_pad2d replication_pad3d")
+_N_ALIKE = _by_op({"log_sigmoid_forward _prelu_kernel_backward": 2})  # results, where not one
 # Tagged as pointwise, but not one pass of TensorIterator over the arguments.
-_OTHERWISE = {
-    _aten._conj_physical.default,
-    _aten.clone.default,
-    _aten.deg2rad.default,
-    _aten.ldexp.Tensor,
-    _aten.masked_fill.Scalar,
-    _aten.masked_fill.Tensor,
-    _aten.mvlgamma.default,
-    _aten.nan_to_num.default,
-    _aten.pow.Scalar,
-    _aten.rad2deg.default,
-}
+_OTHERWISE = _ops(
+    "_conj_physical clone deg2rad ldexp.Tensor masked_fill.Scalar masked_fill.Tensor mvlgamma nan_to_num pow.Scalar"
+    " rad2deg"
+)
+# They copy the storage that an operand is a view of.
+_CLONES_STORAGE = _ops("as_strided_scatter copy diagonal_scatter select_scatter slice_scatter")
+# What they return depends on `_UNWRITTEN`, or on that storage.
+_NOT_BY_LAYOUT = (*_ops("empty_like bernoulli.p"), *_CLONES_STORAGE)

@@ -18,7 +18,7 @@ from torch._library.utils import is_builtin
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode, _pop_mode_temporarily
 
-from shoal.lowlevel.eager_strides import eager_strides
+from shoal.lowlevel.eager_strides import eager_strides, is_dense
 from shoal.lowlevel.torch_state import on_device
 
 _aten = torch.ops.aten
@@ -93,13 +93,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     """Whether a strided tensor of known sizes has one address for each element, and no others between them."""
     if tensor.layout != torch.strided or tensor._has_symbolic_sizes_strides or not tensor.numel():
         return True
-    span = 1
-    axes = zip(tensor.stride(), tensor.shape, strict=True)
-    for stride, size in sorted((stride, size) for stride, size in axes if size > 1):
-        if stride != span:
-            return False
-        span *= size
-    return True
+    return is_dense(tensor.shape, tensor.stride())
 
 
 @contextmanager
@@ -140,7 +134,6 @@ def without_aliasing_check(op: object) -> Iterator[None]:
 
 @cache
 def _decomposed() -> tuple[Any, ...]:
-
     packets = (getattr(_aten, name) for name in dir(_aten) if name.startswith(_FAMILIES))
     return tuple(getattr(packet, overload) for packet in packets for overload in packet.overloads())
 
