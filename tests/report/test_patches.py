@@ -13,7 +13,7 @@ from torch import nn
 
 from shoal.app.data.pixels import picture
 from shoal.report import Report, render
-from shoal.report.patches import patch_drawing
+from shoal.report.charts import patch_drawing
 from shoal.transforms.split.split import split
 
 

@@ -11,9 +11,8 @@ import jinja2
 from shoal.core.files import write_text
 from shoal.core.timeline import Timeline
 from shoal.errors import InputError
-from shoal.report.charts import chart_data
+from shoal.report.charts import chart_data, patch_drawing
 from shoal.report.data import Report
-from shoal.report.patches import patch_drawing
 from shoal.report.tables import forms_of_step, largest_storages, parts_of_model
 from shoal.report.words import fillings, glossary, headline, lede, name_of, outcomes, scales, settings, tiles
 

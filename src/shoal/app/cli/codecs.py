@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import numpy as np
 import torch
 import typer
 from rich.table import Table
 
 import shoal.codecs
-from shoal.app.cli import codec_samples
 from shoal.app.cli.console import app, errors_reported, output
 from shoal.codecs import Codec, get, names
 from shoal.codecs.float_codec import FloatCodec
@@ -21,17 +23,26 @@ from shoal.core.columns import grid
 from shoal.core.files import json_text
 from shoal.cost.measure import fastest_seconds
 from shoal.cost.measurement_cache import device_of
-from shoal.errors import InputError
+from shoal.errors import InputError, brief
 from shoal.lowlevel import cuda_calls
+
+DRAWN_ELEMS = 1 << 20
+_MOST_ELEMS = 1 << 45  # float32 numbers that a process can address
+# normal and uniform are those of Dettmers 2016, table 1; relu is what a convolution reads.
+DISTRIBUTIONS: dict[str, Callable[[int, torch.Generator], torch.Tensor]] = {
+    "normal": lambda elems, generator: torch.randn(elems, generator=generator),
+    "uniform": lambda elems, generator: torch.rand(elems, generator=generator),
+    "laplace": lambda elems, generator: _laplace(torch.rand(elems, generator=generator)),
+    "lognormal": lambda elems, generator: torch.randn(elems, generator=generator).exp_(),
+    "relu": lambda elems, generator: torch.randn(elems, generator=generator).relu_(),
+}
 
 
 @app.command()
 def codecs(
     ctx: typer.Context,
     file: Annotated[Path | None, typer.Argument(help="An array in .npy, tensors in .pt, or raw float32.")] = None,
-    distribution: Annotated[
-        str | None, typer.Option(help=f"Draw numbers instead: {', '.join(codec_samples.DISTRIBUTIONS)}.")
-    ] = None,
+    distribution: Annotated[str | None, typer.Option(help=f"Draw numbers instead: {', '.join(DISTRIBUTIONS)}.")] = None,
     elements: Annotated[
         int | None, typer.Option(help="How many to draw (by default 1048576), or to take from the file.")
     ] = None,
@@ -53,9 +64,9 @@ def codecs(
         place = device_of(device)
         if file is None:
             name = distribution or "normal"
-            values = codec_samples.drawn(name, codec_samples.DRAWN_ELEMS if elements is None else elements)
+            values = drawn(name, DRAWN_ELEMS if elements is None else elements)
         else:
-            name, values = str(file), codec_samples.read(file, elements)
+            name, values = str(file), read(file, elements)
         tried = [try_codec(each, values.to(place)) for each in chosen]
         if json:
             rows = [each.to_json() for each in tried]
@@ -199,3 +210,92 @@ def _largest(errors: torch.Tensor) -> float:
 
 def _mean(errors: torch.Tensor) -> float:
     return float(errors.mean()) if errors.numel() else 0.0
+
+
+def drawn(distribution: str, elems: int, seed: int = 0) -> torch.Tensor:
+    """(elems,) float32 of a distribution of scale 1.
+
+    Raises:
+        InputError: it is unknown, or `elems` is not positive.
+
+    >>> drawn("uniform", 3, seed=1)
+    tensor([0.7576, 0.2793, 0.4031])
+    """
+    if distribution not in DISTRIBUTIONS:
+        raise InputError(f"unknown distribution {distribution!r}: choose one of {', '.join(DISTRIBUTIONS)}")
+    if not 1 <= elems <= _MOST_ELEMS:
+        raise InputError(f"elements={brief(elems)}: it must be at least 1 and at most 2**45")
+    return DISTRIBUTIONS[distribution](elems, torch.Generator().manual_seed(seed))
+
+
+def read(path: str | Path, elems: int | None = None) -> torch.Tensor:
+    """The floating-point numbers of a file as (n,) float32.
+
+    Args:
+        path: a .npy array; a .pt or .pth tensor, or dictionary of tensors such as a state_dict, all of whose
+            floating-point numbers are taken one after another; any other: raw float32, little-endian.
+        elems: the first that many; None: all.
+
+    Raises:
+        InputError: the file is not there, is none of these, or holds no floating-point number.
+    """
+    path = Path(path)
+    if elems is not None and elems < 1:
+        raise InputError(f"elements={elems}: it must be at least 1")
+    reader = {".npy": _read_npy, ".pt": _read_torch, ".pth": _read_torch}.get(path.suffix.lower(), _read_raw)
+    try:
+        values = reader(path)
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror or error}; give a file of numbers") from error
+    if values.numel() == 0:
+        raise InputError(f"{path} is empty; give a file of numbers")
+    return values.flatten()[: min(elems or values.numel(), values.numel())].float().contiguous()
+
+
+@contextmanager
+def _only(path: Path, kind: str, advice: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:  # as many kinds as there are ways to be no such file
+        reason = (str(error).splitlines() or [type(error).__name__])[0].strip().rstrip(".")[:160]
+        raise InputError(f"{path} is not {kind} ({reason}); {advice}") from error
+
+
+def _read_npy(path: Path) -> torch.Tensor:
+    with _only(path, "an array of numbers", "write it with numpy.save"):
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    if array.dtype.kind != "f" or array.dtype.itemsize > 8:
+        raise InputError(f"{path} holds {array.dtype}, expected float16, float32 or float64; convert it first")
+    # A copy: torch knows neither read-only nor byte-swapped arrays.
+    return torch.from_numpy(np.array(array, dtype=array.dtype.newbyteorder("="), order="C"))
+
+
+def _read_torch(path: Path) -> torch.Tensor:
+    with _only(path, "a file of tensors", "write a tensor with torch.save"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what torch makes of bytes that are no file of its own
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+    found = [tensor.detach().flatten().float() for tensor in _tensors(loaded) if tensor.is_floating_point()]
+    if not found:
+        raise InputError(f"{path} holds no floating-point tensor; write one, or a state_dict, with torch.save")
+    return torch.cat(found)
+
+
+def _tensors(loaded: Any) -> list[torch.Tensor]:
+    if isinstance(loaded, torch.Tensor):
+        return [loaded]
+    parts = loaded.values() if isinstance(loaded, dict) else loaded if isinstance(loaded, (list, tuple)) else ()
+    return [tensor for part in parts for tensor in _tensors(part)]
+
+
+def _read_raw(path: Path) -> torch.Tensor:
+    data = path.read_bytes()
+    if len(data) % 4:
+        raise InputError(f"{path} has {len(data)} bytes, not a multiple of 4; give .npy, .pt or raw float32")
+    return torch.from_numpy(np.frombuffer(data, dtype="<f4").astype(np.float32))
+
+
+def _laplace(uniform: torch.Tensor) -> torch.Tensor:
+    centred = uniform.sub_(0.5)
+    return centred.sign() * -torch.log1p(-2 * centred.abs())
