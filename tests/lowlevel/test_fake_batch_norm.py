@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shoal.lowlevel.fake_batch_norm import fake_batch_norm
+from shoal.lowlevel.eager_strides import fake_batch_norm
 
 aten = torch.ops.aten
 SHAPES = [(2, 8), (2, 8, 4), (2, 8, 4, 4), (1, 8, 4, 4), (2, 8, 1, 1), (2, 8, 3, 4, 5)]

@@ -56,15 +56,8 @@ class FrontierPoint:
         """
         residences = (plan.kept, plan.recomputed, plan.offloaded, plan.encoded)
         counted = (Storages(len(storages), sum(s.nbytes for s in storages)) for storages in residences)
-        return cls(
-            budget_bytes,
-            plan.predicted_peak_bytes,
-            plan.predicted_seconds,
-            bound_seconds,
-            plan.variant,
-            *counted,
-            **more,
-        )
+        figures = plan.predicted_peak_bytes, plan.predicted_seconds, bound_seconds
+        return cls(budget_bytes, *figures, plan.variant, *counted, **more)
 
     def share(self, storages: Storages) -> float:
         """Bytes of `kept`, `recomputed`, `offloaded` or `encoded`, as a share of all four."""

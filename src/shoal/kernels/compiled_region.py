@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from shoal.core.progress import doing
+from shoal.kernels.pieces import span_elems
 from shoal.lowlevel.inductor_region import Boxed, code_of, compile_each, in_primitive_ops
 from shoal.lowlevel.region_launches import Launches, is_tuned, launches_of
 from shoal.lowlevel.torch_internals import isolated
@@ -28,6 +29,7 @@ _MASKS_AS_BYTES_ON = ("cpu",)
 # Elsewhere results are new tensors: written into a block that is handed in, one that the region reads again would be
 # written twice.
 _OVERWRITES_ON = ("cpu",)
+_SOURCES = ("capture/region_ops.py", "capture/regions.py", "kernels/compiled_region.py", "lowlevel/inductor_region.py")
 _DRAWN_ELEMS = (1 << 20) - 3  # not a power of two, so that rows of a tensor differ
 _known: weakref.WeakValueDictionary[str, CompiledRegion] = weakref.WeakValueDictionary()  # by digest
 _compiled: dict[str, CompiledRegion] = {}  # those that stay
@@ -186,8 +188,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _zeros(fake: torch.Tensor) -> torch.Tensor:
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(fake.shape, fake.stride(), strict=True))
-    block = torch.zeros(extent if fake.numel() else 0, dtype=fake.dtype, device=fake.device)
+    block = torch.zeros(span_elems(fake.shape, fake.stride()), dtype=fake.dtype, device=fake.device)
     return block.as_strided(fake.shape, fake.stride())
 
 
@@ -258,11 +259,6 @@ def _source() -> str:
     """Changes where a region may compute something else of the same ops."""
     folder = Path(__file__).parents[1]
     found = hashlib.sha256()
-    for name in (
-        "capture/region_ops.py",
-        "capture/regions.py",
-        "kernels/compiled_region.py",
-        "lowlevel/inductor_region.py",
-    ):
+    for name in _SOURCES:
         found.update((folder / name).read_bytes())
     return found.hexdigest()

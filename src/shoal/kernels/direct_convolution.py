@@ -28,6 +28,7 @@ import torch
 from shoal.kernels.convolution import ConvOptions
 from shoal.kernels.convolution import input_gradient as library_input_gradient
 from shoal.kernels.memory_format import in_traced_layout
+from shoal.kernels.norm.norm_act import joined
 from shoal.kernels.norm.norm_rows import run_in_workspace
 from shoal.lowlevel.dispatch import DispatchedOp, Implementation, choose, level_number, register
 from shoal.lowlevel.native import fields, has
@@ -58,7 +59,7 @@ def forward(
     """
     parts, given = _parts(x), ConvOptions(*options)
     if not choose(_OP, *parts, weight, bias):
-        whole: torch.Tensor = _aten.convolution(_joined(parts), weight, bias, *given).contiguous()
+        whole: torch.Tensor = _aten.convolution(joined(parts), weight, bias, *given).contiguous()
         return whole if over is None else over.copy_(whole)
     if over is not None:
         return _over(parts, over, weight, bias, _windows(over, weight, given))
@@ -120,7 +121,7 @@ def weight_gradient(
     of_bias = grad.sum((0, 2, 3, 4)) if wanted[2] else None
     if not choose(_OP, grad, *parts, weight):
         mask = [False, True, False]
-        found: torch.Tensor = _aten.convolution_backward(grad, _joined(parts), weight, None, *options, mask)[1]
+        found: torch.Tensor = _aten.convolution_backward(grad, joined(parts), weight, None, *options, mask)[1]
         return None, in_traced_layout(found, strides), of_bias
     of_weight = weight.new_empty_strided(weight.shape, tuple(strides))
     begin = 0
@@ -324,7 +325,3 @@ def _call(
 
 def _parts(x: Tensors) -> list[torch.Tensor]:
     return [x] if isinstance(x, torch.Tensor) else list(x)
-
-
-def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts), 1)

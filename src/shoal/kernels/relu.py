@@ -13,6 +13,7 @@ import torch
 
 from shoal.codecs.launch import are_here, threads_for
 from shoal.codecs.tables import SIGN
+from shoal.kernels.pieces import span_elems
 from shoal.lowlevel import native
 from shoal.lowlevel.dispatch import Implementation, choose, level_number, register
 
@@ -113,8 +114,7 @@ def _native_gate(grad: torch.Tensor, mask: torch.Tensor, threshold: int, result:
 
 def _lie_alike(tensor: torch.Tensor, mask: torch.Tensor) -> bool:
     """Whether both have the same strides, and fill their blocks."""
-    span_elems = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.stride() == mask.stride() and span_elems == tensor.numel()
+    return tensor.stride() == mask.stride() and span_elems(tensor.shape, tensor.stride()) == tensor.numel()
 
 
 def note_closed(x: torch.Tensor, codes: torch.Tensor, above: float) -> None:

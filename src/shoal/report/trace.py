@@ -13,16 +13,8 @@ from shoal.report.link_use import WAYS
 from shoal.report.words import categories, category_bytes
 
 _PROCESS = 1
-_TRACKS = {
-    "forward": 1,
-    "loss": 2,
-    "recompute": 3,
-    "backward": 4,
-    "to host": 5,
-    "to device": 6,
-    "stall": 7,
-    "launch": 8,
-}
+_NAMES = ("forward", "loss", "recompute", "backward", "to host", "to device", "stall", "launch")
+_TRACKS = {name: track for track, name in enumerate(_NAMES, 1)}
 
 
 def save_trace(timeline: Timeline, path: str | Path) -> Path:

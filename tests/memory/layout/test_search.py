@@ -136,11 +136,10 @@ def test_most_attempts_are_short_and_some_are_long() -> None:
 
 
 def test_an_interruption_stops_the_library_and_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Endless:
-        def shoal_layout_search(self, *arguments: Any) -> int:
-            while not arguments[-3]._obj.value:
-                time.sleep(0.01)
-            return SearchOutcome.GAVE_UP
+    def endless(*arguments: Any) -> int:
+        while not arguments[-3]._obj.value:
+            time.sleep(0.01)
+        return SearchOutcome.GAVE_UP
 
     class Interrupted(threading.Thread):
         def join(self, timeout: float | None = None) -> None:
@@ -148,7 +147,8 @@ def test_an_interruption_stops_the_library_and_leaves_no_thread(monkeypatch: pyt
             if timeout is not None:
                 raise KeyboardInterrupt
 
-    monkeypatch.setattr(native, "library", Endless)
+    monkeypatch.setattr(native, "library", object)
+    monkeypatch.setattr(native, "function", lambda name: endless)
     monkeypatch.setattr(threading, "Thread", Interrupted)
     with pytest.raises(KeyboardInterrupt):
         search(TIGHT, TIGHT.highest_live_bytes)

@@ -79,7 +79,7 @@ class Examples(Dataset[Any]):
     def __init__(self, samples: Samples, source: Source, seed: int, augmented: bool) -> None:
         self.samples = samples
         self.seed = seed
-        self.epoch = 0
+        self.epoch = 0  # crops and mirrorings follow from it; worker processes must start after it is set
         self.padding = source.padding if augmented else 0
         self.flip = source.flip and augmented
         per_channel = (-1, *(1,) * len(source.spatial))
@@ -88,10 +88,6 @@ class Examples(Dataset[Any]):
 
     def __len__(self) -> int:
         return len(self.samples)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, which crops and mirrorings follow from. Worker processes must start after it."""
-        self.epoch = epoch
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         image, label = self.samples.read(index)
@@ -155,7 +151,7 @@ class Loader(DataLoader[Any]):
                 f"epoch={epoch}, first_batch={first_batch}: "
                 f"expected an epoch from 0 and a first batch from 0 to {self.batches}"
             )
-        self.examples.set_epoch(epoch)
+        self.examples.epoch = epoch
         self.order.epoch = epoch
         self.order.first = first_batch
 

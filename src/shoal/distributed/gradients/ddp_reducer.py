@@ -346,9 +346,7 @@ class ReductionThreads:
         try:
             with torch.no_grad(), job.on_stream(streams):
                 stage()
-                if job.buffer.device.type == "cuda":
-                    torch.accelerator.current_stream(
-                        job.buffer.device
-                    ).synchronize()  # buffers are lent again, to other streams
+                if job.buffer.device.type == "cuda":  # buffers are lent again, to other streams
+                    torch.accelerator.current_stream(job.buffer.device).synchronize()
         except BaseException as error:
             self._failed(error)

@@ -17,7 +17,7 @@ from shoal.codecs import registry
 from shoal.codecs.codec import Codec
 from shoal.distributed.comm.agreement import agree
 from shoal.distributed.comm.exchange import Exchange
-from shoal.distributed.gradients.choose_codec import MARGIN, Chooser, CodecRates, Curve, LinkRates
+from shoal.distributed.gradients.choose_codec import Chooser, CodecRates, Curve, LinkRates
 from shoal.errors import TransferError
 from shoal.lowlevel.torch_internals import isolated
 
@@ -39,7 +39,6 @@ def measure_choice(
     candidates: Sequence[str] = CANDIDATES,
     way: str = "all_reduce",
     largest_elems: int = 1 << 62,
-    margin: float = MARGIN,
 ) -> Chooser:
     """Measure this group's link and these codecs; what to ask for each bucket. A collective call.
 
@@ -50,7 +49,6 @@ def measure_choice(
         candidates: names of codecs without needed options.
         way: a name of `shoal.distributed.gradients.choose_codec.route`.
         largest_elems: of a bucket; larger sizes are not measured.
-        margin: as of `choose`.
 
     Raises:
         TransferError: a rank died, sent nothing in time, or measures something else.
@@ -59,10 +57,10 @@ def measure_choice(
     codecs = [registry.get(name) for name in candidates]
     place = torch.device(device)
     what = "the measurement of the link"
-    agree(exchange, what, candidates=", ".join(map(str, codecs)), way=way, largest_elems=largest_elems, margin=margin)
+    agree(exchange, what, candidates=", ".join(map(str, codecs)), way=way, largest_elems=largest_elems)
     link = measure_link(exchange, group, device=place, way=way, largest_elems=largest_elems)
     rates = codec_rates(codecs, group, device=place, largest_elems=largest_elems) if exchange.ranks > 1 else ()
-    return Chooser(link, rates, way, margin)
+    return Chooser(link, rates, way)
 
 
 def measure_link(

@@ -230,6 +230,9 @@ class ShardWire:
         codec: returns the current codec, the same on all ranks; None for plain float32.
         traffic: where bytes are counted.
         ranks: that the parameter is sharded over.
+
+    Attributes:
+        elems: of the whole parameter.
     """
 
     def __init__(self, sharded: Any, codec: Callable[[], Codec | None], traffic: Traffic, ranks: int) -> None:
@@ -237,7 +240,7 @@ class ShardWire:
         self._codec = codec
         self._traffic = traffic
         self._ranks = ranks
-        self._elems = unsharded_elems(sharded)
+        self.elems = unsharded_elems(sharded)
         self._sent_bytes = -1
 
     def pack(self) -> tuple[torch.Tensor, Codec | None]:
@@ -266,11 +269,6 @@ class ShardWire:
                 Encoded(codec, torch.float32, (each,), (1,), payload).decode(wanted)
             else:
                 wanted.copy_(Encoded(codec, torch.float32, (each,), (1,), payload).decode()[: wanted.numel()])
-
-    @property
-    def elems(self) -> int:
-        """Of the whole parameter."""
-        return self._elems
 
 
 class PackedShard(torch.Tensor):

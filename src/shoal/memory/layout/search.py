@@ -21,6 +21,10 @@ from shoal.memory.layout.problem import Block, Layout, Problem
 
 _NODES = 300  # of the shortest attempt
 _POLL_SECONDS = 0.1  # between two looks for Ctrl-C
+_ARGUMENTS = native.fields(  # of shoal_layout_search
+    "int64 count, pointer lower upper size, int64 capacity, uint32 rules, int64 nodes, double seconds,"
+    "pointer stop failures offsets"
+)
 _ORDERS: tuple[Callable[[Block], tuple[int, int]], ...] = (
     lambda block: (-block.size_bytes, block.lower - block.upper),
     lambda block: (block.lower - block.upper, -block.size_bytes),
@@ -134,28 +138,16 @@ def _attempt(
     blocks: Sequence[Block], capacity_bytes: int, rules: Rules, nodes: int, seconds: float, failures: list[int]
 ) -> tuple[SearchOutcome, list[int]]:
     """Call `shoal_layout_search` in a thread, so that Ctrl-C can stop it; `failures` is updated in place."""
-    library = native.library()
-    assert library is not None
+    call = native.function("shoal_layout_search")
+    assert call is not None
+    call.argtypes = [kind for _, kind in _ARGUMENTS]  # type: ignore[attr-defined]
     column = ctypes.c_int64 * len(blocks)
     lower, upper, size = (column(*(getattr(b, name) for b in blocks)) for name in ("lower", "upper", "size_bytes"))
     failed, offsets, stop, outcome = column(*failures), column(), ctypes.c_int32(0), [SearchOutcome.GAVE_UP]
 
     def run() -> None:
-        outcome[0] = SearchOutcome(
-            library.shoal_layout_search(
-                ctypes.c_int64(len(blocks)),
-                lower,
-                upper,
-                size,
-                ctypes.c_int64(capacity_bytes),
-                ctypes.c_uint32(rules),
-                ctypes.c_int64(nodes),
-                ctypes.c_double(seconds),
-                ctypes.byref(stop),
-                failed,
-                offsets,
-            )
-        )
+        limits = capacity_bytes, rules, nodes, seconds, ctypes.byref(stop)
+        outcome[0] = SearchOutcome(call(len(blocks), lower, upper, size, *limits, failed, offsets))
 
     worker = threading.Thread(target=run, name="shoal layout search")
     worker.start()

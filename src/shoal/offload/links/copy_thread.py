@@ -78,35 +78,27 @@ class ThreadCopy:
         self._after = after
         self._asked_at = time.perf_counter()
         self._stalled_seconds = 0.0
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
         self._unwanted = False
-        self._over = False
+        self.is_over = False
         self._owners: list[str] = []  # the first decides how it ends; append is atomic
         self._latch = threading.Lock()
         self._latch.acquire()
 
-    @property
-    def is_over(self) -> bool:
-        return self._over
-
-    @property
-    def error(self) -> BaseException | None:
-        return self._error
-
     def wait(self) -> None:
-        if not self._over:
+        if not self.is_over:
             began = time.perf_counter()
             try:
                 self.settle()
             finally:
                 self._stalled_seconds += time.perf_counter() - began
         self._storage = None  # not in the copy thread: the computing thread frees device bytes, where the plan says
-        if self._error is not None:
-            reason = getattr(self._error, "strerror", None) or str(self._error) or type(self._error).__name__
-            raise TransferError(f"{self._what} of {format_bytes(self.nbytes)} failed: {reason}") from self._error
+        if self.error is not None:
+            reason = getattr(self.error, "strerror", None) or str(self.error) or type(self.error).__name__
+            raise TransferError(f"{self._what} of {format_bytes(self.nbytes)} failed: {reason}") from self.error
 
     def settle(self) -> None:
-        while not self._over:
+        while not self.is_over:
             if self._unwanted:
                 self.abandon()
             # Ctrl-C may reach another waiter between the two calls, or `abandon` before its last one.
@@ -117,7 +109,7 @@ class ThreadCopy:
         self._unwanted = True
         if self._is_owned_by("waiter"):
             self._end(TransferError("it was abandoned before it began"))
-        if self._over:
+        if self.is_over:
             self._storage = None
 
     def stalled_seconds(self) -> float:
@@ -159,15 +151,16 @@ class ThreadCopy:
         return self._owners[0] == who
 
     def _end(self, error: BaseException | None) -> None:
-        if self._over:
+        if self.is_over:
             return
         slab, self._slab = self._slab, None
         self._after = None
-        self._error = error
+        self.error = error
         if slab is not None:
             slab.running.discard(self)
-        self._over = True
-        if self._unwanted:  # asked after `_over` is set, as `abandon` asks after it has set this: one of them sees both
+        self.is_over = True
+        # Asked after `is_over` is set, as `abandon` asks after it has set this: one of them sees both.
+        if self._unwanted:
             self._storage = None
         self._latch.release()
 
