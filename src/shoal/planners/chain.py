@@ -34,8 +34,9 @@ from shoal.core.residence import Keep, Recompute, Residence
 from shoal.core.step import StepGraph
 from shoal.planners.chain_blocks import Blocks, members
 from shoal.planners.chain_table import ChainTable, Held
-from shoal.planners.cuts import CutPlan, candidate, choose_cuts, evenly_cut, keep_everything
+from shoal.planners.cuts import choose_cuts, evenly_cut, keep_everything
 from shoal.planners.infeasible import infeasible
+from shoal.planners.simulated import Simulated, simulated
 
 # The table grows with the cube of the blocks. With 60 the smallest peaks of two residual steps of some 60 ops were 3
 # and 12 % lower than with 30; plans of five networks at a quarter of the way to plain PyTorch's peak were not faster.
@@ -73,7 +74,7 @@ def smallest_peak(graph: StepGraph, hardware: Hardware) -> Plan:
 
 
 @lru_cache(maxsize=4)  # planning again for another budget, as a repair does, costs nothing
-def frontier(graph: StepGraph, max_blocks: int = MAX_BLOCKS) -> tuple[CutPlan, ...]:
+def frontier(graph: StepGraph, max_blocks: int = MAX_BLOCKS) -> tuple[Simulated, ...]:
     """The plans found that no other beats in both bytes and seconds, the least peak first."""
     everything = keep_everything(graph)
     found = [everything, *evenly_cut(graph)]
@@ -81,13 +82,13 @@ def frontier(graph: StepGraph, max_blocks: int = MAX_BLOCKS) -> tuple[CutPlan, .
         blocks = Blocks(graph, choose_cuts(graph, max_blocks))
         table = ChainTable(blocks, everything.peak_bytes, SLOTS)
         plans = {plan.key: plan for slots in range(SLOTS + 1) if (plan := table.held(slots)) is not None}
-        found += [candidate(graph, _residences_of(blocks, plan)) for plan in plans.values()]
+        found += [simulated(graph, _residences_of(blocks, plan)) for plan in plans.values()]
     return _undominated(found)
 
 
-def _undominated(found: list[CutPlan]) -> tuple[CutPlan, ...]:
-    best: list[CutPlan] = []
-    for plan in sorted(found, key=lambda plan: plan[:2]):
+def _undominated(found: list[Simulated]) -> tuple[Simulated, ...]:
+    best: list[Simulated] = []
+    for plan in sorted(found, key=lambda plan: (plan.peak_bytes, plan.seconds)):
         if not best or plan.seconds < best[-1].seconds:
             best.append(plan)
     return tuple(best)

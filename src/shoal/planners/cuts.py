@@ -7,13 +7,11 @@ it: it must be there to go on from p. In a plain chain one storage crosses, with
 from __future__ import annotations
 
 from math import isqrt
-from typing import NamedTuple
 
-from shoal.core.residence import Residence
-from shoal.core.schedule import schedule
-from shoal.core.simulate import peak_and_seconds
 from shoal.core.step import StepGraph
 from shoal.planners.just_in_time import just_in_time
+from shoal.planners.simulated import Simulated, simulated
+from shoal.planners.transfer_places import last_forward_reader
 
 WORTH_A_CUT = 0.05  # of the saved bytes of an average op
 _MOST_NUMBERS = 16  # of segments that are tried
@@ -25,7 +23,7 @@ def crossing_sets(graph: StepGraph) -> list[frozenset[int]]:
     alive: set[int] = set()
     for op in graph.ops[: graph.n_forward]:
         alive.update(s for s in op.writes if graph.storages[s].kind == "activation")
-        alive = {s for s in alive if _last_forward_reader(graph, s) > op.id}
+        alive = {s for s in alive if last_forward_reader(graph, s) > op.id}
         crossing.append(frozenset(alive))
     return crossing
 
@@ -62,29 +60,12 @@ def choose_cuts(graph: StepGraph, max_blocks: int) -> list[int]:
     return cuts
 
 
-def _last_forward_reader(graph: StepGraph, storage: int) -> int:
-    return max((reader for reader in graph.readers[storage] if reader < graph.n_forward), default=-1)
-
-
-class CutPlan(NamedTuple):
-    """A plan that was found, with its exact cost."""
-
-    peak_bytes: int
-    seconds: float
-    residences: dict[str, Residence]
-
-
-def candidate(graph: StepGraph, residences: dict[str, Residence]) -> CutPlan:
-    """Play `residences` through."""
-    return CutPlan(*peak_and_seconds(graph, schedule(graph, residences)), residences)
-
-
-def keep_everything(graph: StepGraph) -> CutPlan:
+def keep_everything(graph: StepGraph) -> Simulated:
     """What plain PyTorch does."""
-    return candidate(graph, just_in_time(graph, range(len(graph.storages))))
+    return simulated(graph, just_in_time(graph, range(len(graph.storages))))
 
 
-def evenly_cut(graph: StepGraph) -> list[CutPlan]:
+def evenly_cut(graph: StepGraph) -> list[Simulated]:
     """For numbers of segments up to about 2 sqrt(n): keep what crosses the cuts, recompute all the rest, or all but
     the last segment, of which everything is read right after the forward pass."""
     crossing = crossing_sets(graph)
@@ -94,7 +75,7 @@ def evenly_cut(graph: StepGraph) -> list[CutPlan]:
         cuts = _even_cuts(weights, n_segments)
         kept = {s for cut in cuts for s in crossing[cut]}
         last = {s for op in graph.ops[cuts[-1] if cuts else 0 : graph.n_forward] for s in op.writes}
-        found += [candidate(graph, just_in_time(graph, kept)), candidate(graph, just_in_time(graph, kept | last))]
+        found += [simulated(graph, just_in_time(graph, stays)) for stays in (kept, kept | last)]
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from shoal.core.over_budget import over_budget
 from shoal.core.plan import Plan
 from shoal.core.schedule import schedule
-from shoal.core.simulate import dropped_bytes
+from shoal.core.simulate import bytes_and_seconds
 from shoal.core.sizes import format_bytes
 from shoal.core.step import RESIDENT, Op, StepGraph
 from shoal.errors import BudgetError
@@ -97,20 +97,15 @@ def floor_bytes(graph: StepGraph) -> int:
 def at_peak(plan: Plan) -> tuple[int, int, set[int]]:
     """The peak of a plan, the op at it, and the storages alive there, resident ones included."""
     graph = plan.graph
+    runs = schedule(graph, plan.residences)
     alive = {s.id for s in graph.storages if s.kind in RESIDENT}
-    in_use = graph.resident_bytes
-    best: tuple[int, int, set[int]] = (in_use, 0, set(alive))
-    for run in schedule(graph, plan.residences):
-        op = run.of(graph)
+    totals, _ = bytes_and_seconds(graph, runs)
+    peak_bytes = max(totals, default=0)
+    if peak_bytes <= graph.resident_bytes:
+        return graph.resident_bytes, 0, alive
+    *before, at = runs[: totals.index(peak_bytes) + 1]
+    for run in before:
         alive.update(run.fetches, run.writes)
-        in_use += sum(graph.storages[s].nbytes for s in (*run.fetches, *run.writes))
-        if run.takes_over >= 0:
-            alive.discard(run.takes_over)
-            in_use -= graph.storages[run.takes_over].nbytes
-        during = in_use + op.workspace_bytes + dropped_bytes(graph, run, op)
-        if during > best[0]:
-            best = (during, run.op, set(alive))
-        gone = {*run.frees, *run.releases} - {run.takes_over}
-        alive -= gone
-        in_use -= sum(graph.storages[s].nbytes for s in gone)
-    return best
+        alive.difference_update(run.frees, run.releases)
+    alive.update(at.fetches, at.writes)
+    return peak_bytes, at.op, alive - {at.takes_over}

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from shoal.core.schedule import schedule
 from shoal.core.simulate import bytes_and_seconds
 from shoal.core.step import StepGraph
+from shoal.planners.transfer_places import last_forward_reader
 
 _SMALL_SHARE = 1 / 4000  # of all saved bytes: storages below it are kept without asking
 
@@ -200,8 +201,7 @@ def _waiting_times(
     starts: dict[int, list[int]] = {}
     ends: dict[int, list[int]] = {}
     for s in sorted(candidates):
-        read = [reader for reader in graph.readers[s] if reader < graph.n_forward]
-        starts.setdefault(max(graph.producer[s], *read) + 1 if read else graph.producer[s] + 1, []).append(s)
+        starts.setdefault(last_forward_reader(graph, s) + 1, []).append(s)
         last_needed = max(demands[due[s] - 1], first_read.get(s, 0))
         ends.setdefault(min(last_needed + 1, first_read.get(s, len(graph.ops))), []).append(s)
     return starts, ends

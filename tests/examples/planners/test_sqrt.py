@@ -29,14 +29,14 @@ def test_a_chain_needs_two_roots_of_its_layers(layers: int) -> None:
 
 def test_each_storage_comes_back_at_most_once() -> None:
     graph = conv_bn_relu_chain(16)
-    for _, _, residences in evenly_cut(graph):
+    for residences in (found.residences for found in evenly_cut(graph)):
         again = [run.op for run in schedule(graph, residences) if run.again and graph.ops[run.op].target == "conv"]
         assert len(again) == len(set(again))
 
 
 def test_more_segments_than_the_root_are_tried() -> None:
     graph = plain_chain(36)
-    kept = {sum(type(r).__name__ == "Keep" for r in residences.values()) for _, _, residences in evenly_cut(graph)}
+    kept = {sum(type(r).__name__ == "Keep" for r in found.residences.values()) for found in evenly_cut(graph)}
     assert set(range(isqrt(36))) <= kept
 
 
