@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from shoal.kernels import batch_norm, group_norm, pieces
 from shoal.kernels.memory_format import dense_strides
@@ -27,17 +28,17 @@ class Norm(NamedTuple):
     Those of a batch norm are (C,), those of a group norm (N, groups).
     """
 
-    weight: torch.Tensor | None
-    bias: torch.Tensor | None
-    mean: torch.Tensor
-    invstd: torch.Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    mean: Tensor
+    invstd: Tensor
 
     @property
     def is_of_groups(self) -> bool:
         return self.mean.dim() == 2
 
 
-def activated(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+def activated(x: Tensor, *rest: Any) -> Tensor:
     """What leaky ReLU returned for the norm of `x`, given the statistics that the norm saved.
 
     Args:
@@ -50,7 +51,7 @@ def activated(x: torch.Tensor, *rest: Any) -> torch.Tensor:
     return choose(_OP, x, made)(x, made, slope).view(shape)
 
 
-def _by_pytorch(x: torch.Tensor, norm: Norm, slope: float) -> torch.Tensor:
+def _by_pytorch(x: Tensor, norm: Norm, slope: float) -> Tensor:
     if not (x.is_cpu and x.is_contiguous() and x.dim() > 2):
         return _one_after_the_other(x, *norm, slope, None)
     kernels: Any = group_norm if norm.is_of_groups else batch_norm
@@ -60,11 +61,11 @@ def _by_pytorch(x: torch.Tensor, norm: Norm, slope: float) -> torch.Tensor:
     return y
 
 
-def _triton_applies(x: torch.Tensor, norm: Norm) -> bool:
+def _triton_applies(x: Tensor, norm: Norm) -> bool:
     return x.dim() > 2 and x.is_contiguous() and TRITON.applies(_with_channels_of(norm, x))
 
 
-def _by_triton(x: torch.Tensor, norm: Norm, slope: float) -> torch.Tensor:
+def _by_triton(x: Tensor, norm: Norm, slope: float) -> Tensor:
     y = torch.empty_like(x)
     weight, bias, middle, factor = norm
     if norm.is_of_groups:  # (x - 0) * 1 has the bits of x: PyTorch's kernel multiplies by one scale for each
@@ -77,7 +78,7 @@ def _by_triton(x: torch.Tensor, norm: Norm, slope: float) -> torch.Tensor:
     return y
 
 
-def _with_channels_of(norm: Norm, x: torch.Tensor) -> torch.Tensor:
+def _with_channels_of(norm: Norm, x: Tensor) -> Tensor:
     """`x` with a channel for each of those that have a line of their own: of a group norm, those of each sample."""
     return x.view(1, x.shape[0] * x.shape[1], -1) if norm.is_of_groups else x
 
@@ -106,12 +107,12 @@ def repeats_bits(
     return pieces.repeats_bits(_one_after_the_other, activated, arguments, device=device)
 
 
-def _one_after_the_other(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+def _one_after_the_other(x: Tensor, *rest: Any) -> Tensor:
     *norm, slope, _ = rest
     kernels: Any = group_norm if Norm(*norm).is_of_groups else batch_norm
     return _activation(slope).apply_(kernels.normalise(x, *norm))
 
 
-_OP: DispatchedOp[Callable[..., torch.Tensor]] = register(
+_OP: DispatchedOp[Callable[..., Tensor]] = register(
     "activated_norm", _by_pytorch, Implementation("triton", _by_triton, _triton_applies)
 )

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from shoal.kernels.pieces import WORTH_PIECES_BYTES, Cut, are_sizes_known, repeats_bits, spans
 
@@ -41,14 +42,7 @@ class AttentionLayout(NamedTuple):
     weights: torch.dtype | None
 
 
-def forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    biases: Sequence[torch.Tensor],
-    layout: Sequence[Any],
-    pieces: int,
-) -> torch.Tensor:
+def forward(q: Tensor, k: Tensor, v: Tensor, biases: Sequence[Tensor], layout: Sequence[Any], pieces: int) -> Tensor:
     """softmax(q k + biases) v.
 
     Args:
@@ -67,15 +61,15 @@ def forward(
 
 
 def backward(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    biases: Sequence[torch.Tensor],
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    biases: Sequence[Tensor],
     layout: Sequence[Any],
     wanted: Sequence[Shape],
     pieces: int,
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[Tensor, ...]:
     """The gradients of q, k and v, and what the scores' adds up to in each shape of `wanted`.
 
     Args:
@@ -108,12 +102,7 @@ def backward(
 
 
 def choose(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    biases: Sequence[torch.Tensor],
-    layout: AttentionLayout,
-    sums: bool,
+    q: Tensor, k: Tensor, v: Tensor, biases: Sequence[Tensor], layout: AttentionLayout, sums: bool
 ) -> Cut | None:
     """How attention is cut into pieces on the device that it is on; None: not at all.
 
@@ -130,12 +119,7 @@ def choose(
 
 
 def cut_elsewhere(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    biases: Sequence[torch.Tensor],
-    layout: AttentionLayout,
-    sums: bool,
+    q: Tensor, k: Tensor, v: Tensor, biases: Sequence[Tensor], layout: AttentionLayout, sums: bool
 ) -> Cut | None:
     """`choose` for a device that is not here, on which it cannot be tried whether pieces repeat the bits."""
     if not are_sizes_known(q, k, v, *biases):
@@ -148,15 +132,13 @@ def cut_elsewhere(
     return Cut(_WINDOWS, count, 2 * nbytes - scratch_bytes(q, k, biases, layout, count), reordered=sums)
 
 
-def scores_bytes(q: torch.Tensor, k: torch.Tensor, biases: Sequence[torch.Tensor], layout: AttentionLayout) -> int:
+def scores_bytes(q: Tensor, k: Tensor, biases: Sequence[Tensor], layout: AttentionLayout) -> int:
     """Of the scores of all windows, as the softmax reads them."""
     elems = int(q.shape[0]) * int(q.shape[1]) * int(k.shape[2])
     return elems * _score_dtype(q.dtype, biases, layout).itemsize
 
 
-def scratch_bytes(
-    q: torch.Tensor, k: torch.Tensor, biases: Sequence[torch.Tensor], layout: AttentionLayout, pieces: int
-) -> int:
+def scratch_bytes(q: Tensor, k: Tensor, biases: Sequence[Tensor], layout: AttentionLayout, pieces: int) -> int:
     """The most that the two passes hold in addition to operands and results: weights, and their gradient."""
     most = max(windows.stop - windows.start for _, _, windows in _pieces(layout, pieces))
     share = most / (layout.images * layout.windows)
@@ -165,13 +147,8 @@ def scratch_bytes(
 
 
 def _weights(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    biases: Sequence[torch.Tensor],
-    layout: AttentionLayout,
-    image: int,
-    windows: slice,
-) -> torch.Tensor:
+    q: Tensor, k: Tensor, biases: Sequence[Tensor], layout: AttentionLayout, image: int, windows: slice
+) -> Tensor:
     scores = torch.bmm(q, k)
     shape = scores.shape
     for bias, of_bias, cast in zip(biases, layout.biases, layout.casts, strict=False):
@@ -181,11 +158,11 @@ def _weights(
         scores = (by_window.add_(part) if fits else by_window + part).view(shape)
         del by_window
     scores = _cast(scores, layout.casts[-1])
-    weights: torch.Tensor = _aten._softmax.out(scores, _LAST, False, out=scores)
+    weights: Tensor = _aten._softmax.out(scores, _LAST, False, out=scores)
     return weights
 
 
-def _part(tensor: torch.Tensor, shape: Shape, image: int, windows: slice) -> torch.Tensor:
+def _part(tensor: Tensor, shape: Shape, image: int, windows: slice) -> Tensor:
     """What some windows of an image read of a tensor of such a shape."""
     of_image = tensor if shape[0] == 1 else tensor[image : image + 1]
     return of_image if shape[1] == 1 else of_image[:, windows]
@@ -200,7 +177,7 @@ def _pieces(layout: AttentionLayout, pieces: int) -> Iterator[tuple[slice, int, 
             yield of_all, image, some
 
 
-def _score_dtype(dtype: torch.dtype, biases: Sequence[torch.Tensor], layout: AttentionLayout) -> torch.dtype:
+def _score_dtype(dtype: torch.dtype, biases: Sequence[Tensor], layout: AttentionLayout) -> torch.dtype:
     for bias, cast in zip(biases, layout.casts, strict=False):
         dtype = torch.promote_types(cast or dtype, bias.dtype)
     return layout.casts[-1] or dtype
@@ -210,18 +187,13 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor if dtype is None else tensor.to(dtype)
 
 
 def _at_once(
-    grad: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    biases: Sequence[torch.Tensor],
-    given: Sequence[Any],
-) -> tuple[torch.Tensor, ...]:
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, biases: Sequence[Tensor], given: Sequence[Any]
+) -> tuple[Tensor, ...]:
     """Result and gradients of q, k and v as the library computes them."""
     layout, scores = AttentionLayout(*given), torch.bmm(q, k)
     shape, by_window = scores.shape, (layout.images, layout.windows, layout.heads, *scores.shape[1:])
@@ -236,6 +208,6 @@ def _at_once(
     return torch.bmm(rounded, v), of_q, of_k, torch.bmm(rounded.transpose(1, 2), grad)
 
 
-def _in_pieces(grad: torch.Tensor, *operands: Any) -> tuple[torch.Tensor, ...]:
+def _in_pieces(grad: Tensor, *operands: Any) -> tuple[Tensor, ...]:
     q, k, v, biases, layout, pieces = operands
     return forward(q, k, v, biases, layout, pieces), *backward(grad, q, k, v, biases, layout, (), pieces)

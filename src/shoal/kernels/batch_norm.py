@@ -19,6 +19,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shoal.codecs.launch import threads_for
 from shoal.kernels import pieces
@@ -34,33 +35,29 @@ _MIN_PIECES = 16
 _NATIVE = (torch.float32, torch.bfloat16)
 _MIN_ELEMS = 1 << 15  # of a thread that is worth waking
 
-Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # of input, weight and bias
+Gradients = tuple[Tensor, Tensor, Tensor]  # of input, weight and bias
 Gradient = Callable[..., Gradients]
 
 
-def normalise(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, mean: torch.Tensor, invstd: torch.Tensor
-) -> torch.Tensor:
+def normalise(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor) -> Tensor:
     """What `batch_norm` in training mode returned for `x`, (N, C, ...), given the statistics it saved, (C,).
 
     `x` is contiguous or channels_last.
     """
     if _has_second_half(x.device):
-        again: torch.Tensor = torch.ops.aten.batch_norm_elemt.default(x, weight, bias, mean, invstd, 0.0)
+        again: Tensor = torch.ops.aten.batch_norm_elemt.default(x, weight, bias, mean, invstd, 0.0)
         return again
     return scaled(x, *lines(x, weight, bias, mean, invstd))
 
 
-def scaled(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+def scaled(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     """x * scale + shift, in one rounding; `x` is contiguous or channels_last, the others broadcast over it."""
     layout = torch.contiguous_format if x.is_contiguous() else channels_last_format(x.dim())
     y, strides = torch.addcmul(shift, x, scale), torch.empty_like(x, memory_format=layout, device="meta").stride()
     return y if y.stride() == strides else y.as_strided(y.shape, strides)  # they differ along axes of one element
 
 
-def normalise_(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, mean: torch.Tensor, invstd: torch.Tensor
-) -> torch.Tensor:
+def normalise_(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor) -> Tensor:
     """`normalise` that writes over `x`."""
     if _has_second_half(x.device):
         return torch.ops.aten.batch_norm_elemt.out(x, weight, bias, mean, invstd, 0.0, out=x)
@@ -74,8 +71,8 @@ def _has_second_half(device: torch.device) -> bool:
 
 
 def backward(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, mean: torch.Tensor, invstd: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, invstd: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Batch norm's backward in training mode, channels_last or contiguous: gradients of input, weight and bias.
 
     Without a weight the last two are None.
@@ -90,17 +87,15 @@ def backward(
 
 
 def backward_(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, mean: torch.Tensor, invstd: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, invstd: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """`backward` that writes the gradient of the input over `grad`."""
     if weight is None:
         return backward_(grad, x, torch.ones_like(mean), mean, invstd)[0], None, None
     return choose(_GRADIENT, grad, x, weight)(grad, x, weight, mean, invstd, grad)
 
 
-def resolved_backward(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, *, overwrite: bool = False
-) -> Gradient | None:
+def resolved_backward(grad: Tensor, x: Tensor, weight: Tensor | None, *, overwrite: bool = False) -> Gradient | None:
     """`backward` of tensors in these layouts, which may be fake: calls of it need not look at them again.
 
     Args:
@@ -113,13 +108,13 @@ def resolved_backward(
         return None
     call = _native_of(x)
 
-    def resolved(grad: torch.Tensor, *others: torch.Tensor) -> Gradients:
+    def resolved(grad: Tensor, *others: Tensor) -> Gradients:
         return call(grad, *others, grad if overwrite else torch.empty_like(grad))
 
     return resolved
 
 
-def _in_pieces(grad: torch.Tensor, x: torch.Tensor, *others: torch.Tensor) -> Gradients:
+def _in_pieces(grad: Tensor, x: Tensor, *others: Tensor) -> Gradients:
     """`backward_` of weight, mean, invstd and where the gradient of the input is written, which is `grad`."""
     weight, mean, invstd, of_input = others
     if x.shape[2:].numel() == 1:  # PyTorch adds single pixels up in another order on a few channels than on all
@@ -137,9 +132,7 @@ def _in_pieces(grad: torch.Tensor, x: torch.Tensor, *others: torch.Tensor) -> Gr
     return of_input, of_weight, of_bias
 
 
-def _sums(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor, invstd: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _sums(grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, invstd: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of weight and bias."""
     _, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward.default(
         grad, x, weight, None, None, mean, invstd, True, 0.0, [False, True, True]
@@ -147,7 +140,7 @@ def _sums(
     return of_weight, of_bias
 
 
-def _is_channels_last(*tensors: torch.Tensor) -> bool:
+def _is_channels_last(*tensors: Tensor) -> bool:
     layout = channels_last_format(tensors[0].dim())
     return all(tensor.is_contiguous(memory_format=layout) for tensor in tensors)
 
@@ -161,7 +154,7 @@ class _NormGradient(ctypes.Structure):
     )
 
 
-def _native_applies(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> bool:
+def _native_applies(grad: Tensor, x: Tensor, weight: Tensor) -> bool:
     if native.library() is None or x.dtype not in _NATIVE or weight.dtype != torch.float32 or not x.is_cpu:
         return False
     if grad.shape != x.shape or grad.dtype != x.dtype or x.is_contiguous() or not _is_channels_last(grad, x):
@@ -169,15 +162,15 @@ def _native_applies(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -
     return _native_arithmetic(x.dtype, x.shape[1], allowed().level) is not None
 
 
-def _native(grad: torch.Tensor, x: torch.Tensor, *others: torch.Tensor) -> Gradients:
+def _native(grad: Tensor, x: Tensor, *others: Tensor) -> Gradients:
     return _native_of(x)(grad, x, *others)
 
 
-def _native_of(x: torch.Tensor) -> Gradient:
+def _native_of(x: Tensor) -> Gradient:
     return _native_call(x, bool(_native_arithmetic(x.dtype, x.shape[1], allowed().level)))
 
 
-def _native_call(x: torch.Tensor, fused: bool) -> Gradient:
+def _native_call(x: Tensor, fused: bool) -> Gradient:
     """The native kernel for inputs like `x`: of gradient, input, weight, mean, inverse deviation and where to write."""
     library = native.library()
     assert library is not None
@@ -186,7 +179,7 @@ def _native_call(x: torch.Tensor, fused: bool) -> Gradient:
     elems, channels, is_bfloat16, level = x.numel(), x.shape[1], x.dtype == torch.bfloat16, level_number()
     rows = elems // channels
 
-    def run(grad: torch.Tensor, x: torch.Tensor, *others: torch.Tensor) -> Gradients:
+    def run(grad: Tensor, x: Tensor, *others: Tensor) -> Gradients:
         weight, mean, invstd, of_input = others
         of_weight, of_bias = _sums(grad, x, weight, mean, invstd)
         scratch = mean.new_empty((2, channels))
@@ -210,12 +203,7 @@ def _native_arithmetic(dtype: torch.dtype, channels: int, level: str | None) -> 
 
 
 def _backward_by_channels(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    mean: torch.Tensor,
-    invstd: torch.Tensor,
-    piece_elems: int,
+    grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, invstd: Tensor, piece_elems: int
 ) -> Gradients:
     channels = x.shape[1]
     step = max(1, piece_elems // (x.numel() // channels))
@@ -229,7 +217,7 @@ def _backward_by_channels(
     return by_channels(grad, mean, [True, True, True], -(-channels // step), of)
 
 
-def by_channels(grad: torch.Tensor, like: torch.Tensor, wanted: Sequence[bool], count: int, of: Any) -> Any:
+def by_channels(grad: Tensor, like: Tensor, wanted: Sequence[bool], count: int, of: Any) -> Any:
     """Gradients of input, weight and bias in so many pieces of the channels, the first written over `grad`.
 
     Args:
@@ -250,9 +238,7 @@ def by_channels(grad: torch.Tensor, like: torch.Tensor, wanted: Sequence[bool], 
     return grad, *of_layer
 
 
-def _whole_backward(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor, invstd: torch.Tensor
-) -> Gradients:
+def _whole_backward(grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, invstd: Tensor) -> Gradients:
     whole: Gradients = torch.ops.aten.native_batch_norm_backward(
         grad, x, weight, None, None, mean, invstd, True, 0.0, [True, True, True]
     )
@@ -276,7 +262,7 @@ def backward_repeats_bits(
     return pieces.repeats_bits(_whole_backward, backward, operands, device=device)
 
 
-def _backward_by_two_channels(grad: torch.Tensor, *others: Any) -> Gradients:
+def _backward_by_two_channels(grad: Tensor, *others: Any) -> Gradients:
     x, weight, mean, invstd = others
     return _backward_by_channels(grad.clone(), x, weight, mean, invstd, 2 * grad.numel() // grad.shape[1])
 
@@ -300,17 +286,17 @@ def repeats_bits(
     return pieces.repeats_bits(_normalised_twice, _normalised_again, arguments, device=device)
 
 
-def _forward(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+def _forward(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, ...]:
     """PyTorch's batch norm in training mode: result, mean and inverse deviation."""
-    found: tuple[torch.Tensor, ...] = torch.ops.aten._native_batch_norm_legit.no_stats(x, weight, bias, True, 0.1, 1e-5)
+    found: tuple[Tensor, ...] = torch.ops.aten._native_batch_norm_legit.no_stats(x, weight, bias, True, 0.1, 1e-5)
     return found
 
 
-def _normalised_twice(*arguments: torch.Tensor) -> list[torch.Tensor]:
+def _normalised_twice(*arguments: Tensor) -> list[Tensor]:
     return 2 * [_forward(*arguments)[0]]
 
 
-def _normalised_again(x: torch.Tensor, *affine: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _normalised_again(x: Tensor, *affine: Tensor) -> tuple[Tensor, Tensor]:
     _, *statistics = _forward(x, *affine)
     return normalise(x, *affine, *statistics), normalise_(x, *affine, *statistics)
 
@@ -323,9 +309,7 @@ def _operands(
     return x, x, vector, vector, vector
 
 
-def lines(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, mean: torch.Tensor, invstd: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def lines(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor) -> tuple[Tensor, Tensor]:
     """Scale and shift of each channel, each (1, C, 1, ...)."""
     scale = invstd if weight is None else invstd * weight
     shift = torch.addcmul(torch.zeros_like(mean) if bias is None else bias, mean, scale, value=-1)

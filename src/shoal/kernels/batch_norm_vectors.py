@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.lowlevel.direct_call import needs_dispatch, register_op
@@ -25,7 +26,7 @@ def measures(layer: _BatchNorm) -> bool:
     return layer.training or layer.running_mean is None
 
 
-def batch_norm_scale(variance: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+def batch_norm_scale(variance: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """Replaces `weight * torch.rsqrt(variance + eps)`, (C,), in the dtype of `variance`; differentiable once.
 
     >>> batch_norm_scale(torch.tensor([3.0]), torch.tensor([8.0]), 1.0)
@@ -34,11 +35,11 @@ def batch_norm_scale(variance: torch.Tensor, weight: torch.Tensor | None, eps: f
     if not needs_dispatch((variance, weight)):  # PyTorch's own ops are called sooner than one of ours
         inverse = torch.rsqrt(variance + eps)
         return inverse if weight is None else inverse * weight
-    scale: torch.Tensor = torch.ops.shoal.batch_norm_scale(variance, weight, eps)
+    scale: Tensor = torch.ops.shoal.batch_norm_scale(variance, weight, eps)
     return scale
 
 
-def move_statistics(layer: _BatchNorm, mean: torch.Tensor, variance: torch.Tensor, count: int) -> None:
+def move_statistics(layer: _BatchNorm, mean: Tensor, variance: Tensor, count: int) -> None:
     """Update running statistics and the number of batches as the layer's own forward pass does in training mode.
 
     Nothing is updated in a layer that does not train or does not track, or where checkpointing repeats a forward pass.
@@ -74,18 +75,18 @@ def runs_again() -> bool:
     return not torch.compiler.is_compiling() and backward_pass() is not None
 
 
-def _scale(variance: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+def _scale(variance: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     inverse = torch.rsqrt(variance + eps)
     return inverse if weight is None else inverse.mul_(weight)
 
 
-def _scale_fake(variance: torch.Tensor, *_: Any) -> torch.Tensor:
+def _scale_fake(variance: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(variance)
 
 
 def _scale_backward(
-    grad: torch.Tensor, variance: torch.Tensor, weight: torch.Tensor | None, eps: float, needs: list[bool]
-) -> list[torch.Tensor]:
+    grad: Tensor, variance: Tensor, weight: Tensor | None, eps: float, needs: list[bool]
+) -> list[Tensor]:
     inverse = torch.rsqrt(variance + eps)
     of_inverse = grad if weight is None else grad * weight
     found = [of_inverse * inverse.pow(3) * -0.5] if needs[0] else []
@@ -93,18 +94,18 @@ def _scale_backward(
 
 
 def _scale_backward_fake(
-    grad: torch.Tensor, variance: torch.Tensor, weight: torch.Tensor | None, eps: float, needs: list[bool]
-) -> list[torch.Tensor]:
+    grad: Tensor, variance: Tensor, weight: Tensor | None, eps: float, needs: list[bool]
+) -> list[Tensor]:
     found = [torch.empty_like(variance)] if needs[0] else []
     return [*found, torch.empty_like(weight)] if needs[1] and weight is not None else found
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     variance, weight, ctx.eps = inputs
     ctx.save_for_backward(variance, *([] if weight is None else [weight]))
 
 
-def _differentiate(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     variance, *weights = ctx.saved_tensors
     needs = list(ctx.needs_input_grad[:2])
     weight = weights[0] if weights else None
@@ -113,14 +114,14 @@ def _differentiate(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, .
 
 
 def _moved(
-    running_mean: torch.Tensor,
-    running_variance: torch.Tensor,
-    mean: torch.Tensor,
-    variance: torch.Tensor,
-    batches: torch.Tensor | None,
+    running_mean: Tensor,
+    running_variance: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+    batches: Tensor | None,
     momentum: float,
     count: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     share: Any = momentum if batches is None else 1.0 / batches.to(mean.dtype)
     unbiased = variance * (count / (count - 1))
     pairs = ((running_mean, mean), (running_variance, unbiased))
@@ -128,9 +129,7 @@ def _moved(
     return moved_mean, moved_variance
 
 
-def _moved_fake(
-    running_mean: torch.Tensor, running_variance: torch.Tensor, *_: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _moved_fake(running_mean: Tensor, running_variance: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(running_mean), torch.empty_like(running_variance)
 
 
@@ -151,8 +150,8 @@ register_op(
 
 @torch.library.custom_op("shoal::cumulative_statistics", mutates_args=())
 def cumulative_statistics(
-    x: torch.Tensor, running_mean: torch.Tensor, running_var: torch.Tensor, batches: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: Tensor, running_mean: Tensor, running_var: Tensor, batches: Tensor
+) -> tuple[Tensor, Tensor]:
     """The running statistics after one more batch, with the bits of `F.batch_norm(..., momentum=1 / float(batches))`.
 
     The share that a batch has in them is a tensor's value, which no captured graph can hold as a number: it is read
@@ -180,7 +179,5 @@ def cumulative_statistics(
 
 
 @cumulative_statistics.register_fake
-def _fake(
-    x: torch.Tensor, running_mean: torch.Tensor, running_var: torch.Tensor, batches: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _fake(x: Tensor, running_mean: Tensor, running_var: Tensor, batches: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(running_mean), torch.empty_like(running_var)

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from shoal.kernels.memory_format import in_traced_layout
 from shoal.lowlevel.torch_state import new_tensors
 
 
 def cast_together(
-    tensors: Sequence[torch.Tensor], dtype: torch.dtype, strides: Sequence[Sequence[int]]
-) -> tuple[torch.Tensor, ...]:
+    tensors: Sequence[Tensor], dtype: torch.dtype, strides: Sequence[Sequence[int]]
+) -> tuple[Tensor, ...]:
     """`tuple(x.to(dtype, copy=True) for x in tensors)`, of tensors of one dtype, by few launches.
 
     Args:
@@ -29,8 +30,8 @@ def cast_together(
 
 
 def cast_into(
-    tensors: list[torch.Tensor], layouts: Sequence[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]
-) -> tuple[torch.Tensor, ...]:
+    tensors: list[Tensor], layouts: Sequence[tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]
+) -> tuple[Tensor, ...]:
     """Copies of tensors in new ones of these layouts.
 
     Args:

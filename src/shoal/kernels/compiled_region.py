@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from shoal.core.progress import doing
 from shoal.kernels.pieces import span_elems
@@ -50,18 +50,13 @@ class CompiledRegion:
     """
 
     def __init__(
-        self,
-        digest: str,
-        words: str,
-        sort: str,
-        function: Callable[..., Sequence[torch.Tensor]],
-        inputs: Sequence[torch.Tensor],
+        self, digest: str, words: str, sort: str, function: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]
     ) -> None:
         self.digest, self.words, self.sort = digest, words, sort
         self.failure = ""
         self.overwritable: tuple[int, ...] | None = None
         self.__name__ = self.__qualname__ = f"region_{digest}"
-        self._function: Callable[..., Sequence[torch.Tensor]] | None = function  # these two until it is compiled
+        self._function: Callable[..., Sequence[Tensor]] | None = function  # these two until it is compiled
         self._inputs = inputs  # the block of the first result, then the operands
         self._first = tuple(inputs[0].shape), inputs[0].stride(), inputs[0].dtype, inputs[0].device
         self._run: Boxed | None = None
@@ -75,17 +70,17 @@ class CompiledRegion:
     def is_compiled(self) -> bool:
         return self._run is not None
 
-    def traced(self) -> tuple[fx.GraphModule, Sequence[torch.Tensor]]:
+    def traced(self) -> tuple[fx.GraphModule, Sequence[Tensor]]:
         """The ops that Inductor compiles, and inputs of theirs."""
         function = self._function
         assert function is not None
 
-        def is_mask(value: torch.Tensor) -> bool:
+        def is_mask(value: Tensor) -> bool:
             return self._as_bytes and value.dtype is torch.bool
 
         read = [is_mask(fake) for fake in self._inputs[1:]]
 
-        def written(first: torch.Tensor, *operands: torch.Tensor) -> Sequence[torch.Tensor]:
+        def written(first: Tensor, *operands: Tensor) -> Sequence[Tensor]:
             given = [
                 operand.to(torch.int32) != 0 if mask else operand for operand, mask in zip(operands, read, strict=True)
             ]
@@ -98,7 +93,7 @@ class CompiledRegion:
             return in_primitive_ops(function, self._inputs[1:])
         return in_primitive_ops(written, [self._passed(fake) for fake in self._inputs])
 
-    def is_made(self, run: Boxed, results: Sequence[torch.Tensor]) -> None:
+    def is_made(self, run: Boxed, results: Sequence[Tensor]) -> None:
         """It is compiled; `results` are laid out as those that it returns must be."""
         self._run = run
         if self.overwritable is None:
@@ -110,7 +105,7 @@ class CompiledRegion:
         self._function, self._inputs = None, ()  # which hold the graph that they are of
         _compiled[self.digest] = self
 
-    def __call__(self, *tensors: torch.Tensor, over: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+    def __call__(self, *tensors: Tensor, over: Tensor | None = None) -> tuple[Tensor, ...]:
         run = self._run
         if run is None:
             compile_regions([self])
@@ -135,7 +130,7 @@ class CompiledRegion:
             self._launches = launches_of(self._run, self.__name__)
         return self._launches
 
-    def _passed(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _passed(self, tensor: Tensor) -> Tensor:
         """What the compiled code is given: a mask as its bytes."""
         return tensor.view(torch.uint8) if self._as_bytes and tensor.dtype is torch.bool else tensor
 
@@ -148,7 +143,7 @@ class CompiledRegion:
     def __reduce__(self) -> Any:
         raise TypeError(f"{self!r} cannot be pickled")
 
-    def _try_out(self, wanted: Sequence[torch.Tensor]) -> None:
+    def _try_out(self, wanted: Sequence[Tensor]) -> None:
         """Look on random data at the results' layouts, and at which operands they may be written over."""
         with isolated(self._inputs[0].device):
             operands = [_drawn(fake, seed) for seed, fake in enumerate(self._inputs[1:])]
@@ -164,7 +159,7 @@ class CompiledRegion:
             places = range(len(operands)) if not self.failure and self._overwrites else ()
             self.overwritable = tuple(place for place in places if self._repeats(place, operands, results))
 
-    def _repeats(self, place: int, operands: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> bool:
+    def _repeats(self, place: int, operands: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
         operand = operands[place]
         if (
             tuple(operand.shape),
@@ -178,21 +173,21 @@ class CompiledRegion:
         return all(torch.equal(_bits(one), _bits(other)) for one, other in zip(again, results, strict=True))
 
 
-def _bytes_of_mask(mask: torch.Tensor) -> torch.Tensor:
+def _bytes_of_mask(mask: Tensor) -> Tensor:
     """The bytes of a boolean tensor, in ops that Inductor makes many of at once."""
     return torch.where(mask, 1.0, 0.0).to(torch.uint8)
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
+def _bits(tensor: Tensor) -> Tensor:
     return tensor.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
 
-def _zeros(fake: torch.Tensor) -> torch.Tensor:
+def _zeros(fake: Tensor) -> Tensor:
     block = torch.zeros(span_elems(fake.shape, fake.stride()), dtype=fake.dtype, device=fake.device)
     return block.as_strided(fake.shape, fake.stride())
 
 
-def _drawn(fake: torch.Tensor, seed: int) -> torch.Tensor:
+def _drawn(fake: Tensor, seed: int) -> Tensor:
     """A tensor like a fake one: normal numbers, positive ones where there is one axis; booleans; zeros."""
     drawn = _zeros(fake)
     block = drawn.as_strided((drawn.untyped_storage().nbytes() // drawn.element_size(),), (1,))
@@ -213,9 +208,9 @@ def _results_of(module: fx.GraphModule) -> list[fx.Node]:
 
 
 def region_of(
-    function: Callable[..., Sequence[torch.Tensor]],
-    first: torch.Tensor,
-    inputs: Sequence[torch.Tensor],
+    function: Callable[..., Sequence[Tensor]],
+    first: Tensor,
+    inputs: Sequence[Tensor],
     words: str,
     description: str,
     sort: str = "",

@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from shoal.kernels.memory_format import channels_last_format, suggested_memory_format
 from shoal.kernels.pieces import span_elems
@@ -35,8 +36,8 @@ class ConvOptions(NamedTuple):
 
 
 def input_gradient(
-    grad: torch.Tensor, weight: torch.Tensor, input_shape: Sequence[int], input_stride: Sequence[int], *options: Any
-) -> torch.Tensor:
+    grad: Tensor, weight: Tensor, input_shape: Sequence[int], input_stride: Sequence[int], *options: Any
+) -> Tensor:
     """`aten.convolution_backward(grad, input, weight, ..., [True, False, False])[0]` without `input`.
 
     On the CPU a tensor that takes no memory stands in for it. cuDNN's gradient is a convolution the other way, which is
@@ -51,13 +52,13 @@ def input_gradient(
     unread = (
         _unread(shape, tuple(input_stride), grad.dtype) if grad.is_cpu else grad.as_strided(shape, (0,) * len(shape))
     )
-    gradient: torch.Tensor = _gradients(grad, unread, weight, None, *options, _OF_INPUT)[0]
+    gradient: Tensor = _gradients(grad, unread, weight, None, *options, _OF_INPUT)[0]
     return gradient
 
 
 def resolved_input_gradient(
-    grad: torch.Tensor, weight: torch.Tensor, input_shape: Sequence[int], input_stride: Sequence[int], *options: Any
-) -> Callable[..., torch.Tensor] | None:
+    grad: Tensor, weight: Tensor, input_shape: Sequence[int], input_stride: Sequence[int], *options: Any
+) -> Callable[..., Tensor] | None:
     """`input_gradient` of tensors in these layouts, which may be fake, with what stands in for the input made once.
 
     Returns:
@@ -67,7 +68,7 @@ def resolved_input_gradient(
         return None
     unread = _unread(tuple(input_shape), tuple(input_stride), grad.dtype)
 
-    def resolved(grad: torch.Tensor, weight: torch.Tensor, *_: Any) -> torch.Tensor:
+    def resolved(grad: Tensor, weight: Tensor, *_: Any) -> Tensor:
         return _gradients(grad, unread, weight, None, *options, _OF_INPUT)[0]
 
     return resolved
@@ -96,9 +97,7 @@ def _turned(
     return tuple(extra) if fits and 0 not in grad_shape else None
 
 
-def can_do_without_input(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, groups: int, *, on_cpu: bool
-) -> bool:
+def can_do_without_input(grad: Tensor, x: Tensor, weight: Tensor, groups: int, *, on_cpu: bool) -> bool:
     """Whether `input_gradient` gives what PyTorch's gradient of an input of this layout would be; all may be fake.
 
     Args:
@@ -119,7 +118,7 @@ def can_do_without_input(
 
 
 @lru_cache(maxsize=4096)
-def _unread(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def _unread(shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """A tensor of that shape and layout that takes no memory as long as no one writes to it; it reads as zeros."""
     if 0 in shape:  # of an empty batch; no map is of zero bytes
         return torch.empty_strided(shape, stride, dtype=dtype)

@@ -20,6 +20,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from shoal.kernels.convolution import ConvOptions
 from shoal.kernels.convolution import input_gradient as whole_input_gradient
@@ -50,7 +51,7 @@ _WORTH_SHARE = 0.25  # of the scratch, to be saved
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-def forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *rest: Any) -> torch.Tensor:
+def forward(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
     """`aten.convolution` of the same arguments in that many pieces along `dim` of its result: 0, samples; 2, slabs.
 
     `rest`: options of the convolution, `dim`, and how many pieces.
@@ -58,8 +59,8 @@ def forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *r
     *options, dim, pieces = rest
     stride, padding, dilation, transposed, output_padding, groups = ConvOptions(*options)
 
-    def convolved(read: torch.Tensor, pads: Sequence[int], extra: Sequence[int]) -> torch.Tensor:
-        result: torch.Tensor = _aten.convolution(read, weight, bias, stride, pads, dilation, transposed, extra, groups)
+    def convolved(read: Tensor, pads: Sequence[int], extra: Sequence[int]) -> Tensor:
+        result: Tensor = _aten.convolution(read, weight, bias, stride, pads, dilation, transposed, extra, groups)
         return result
 
     if dim == _SAMPLES:
@@ -80,8 +81,8 @@ def forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *r
 
 
 def input_gradient(
-    grad: torch.Tensor, weight: torch.Tensor, input_shape: Sequence[int], input_stride: Sequence[int], *rest: Any
-) -> torch.Tensor:
+    grad: Tensor, weight: Tensor, input_shape: Sequence[int], input_stride: Sequence[int], *rest: Any
+) -> Tensor:
     """`convolution.input_gradient` of the same arguments in that many pieces along `dim`: 0, samples; 2, slabs.
 
     The input is contiguous or channels_last.
@@ -91,7 +92,7 @@ def input_gradient(
     length = input_shape[dim]
     channels_last = tuple(input_stride) != dense_strides(input_shape, False)
 
-    def of(read: torch.Tensor, n: int, pads: Sequence[int], extra: Sequence[int]) -> torch.Tensor:
+    def of(read: Tensor, n: int, pads: Sequence[int], extra: Sequence[int]) -> Tensor:
         shape = [n if axis == dim else size for axis, size in enumerate(input_shape)]
         layout = shape, dense_strides(shape, channels_last)
         return whole_input_gradient(read, weight, *layout, stride, pads, dilation, transposed, extra, groups)
@@ -106,7 +107,7 @@ def input_gradient(
         )
         return _joined(length, dim, scattered)
 
-    def of_slab(read: torch.Tensor, n: int, own_pad: int) -> torch.Tensor:
+    def of_slab(read: Tensor, n: int, own_pad: int) -> Tensor:
         step, _, reach = window
         extra = read.shape[2] + 2 * own_pad - reach - 1 - (n - 1) * step
         return of(read, n, [own_pad, *padding[1:]], [extra, *output_padding[1:]])
@@ -115,8 +116,8 @@ def input_gradient(
 
 
 def weight_gradient(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias_sizes: Sequence[int] | None, *rest: Any
-) -> tuple[None, torch.Tensor, torch.Tensor | None]:
+    grad: Tensor, x: Tensor, weight: Tensor, bias_sizes: Sequence[int] | None, *rest: Any
+) -> tuple[None, Tensor, Tensor | None]:
     """`aten.convolution_backward` of the same arguments, the channels along `dim` of the weight in that many pieces.
 
     Args:
@@ -148,19 +149,15 @@ class _Window(NamedTuple):
     reach: int
 
 
-def _window(weight: torch.Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]) -> _Window:
+def _window(weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]) -> _Window:
     return _Window(stride[0], padding[0], (weight.shape[2] - 1) * dilation[0])
 
 
-_Part = tuple[slice, torch.Tensor]  # from where to where in the result
+_Part = tuple[slice, Tensor]  # from where to where in the result
 
 
 def _gathered(
-    source: torch.Tensor,
-    length: int,
-    pieces: int,
-    window: _Window,
-    compute: Callable[[torch.Tensor, int, int], torch.Tensor],
+    source: Tensor, length: int, pieces: int, window: _Window, compute: Callable[[Tensor, int, int], Tensor]
 ) -> Iterator[_Part]:
     """Slabs of a result of which each row reads a window of rows. `compute`: rows read, rows wanted, padding → rows."""
     step, pad, reach = window
@@ -180,11 +177,7 @@ def _gathered(
 
 
 def _scattered(
-    source: torch.Tensor,
-    length: int,
-    pieces: int,
-    window: _Window,
-    compute: Callable[[torch.Tensor, int], torch.Tensor],
+    source: Tensor, length: int, pieces: int, window: _Window, compute: Callable[[Tensor, int], Tensor]
 ) -> Iterator[_Part]:
     """Slabs of a result to which each row read adds a window of rows. `compute`: rows read, rows wanted → rows.
 
@@ -203,9 +196,9 @@ def _scattered(
         del some  # before the next is allocated
 
 
-def _joined(length: int, dim: int, parts: Iterator[_Part], fill: torch.Tensor | None = None) -> torch.Tensor:
+def _joined(length: int, dim: int, parts: Iterator[_Part], fill: Tensor | None = None) -> Tensor:
     """The result of that many elements along `dim`, in order; between its parts, `fill` by channels, or zeros."""
-    out: torch.Tensor | None = None
+    out: Tensor | None = None
     done = 0
 
     def leave_out(upto: int) -> None:
@@ -241,7 +234,7 @@ def choose(whole: Callable[..., Any], arguments: Sequence[Any]) -> Cut | None:
     Returns:
         What `IN_PIECES[whole]` takes besides, and what that saves.
     """
-    tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
+    tensors = [value for value in arguments if isinstance(value, Tensor)]
     if not are_sizes_known(*tensors):
         return None
     if any(tensor.device.type != "cpu" or tensor.dtype not in _DTYPES for tensor in tensors):
@@ -250,7 +243,7 @@ def choose(whole: Callable[..., Any], arguments: Sequence[Any]) -> Cut | None:
     return allocations.unprofiled(lambda: _best_cut(whole, key, tuple(_ways(whole, key)), torch.get_num_threads()))
 
 
-def cut_of_large_weight(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *options: Any) -> Cut | None:
+def cut_of_large_weight(grad: Tensor, x: Tensor, weight: Tensor, *options: Any) -> Cut | None:
     """How the gradient of a weight is cut that is larger than the images; None: not at all.
 
     It is wherever that saves the bytes of the result and repeats the bits; whether or not the op sets a peak.
@@ -273,7 +266,7 @@ def cut_of_large_weight(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tenso
     return cut if cut is not None and cut.saved_bytes >= bytes_of(weight) else None
 
 
-def may_be_worth_pieces(x: torch.Tensor, weight: torch.Tensor, result: torch.Tensor) -> bool:
+def may_be_worth_pieces(x: Tensor, weight: Tensor, result: Tensor) -> bool:
     """Whether the scratch of a convolution of these shapes, or of its gradients, may be as large as `choose` asks for.
 
     Tensors may be fake.
@@ -341,7 +334,7 @@ def _size(some: slice) -> int:
     return int(some.stop - some.start)
 
 
-def _empty(piece: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+def _empty(piece: Tensor, dim: int, length: int) -> Tensor:
     """Room for a result of that many elements along `dim`, laid out as its piece is."""
     shape = list(piece.shape)
     shape[dim] = length

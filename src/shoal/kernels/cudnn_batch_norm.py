@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from shoal.lowlevel.cuda_calls import keeps_graph
 
@@ -16,15 +17,15 @@ _aten = torch.ops.aten
 
 
 def backward(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    mean: torch.Tensor,
-    invstd: torch.Tensor,
-    reserve: torch.Tensor | None,
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    reserve: Tensor | None,
     eps: float,
     wanted: Sequence[bool],
-) -> tuple[torch.Tensor | None, ...]:
+) -> tuple[Tensor | None, ...]:
     """Batch norm's backward in training mode: gradients of input, weight and bias, those that are wanted.
 
     Args:
@@ -43,22 +44,22 @@ def backward(
 
 
 def functional(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    running_mean: torch.Tensor,
-    running_var: torch.Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    running_mean: Tensor,
+    running_var: Tensor,
     training: bool,
     momentum: float,
     eps: float,
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[Tensor, ...]:
     """`cudnn_batch_norm` that leaves the running statistics as they are and returns new ones, before the reserve."""
     moved = running_mean.clone(), running_var.clone()
     y, mean, invstd, reserve = _aten.cudnn_batch_norm.default(x, weight, bias, *moved, training, momentum, eps)
     return y, mean, invstd, *moved, reserve
 
 
-def normalise(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+def normalise(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """What `cudnn_batch_norm` in training mode returned for `x`: the same kernel again, on no running statistics."""
-    y: torch.Tensor = _aten.cudnn_batch_norm.default(x, weight, bias, None, None, True, 0.0, eps)[0]
+    y: Tensor = _aten.cudnn_batch_norm.default(x, weight, bias, None, None, True, 0.0, eps)[0]
     return y

@@ -24,6 +24,7 @@ from math import gcd
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shoal.kernels.convolution import ConvOptions
 from shoal.kernels.convolution import input_gradient as library_input_gradient
@@ -36,12 +37,10 @@ from shoal.lowlevel.native import fields, has
 _aten = torch.ops.aten
 _DTYPES = (torch.float32, torch.bfloat16)
 _SLAB_ELEMS = 1 << 18  # 1 MiB of float32
-Tensors = torch.Tensor | Sequence[torch.Tensor]
+Tensors = Tensor | Sequence[Tensor]
 
 
-def forward(
-    x: Tensors, weight: torch.Tensor, bias: torch.Tensor | None, *options: Any, over: torch.Tensor | None = None
-) -> torch.Tensor:
+def forward(x: Tensors, weight: Tensor, bias: Tensor | None, *options: Any, over: Tensor | None = None) -> Tensor:
     """Replaces `aten.convolution` of the same arguments; `x` may be parts that lie side by side along the channels.
 
     Args:
@@ -59,7 +58,7 @@ def forward(
     """
     parts, given = _parts(x), ConvOptions(*options)
     if not choose(_OP, *parts, weight, bias):
-        whole: torch.Tensor = _aten.convolution(joined(parts), weight, bias, *given).contiguous()
+        whole: Tensor = _aten.convolution(joined(parts), weight, bias, *given).contiguous()
         return whole if over is None else over.copy_(whole)
     if over is not None:
         return _over(parts, over, weight, bias, _windows(over, weight, given))
@@ -79,8 +78,8 @@ def forward(
 
 
 def input_gradient(
-    grad: torch.Tensor, weight: torch.Tensor, input_shape: Sequence[int], *rest: Any, over: torch.Tensor | None = None
-) -> torch.Tensor:
+    grad: Tensor, weight: Tensor, input_shape: Sequence[int], *rest: Any, over: Tensor | None = None
+) -> Tensor:
     """The gradient of a convolution's input, or of the part of it that begins at a channel.
 
     Args:
@@ -108,8 +107,8 @@ def input_gradient(
 
 
 def weight_gradient(
-    grad: torch.Tensor, x: Tensors, weight: torch.Tensor, bias_sizes: Sequence[int] | None, *rest: Any
-) -> tuple[None, torch.Tensor, torch.Tensor | None]:
+    grad: Tensor, x: Tensors, weight: Tensor, bias_sizes: Sequence[int] | None, *rest: Any
+) -> tuple[None, Tensor, Tensor | None]:
     """Replaces `aten.convolution_backward` of the same arguments if the input's gradient is not wanted.
 
     Args:
@@ -121,7 +120,7 @@ def weight_gradient(
     of_bias = grad.sum((0, 2, 3, 4)) if wanted[2] else None
     if not choose(_OP, grad, *parts, weight):
         mask = [False, True, False]
-        found: torch.Tensor = _aten.convolution_backward(grad, joined(parts), weight, None, *options, mask)[1]
+        found: Tensor = _aten.convolution_backward(grad, joined(parts), weight, None, *options, mask)[1]
         return None, in_traced_layout(found, strides), of_bias
     of_weight = weight.new_empty_strided(weight.shape, tuple(strides))
     begin = 0
@@ -133,7 +132,7 @@ def weight_gradient(
     return None, of_weight, of_bias
 
 
-def applies(*operands: torch.Tensor | None) -> bool:
+def applies(*operands: Tensor | None) -> bool:
     """Whether the kernels can do it here: of all that is read. Tensors may be fake."""
     return has("shoal_direct_conv") and all(
         operand.device.type == "cpu"
@@ -178,22 +177,18 @@ class _Axis:
     dilation: int
 
 
-def _gather(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, options: ConvOptions, y: torch.Tensor, add: bool
-) -> None:
+def _gather(x: Tensor, weight: Tensor, bias: Tensor | None, options: ConvOptions, y: Tensor, add: bool) -> None:
     """`y`, or what is added to it: each result reads a window of `x`. `weight` is (out, in, ...)."""
     _convolve(x, weight, (0, 1), bias, options.stride, _windows(y, weight, options), y, add)
 
 
-def _windows(y: torch.Tensor, weight: torch.Tensor, options: ConvOptions) -> list[_Axis]:
+def _windows(y: Tensor, weight: Tensor, options: ConvOptions) -> list[_Axis]:
     _, padding, dilation, *_ = options
     sizes = zip(y.shape[2:], weight.shape[2:], padding, dilation, strict=True)
     return [_Axis(0, 1, size, -pad, taps, 0, 1, apart) for size, taps, pad, apart in sizes]
 
 
-def _scatter(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, options: ConvOptions, y: torch.Tensor, add: bool
-) -> None:
+def _scatter(x: Tensor, weight: Tensor, bias: Tensor | None, options: ConvOptions, y: Tensor, add: bool) -> None:
     """`y`, or what is added to it: each element of `x` is spread over a window of it. `weight` is (in, out, ...)."""
     stride, padding, dilation, *_ = options
     of_axis = [
@@ -227,13 +222,13 @@ def _phases(size: int, kernel: int, stride: int, padding: int, dilation: int) ->
 
 
 def _convolve(
-    x: torch.Tensor,
-    weight: torch.Tensor,
+    x: Tensor,
+    weight: Tensor,
     out_and_in: tuple[int, int],
-    bias: torch.Tensor | None,
+    bias: Tensor | None,
     stride: Sequence[int],
     axes: Sequence[_Axis],
-    y: torch.Tensor,
+    y: Tensor,
     add: bool,
 ) -> None:
     at = (slice(None), slice(None), *(slice(axis.first, None, axis.step) for axis in axes))
@@ -252,13 +247,7 @@ def _convolve(
     run_in_workspace("shoal_direct_conv", call, "shoal_direct_conv_workspace_bytes", 0)
 
 
-def _over(
-    parts: Sequence[torch.Tensor],
-    over: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    axes: Sequence[_Axis],
-) -> torch.Tensor:
+def _over(parts: Sequence[Tensor], over: Tensor, weight: Tensor, bias: Tensor | None, axes: Sequence[_Axis]) -> Tensor:
     """The convolution of the parts by `weight`, (out, in, ...), over one of them; a result reads `axes`, stride 1."""
     deep = axes[0]
     depth, before = over.shape[2], max(0, -deep.origin)  # planes that a result reads in front of its own
@@ -284,7 +273,7 @@ def _over(
     return over
 
 
-def _gradient_of_weight(x: torch.Tensor, grad: torch.Tensor, of_weight: torch.Tensor, options: ConvOptions) -> None:
+def _gradient_of_weight(x: Tensor, grad: Tensor, of_weight: Tensor, options: ConvOptions) -> None:
     stride, padding, dilation, *_ = options
     axes = [
         _Axis(0, 1, grad.shape[axis + 2], -padding[axis], of_weight.shape[axis + 2], 0, 1, dilation[axis])
@@ -297,12 +286,7 @@ def _gradient_of_weight(x: torch.Tensor, grad: torch.Tensor, of_weight: torch.Te
 
 
 def _call(
-    x: torch.Tensor,
-    y: torch.Tensor,
-    out_and_in: tuple[int, int],
-    weight: torch.Tensor,
-    stride: Sequence[int],
-    axes: Sequence[_Axis],
+    x: Tensor, y: Tensor, out_and_in: tuple[int, int], weight: Tensor, stride: Sequence[int], axes: Sequence[_Axis]
 ) -> _DirectConvolutionCall:
     """What all have in common; it points into `x`."""
     call = _DirectConvolutionCall(
@@ -323,5 +307,5 @@ def _call(
     return call
 
 
-def _parts(x: Tensors) -> list[torch.Tensor]:
-    return [x] if isinstance(x, torch.Tensor) else list(x)
+def _parts(x: Tensors) -> list[Tensor]:
+    return [x] if isinstance(x, Tensor) else list(x)

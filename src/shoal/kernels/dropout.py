@@ -7,9 +7,10 @@ multiplies by a mask and then by a factor of higher precision, which is not the 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 
-def noise_like(x: torch.Tensor, p: float, dtype: torch.dtype) -> torch.Tensor:
+def noise_like(x: Tensor, p: float, dtype: torch.dtype) -> Tensor:
     """`torch.empty_like(x, dtype=dtype).bernoulli_(p)`: drawn in the layout of `x`, as in an eager in-place dropout.
 
     A capture makes it `torch.bernoulli`, which draws in a contiguous tensor: other numbers for each element.
@@ -17,12 +18,12 @@ def noise_like(x: torch.Tensor, p: float, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty_like(x, dtype=dtype).bernoulli_(p)
 
 
-def dropout(x: torch.Tensor, p: float) -> tuple[torch.Tensor, torch.Tensor]:
+def dropout(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
     """What `torch.nn.functional.dropout(x, p)` gives on the CPU, and the mask of the elements that stayed."""
     return dropout_(x.clone(), p)
 
 
-def dropout_(x: torch.Tensor, p: float) -> tuple[torch.Tensor, torch.Tensor]:
+def dropout_(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
     """`dropout`, written over `x`."""
     mask = torch.empty_like(x, dtype=torch.bool)
     if p == 1:
@@ -31,17 +32,17 @@ def dropout_(x: torch.Tensor, p: float) -> tuple[torch.Tensor, torch.Tensor]:
     return _scaled_(x, mask, p), mask
 
 
-def dropout_backward(grad: torch.Tensor, mask: torch.Tensor, p: float) -> torch.Tensor:
+def dropout_backward(grad: Tensor, mask: Tensor, p: float) -> Tensor:
     """The gradient of dropout's input."""
     return dropout_backward_(grad.clone(), mask, p)
 
 
-def dropout_backward_(grad: torch.Tensor, mask: torch.Tensor, p: float) -> torch.Tensor:
+def dropout_backward_(grad: Tensor, mask: Tensor, p: float) -> Tensor:
     """`dropout_backward`, written over `grad`."""
     return _scaled_(grad, mask, p)
 
 
-def _scaled_(x: torch.Tensor, mask: torch.Tensor, p: float) -> torch.Tensor:
+def _scaled_(x: Tensor, mask: Tensor, p: float) -> Tensor:
     factor = torch.ones((), dtype=x.dtype)
     if p == 1:
         return x.mul_(mask).mul_(factor.zero_())

@@ -19,6 +19,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shoal import codecs
 from shoal.codecs.table_codes import decode_blocks, encode_blocks
@@ -30,7 +31,7 @@ _PIECE_ELEMS = 1 << 17
 _SAMPLES = 256
 
 
-def encode(x: torch.Tensor, codec: str, block_elems: int, seed: int | None, closed_above: float | None) -> torch.Tensor:
+def encode(x: Tensor, codec: str, block_elems: int, seed: int | None, closed_above: float | None) -> Tensor:
     """The payload of an activation, uint8 of `payload_bytes`.
 
     Args:
@@ -61,14 +62,14 @@ def encode(x: torch.Tensor, codec: str, block_elems: int, seed: int | None, clos
 
 
 def decode(
-    payload: torch.Tensor,
+    payload: Tensor,
     shape: Sequence[int],
     stride: Sequence[int],
     dtype: torch.dtype,
     codec: str,
     block_elems: int,
     closed_above: float | None,
-) -> torch.Tensor:
+) -> Tensor:
     """The activation that `encode` made `payload` of, as its codes approximate it."""
     out = torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device=payload.device)
     n_elems = out.numel()
@@ -85,15 +86,15 @@ def decode(
 
 
 def relu_backward(
-    grad: torch.Tensor, payload: torch.Tensor, shape: Sequence[int], stride: Sequence[int], block_elems: int
-) -> torch.Tensor:
+    grad: Tensor, payload: Tensor, shape: Sequence[int], stride: Sequence[int], block_elems: int
+) -> Tensor:
     """`grad` where the encoded ReLU lets it through, zero elsewhere; shape and strides are of the ReLU's output."""
     return where_above(grad, _open(payload, shape, stride, block_elems), -1)
 
 
 def relu_backward_(
-    grad: torch.Tensor, payload: torch.Tensor, shape: Sequence[int], stride: Sequence[int], block_elems: int
-) -> torch.Tensor:
+    grad: Tensor, payload: Tensor, shape: Sequence[int], stride: Sequence[int], block_elems: int
+) -> Tensor:
     """`relu_backward` that writes over `grad`."""
     return where_above_(grad, _open(payload, shape, stride, block_elems), -1)
 
@@ -126,18 +127,18 @@ def _scales(n_elems: Any, block_elems: int) -> Any:
     return (n_elems + block_elems - 1) // block_elems if block_elems else 1
 
 
-def _parts(payload: torch.Tensor, n_scales: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _parts(payload: Tensor, n_scales: int) -> tuple[Tensor, Tensor]:
     header_bytes = SCALE_BYTES * n_scales
     return payload[:header_bytes].view(torch.float32), payload[header_bytes:]
 
 
-def _open(payload: torch.Tensor, shape: Sequence[int], stride: Sequence[int], block_elems: int) -> torch.Tensor:
+def _open(payload: Tensor, shape: Sequence[int], stride: Sequence[int], block_elems: int) -> Tensor:
     """Codes as signed bytes of the activation's shape: at least 0 where the sign bit is not set."""
     header_bytes = SCALE_BYTES * _scales(math.prod(shape), block_elems)
     return payload.view(torch.int8).as_strided(tuple(shape), tuple(stride), header_bytes)
 
 
-def _mixed(flat: torch.Tensor, seed: int) -> int:
+def _mixed(flat: Tensor, seed: int) -> int:
     """A seed that depends on a few of the values."""
     some = flat[:: max(1, flat.numel() // _SAMPLES)].float().contiguous()
     found = int(some.view(torch.int32).sum(dtype=torch.int64))
@@ -145,13 +146,13 @@ def _mixed(flat: torch.Tensor, seed: int) -> int:
 
 
 def _encode_in_pieces(
-    flat: torch.Tensor,
+    flat: Tensor,
     codec: str,
     block_elems: int,
     seed: int | None,
     closed_above: float | None,
-    scales: torch.Tensor,
-    codes: torch.Tensor,
+    scales: Tensor,
+    codes: Tensor,
 ) -> None:
     """A few blocks at a time: half precision is converted, and signs are noted while values and codes are near."""
     scale = None
@@ -174,9 +175,7 @@ def _encode_in_pieces(
             note_closed(piece, into, closed_above)
 
 
-def _decoded_pieces(
-    scales: torch.Tensor, codes: torch.Tensor, codec: str, block_elems: int
-) -> Iterator[tuple[int, torch.Tensor]]:
+def _decoded_pieces(scales: Tensor, codes: Tensor, codec: str, block_elems: int) -> Iterator[tuple[int, Tensor]]:
     """The values in float32, a few blocks at a time: where a piece starts, and the piece, which the next overwrites."""
     piece_elems = _piece_elems(block_elems)
     values = torch.empty(min(piece_elems, codes.numel()), dtype=torch.float32, device=codes.device)
@@ -192,9 +191,7 @@ def _piece_elems(block_elems: int) -> int:
     return max(block_elems, _PIECE_ELEMS // block_elems * block_elems) if block_elems else _PIECE_ELEMS
 
 
-def _relative_error(
-    flat: torch.Tensor, payload: torch.Tensor, codec: str, block_elems: int, closed_above: float | None
-) -> float:
+def _relative_error(flat: Tensor, payload: Tensor, codec: str, block_elems: int, closed_above: float | None) -> float:
     scales, codes = _parts(payload, _scales(flat.numel(), block_elems))
     off = whole = 0.0
     for start, piece in _decoded_pieces(scales, codes, codec, block_elems):

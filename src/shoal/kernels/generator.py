@@ -7,13 +7,14 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
-def generator_state(device: torch.device) -> torch.Tensor:
+def generator_state(device: torch.device) -> Tensor:
     """The state of the device's default generator, a uint8 tensor in host memory."""
     if device.type == "cpu":
         return torch.get_rng_state()
-    state: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
+    state: Tensor = torch.get_device_module(device).get_rng_state(device)
     return state
 
 
@@ -27,7 +28,7 @@ def replaying(target: Callable[..., Any]) -> Callable[..., Any]:
     """`target` with two arguments more in front, a generator's state and the device it is for: it runs with the
     device's generator set to that state, and then the generator is put back where it was."""
 
-    def replay(state: torch.Tensor, device: torch.device, /, *args: Any, **kwargs: Any) -> Any:
+    def replay(state: Tensor, device: torch.device, /, *args: Any, **kwargs: Any) -> Any:
         present = generator_state(device)
         set_generator_state(device, state)
         try:
@@ -38,7 +39,7 @@ def replaying(target: Callable[..., Any]) -> Callable[..., Any]:
     return replay
 
 
-def set_generator_state(device: torch.device, state: torch.Tensor) -> None:
+def set_generator_state(device: torch.device, state: Tensor) -> None:
     """Put the device's default generator into a state that it had."""
     if device.type == "cpu":
         torch.set_rng_state(state)

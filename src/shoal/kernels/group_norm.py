@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shoal.kernels import pieces
 from shoal.kernels.batch_norm import Gradients, scaled
@@ -21,9 +22,7 @@ from shoal.kernels.pieces import TensorLayout, of_odd_size
 _PIECE_ELEMS = 1 << 18  # 1 MiB of float32: a piece stays in L2 until it is copied
 
 
-def normalise(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, mean: torch.Tensor, invstd: torch.Tensor
-) -> torch.Tensor:
+def normalise(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, invstd: Tensor) -> Tensor:
     """What `torch.group_norm` returned for `x`, (N, C, ...), given the statistics it saved, each (N, groups).
 
     `x` is contiguous or channels_last; `weight` and `bias` are (C,).
@@ -31,15 +30,13 @@ def normalise(
     return scaled(x, *lines(x, weight, bias, mean, invstd))
 
 
-def normalise_(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, mean: torch.Tensor, invstd: torch.Tensor
-) -> torch.Tensor:
+def normalise_(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, invstd: Tensor) -> Tensor:
     """`normalise` that writes over `x`."""
     scale, shift = lines(x, weight, bias, mean, invstd)
     return torch.addcmul(shift, x, scale, out=x)
 
 
-def backward(grad: torch.Tensor, x: torch.Tensor, *vectors: torch.Tensor) -> Gradients:
+def backward(grad: Tensor, x: Tensor, *vectors: Tensor) -> Gradients:
     """Group norm's backward of contiguous tensors: gradients of input, weight and bias.
 
     `vectors`: weight, mean and invstd.
@@ -47,9 +44,7 @@ def backward(grad: torch.Tensor, x: torch.Tensor, *vectors: torch.Tensor) -> Gra
     return _backward(grad, x, *vectors, wanted=[True, True, True])
 
 
-def backward_(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor, invstd: torch.Tensor
-) -> Gradients:
+def backward_(grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, invstd: Tensor) -> Gradients:
     """`backward` that writes the gradient of the input over `grad`."""
     if not (grad.is_contiguous() and x.is_contiguous()):
         of_input, of_weight, of_bias = backward(grad, x, weight, mean, invstd)
@@ -58,9 +53,7 @@ def backward_(
     return backward_in_pieces(grad, x, weight, mean, invstd, max(1, piece_groups))
 
 
-def backward_in_pieces(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, mean: torch.Tensor, invstd: torch.Tensor, step: int
-) -> Gradients:
+def backward_in_pieces(grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, invstd: Tensor, step: int) -> Gradients:
     """`backward_` of contiguous tensors, `step` groups of one sample at a time."""
     _, of_weight, of_bias = _backward(grad, x, weight, mean, invstd, wanted=[False, True, True])
     samples, channels, groups = x.shape[0], x.shape[1], mean.shape[1]
@@ -76,16 +69,14 @@ def backward_in_pieces(
     return grad, of_weight, of_bias
 
 
-def _backward(grad: torch.Tensor, x: torch.Tensor, *vectors: torch.Tensor, wanted: list[bool]) -> Gradients:
+def _backward(grad: Tensor, x: Tensor, *vectors: Tensor, wanted: list[bool]) -> Gradients:
     weight, mean, invstd = vectors
     sizes = x.shape[0], x.shape[1], x.shape[2:].numel(), mean.shape[1]
     found: Gradients = torch.ops.aten.native_group_norm_backward(grad, x, mean, invstd, weight, *sizes, wanted)
     return found
 
 
-def lines(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, mean: torch.Tensor, invstd: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def lines(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, invstd: Tensor) -> tuple[Tensor, Tensor]:
     """Scale and shift of each sample and channel, each (N, C, 1, ...)."""
     samples, channels, groups = x.shape[0], x.shape[1], mean.shape[1]
     in_groups = (samples, groups, channels // groups)
@@ -104,20 +95,18 @@ def repeats_bits(
     return pieces.repeats_bits(_normalised_twice, _normalised_again, arguments, device=device)
 
 
-def _forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, groups: int) -> tuple[torch.Tensor, ...]:
+def _forward(x: Tensor, weight: Tensor, bias: Tensor, groups: int) -> tuple[Tensor, ...]:
     """PyTorch's group norm: result, mean and inverse deviation."""
     sizes = *x.shape[:2], x.shape[2:].numel(), groups
-    found: tuple[torch.Tensor, ...] = torch.ops.aten.native_group_norm(x, weight, bias, *sizes, 1e-5)
+    found: tuple[Tensor, ...] = torch.ops.aten.native_group_norm(x, weight, bias, *sizes, 1e-5)
     return found
 
 
-def _normalised_twice(*arguments: Any) -> list[torch.Tensor]:
+def _normalised_twice(*arguments: Any) -> list[Tensor]:
     return 2 * [_forward(*arguments)[0]]
 
 
-def _normalised_again(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, groups: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _normalised_again(x: Tensor, weight: Tensor, bias: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     _, *statistics = _forward(x, weight, bias, groups)
     return normalise(x, weight, bias, *statistics), normalise_(x, weight, bias, *statistics)
 
@@ -130,6 +119,6 @@ def backward_repeats_bits(dtype: torch.dtype, device: torch.device, dims: int, c
     return pieces.repeats_bits(backward, _backward_by_single_groups, arguments, device=device)
 
 
-def _backward_by_single_groups(grad: torch.Tensor, *operands: Any) -> Gradients:
+def _backward_by_single_groups(grad: Tensor, *operands: Any) -> Gradients:
     x, weight, mean, invstd = operands
     return backward_in_pieces(grad.clone(), x, weight, mean, invstd, 1)

@@ -10,15 +10,16 @@ from math import prod
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shoal.kernels.pieces import TensorLayout, repeats_bits
 
 _PIECE_ELEMS = 1 << 18  # 1 MiB of float32: a piece stays in L2 until it is copied
 _WHOLE = torch.ops.aten.native_layer_norm_backward
-Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # of input, weight and bias
+Gradients = tuple[Tensor, Tensor, Tensor]  # of input, weight and bias
 
 
-def backward(grad: torch.Tensor, *operands: Any) -> Gradients:
+def backward(grad: Tensor, *operands: Any) -> Gradients:
     """Layer norm's backward of contiguous tensors: gradients of input, weight and bias.
 
     Args:
@@ -30,7 +31,7 @@ def backward(grad: torch.Tensor, *operands: Any) -> Gradients:
     return found
 
 
-def backward_(grad: torch.Tensor, x: torch.Tensor, *others: Any) -> Gradients:
+def backward_(grad: Tensor, x: Tensor, *others: Any) -> Gradients:
     """`backward` that writes the gradient of the input over `grad`."""
     if not (grad.is_contiguous() and x.is_contiguous()):
         of_input, of_weight, of_bias = backward(grad, x, *others)
@@ -38,7 +39,7 @@ def backward_(grad: torch.Tensor, x: torch.Tensor, *others: Any) -> Gradients:
     return _backward_in_pieces(grad, x, *others, _PIECE_ELEMS)
 
 
-def _backward_in_pieces(grad: torch.Tensor, x: torch.Tensor, shape: list[int], *others: Any) -> Gradients:
+def _backward_in_pieces(grad: Tensor, x: Tensor, shape: list[int], *others: Any) -> Gradients:
     mean, invstd, weight, bias, piece_elems = others
     _, of_weight, of_bias = _WHOLE(grad, x, shape, mean, invstd, weight, bias, [False, True, True])
     rows = mean.numel()
@@ -66,5 +67,5 @@ def backward_repeats_bits(dtype: torch.dtype, weight_dtype: torch.dtype, normali
     return repeats_bits(backward, _backward_of_a_copy, arguments, 5 * normalised, device=torch.device("cpu"))
 
 
-def _backward_of_a_copy(grad: torch.Tensor, *operands: Any) -> Gradients:
+def _backward_of_a_copy(grad: Tensor, *operands: Any) -> Gradients:
     return _backward_in_pieces(grad.clone(), *operands)

@@ -6,9 +6,10 @@ import math
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 
-def masked_sum(x: torch.Tensor, mask: torch.Tensor, dims: Sequence[int] | None, keepdim: bool = False) -> torch.Tensor:
+def masked_sum(x: Tensor, mask: Tensor, dims: Sequence[int] | None, keepdim: bool = False) -> Tensor:
     """`x[mask].sum(dims, keepdim)`, with its bits; over all axes where `dims` is None.
 
     What is not selected is allocated too, and not touched: a step is planned once, for every mask.
@@ -26,7 +27,7 @@ def masked_sum(x: torch.Tensor, mask: torch.Tensor, dims: Sequence[int] | None, 
     return total
 
 
-def indexed_sum(x: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+def indexed_sum(x: Tensor, dim: int, index: Tensor) -> Tensor:
     """The sum of what `index` selects along `dim`, each place once, with the bits of autograd's for `index_fill`.
 
     What repeated places leave out is allocated too, as in `masked_sum`.

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 from shoal.codecs.memory_order import same_places, strides_in_order
 
@@ -19,7 +20,7 @@ def channels_last_format(dims: int) -> torch.memory_format:
     return torch.channels_last if dims == 4 else torch.channels_last_3d
 
 
-def memory_format_of(*tensors: torch.Tensor) -> torch.memory_format:
+def memory_format_of(*tensors: Tensor) -> torch.memory_format:
     """channels_last where one of the tensors is, or is a slice of one that is, and is not contiguous as well.
 
     So does PyTorch's batch norm lay its result out.
@@ -31,7 +32,7 @@ def memory_format_of(*tensors: torch.Tensor) -> torch.memory_format:
     return suggested_memory_format(*(x for x in tensors if not x.is_contiguous()))
 
 
-def suggested_memory_format(*tensors: torch.Tensor) -> torch.memory_format:
+def suggested_memory_format(*tensors: Tensor) -> torch.memory_format:
     """channels_last where the strides of one of the tensors are such, even if it is contiguous as well.
 
     So does PyTorch's convolution lay its result out, of its input and its weight. It is `Tensor::suggest_memory_format`
@@ -46,7 +47,7 @@ def suggested_memory_format(*tensors: torch.Tensor) -> torch.memory_format:
     return torch.contiguous_format
 
 
-def dense_in_format(x: torch.Tensor, memory_format: torch.memory_format) -> torch.Tensor:
+def dense_in_format(x: Tensor, memory_format: torch.memory_format) -> Tensor:
     """`x`, or a copy: dense, and with the strides of that format also along dimensions of one element."""
     dense = x.contiguous(memory_format=memory_format)
     return (
@@ -56,7 +57,7 @@ def dense_in_format(x: torch.Tensor, memory_format: torch.memory_format) -> torc
     )
 
 
-def in_format(x: torch.Tensor, memory_format: torch.memory_format) -> torch.Tensor:
+def in_format(x: Tensor, memory_format: torch.memory_format) -> Tensor:
     """`x`, or a copy where it has another format or was expanded; a slice of a tensor of that format stays."""
     expanded = any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True))
     return x if memory_format_of(x) == memory_format and not expanded else x.contiguous(memory_format=memory_format)
@@ -71,7 +72,7 @@ def dense_strides(shape: Sequence[int], channels_last: bool) -> tuple[int, ...]:
     return strides_in_order(shape, [0, *range(2, len(shape)), 1] if channels_last else range(len(shape)))
 
 
-def row_stride(x: torch.Tensor) -> int | None:
+def row_stride(x: Tensor) -> int | None:
     """Elements from pixel to pixel of `x`, (N, C, ...), in NHWC order without gaps between its rows; else None.
 
     >>> x = torch.ones(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
@@ -102,7 +103,7 @@ def run_stride(sizes: Sequence[int], strides: Sequence[int]) -> int | None:
     return found
 
 
-def in_traced_layout(x: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+def in_traced_layout(x: Tensor, strides: Sequence[int]) -> Tensor:
     """`x` with the strides given: `x` itself where it has them, a view where a view can have them, else a copy."""
     strides, own = tuple(strides), x.stride()
     if own == strides:
@@ -110,12 +111,12 @@ def in_traced_layout(x: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
     return x.as_strided(x.shape, strides) if _are_same_order(x.shape, own, strides) else copied(x, strides)
 
 
-def copied(x: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+def copied(x: Tensor, strides: Sequence[int]) -> Tensor:
     """A copy of `x` with the strides given."""
     return torch.empty_strided(x.shape, tuple(strides), dtype=x.dtype, device=x.device).copy_(x)
 
 
-def is_same_order(x: torch.Tensor, strides: Sequence[int]) -> bool:
+def is_same_order(x: Tensor, strides: Sequence[int]) -> bool:
     """Whether the strides lead to the same elements as those of `x`: along an axis of one element any stride does."""
     return _are_same_order(x.shape, x.stride(), tuple(strides))
 
@@ -135,7 +136,7 @@ def is_writable(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return True
 
 
-def _strides_are_channels_last(x: torch.Tensor) -> bool:
+def _strides_are_channels_last(x: Tensor) -> bool:
     lowest = 0
     for dim in (1, *range(x.dim() - 1, 1, -1), 0):
         size, stride = x.shape[dim], x.stride(dim)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shoal.kernels import cudnn_batch_norm
 from shoal.kernels.batch_norm import by_channels
@@ -30,17 +31,15 @@ _NATIVE = _aten.native_batch_norm_backward.default
 _OF_GROUPS = _aten.native_group_norm_backward.default
 _PIXELS, _CHANNELS = 0, 1
 _PIECES = 8  # of group norms: of a sample
-Gradients = tuple[torch.Tensor | None, ...]
+Gradients = tuple[Tensor | None, ...]
 
 
-def native_backward(grad: torch.Tensor, *rest: Any) -> Gradients:
+def native_backward(grad: Tensor, *rest: Any) -> Gradients:
     """`aten.native_batch_norm_backward` in training mode, in that many pieces: of pixels (0) or of channels (1)."""
     return native_backward_(grad.clone(), *rest)
 
 
-def native_backward_(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor | None, _: None, __: None, *rest: Any
-) -> Gradients:
+def native_backward_(grad: Tensor, x: Tensor, weight: Tensor | None, _: None, __: None, *rest: Any) -> Gradients:
     """`native_backward` that writes the gradient of the input over `grad`."""
     mean, invstd, train, eps, wanted, dim, pieces = rest
     if dim == _CHANNELS:
@@ -66,12 +65,12 @@ def native_backward_(
     return grad, *(one if asked else None for one, asked in zip(of_layer, wanted[1:], strict=True))
 
 
-def cudnn_backward(grad: torch.Tensor, *rest: Any) -> Gradients:
+def cudnn_backward(grad: Tensor, *rest: Any) -> Gradients:
     """`cudnn_batch_norm.backward`, without a reserve, in that many pieces of channels."""
     return cudnn_backward_(grad.clone(), *rest)
 
 
-def cudnn_backward_(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> Gradients:
+def cudnn_backward_(grad: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> Gradients:
     """`cudnn_backward` that writes the gradient of the input over `grad`."""
     mean, invstd, reserve, eps, wanted, _, pieces = rest
     layout = torch.contiguous_format if x.is_contiguous() else channels_last_format(x.dim())
@@ -83,14 +82,12 @@ def cudnn_backward_(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *
     return by_channels(grad, mean, wanted, pieces, of)
 
 
-def group_backward(grad: torch.Tensor, *rest: Any) -> Gradients:
+def group_backward(grad: Tensor, *rest: Any) -> Gradients:
     """`aten.native_group_norm_backward` of contiguous tensors, in that many pieces of each sample's groups."""
     return group_backward_(grad.clone(), *rest)
 
 
-def group_backward_(
-    grad: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, invstd: torch.Tensor, weight: torch.Tensor, *rest: Any
-) -> Gradients:
+def group_backward_(grad: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor, *rest: Any) -> Gradients:
     """`group_backward` that writes the gradient of the input over `grad`."""
     *settings, _, pieces = rest  # sizes, groups, and what is wanted; along which dimension
     if not (grad.is_contiguous() and x.is_contiguous()):

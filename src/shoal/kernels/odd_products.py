@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shoal.errors import InputError
 from shoal.lowlevel.dispatch import DispatchedOp, Implementation, choose, register
@@ -25,7 +26,7 @@ _PIECE_BYTES = 256 << 20  # of longer rows that are there at once
 _ALIGNED_BYTES = 16
 
 
-def odd_product(a: torch.Tensor, b: torch.Tensor, columns: int, bias: torch.Tensor | None = None) -> torch.Tensor:
+def odd_product(a: Tensor, b: Tensor, columns: int, bias: Tensor | None = None) -> Tensor:
     """The first columns of `a @ b + bias`, in rows of their own: computed with all, that many rows at a time, and
     copied.
 
@@ -56,7 +57,7 @@ def odd_product(a: torch.Tensor, b: torch.Tensor, columns: int, bias: torch.Tens
     return result
 
 
-def odd_sum_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def odd_sum_product(a: Tensor, b: Tensor) -> Tensor:
     """`a @ b`, of more rows of `b` than `a` has columns: that many rows of `a` at a time with zeros after them.
 
     Args:
@@ -82,7 +83,7 @@ def odd_sum_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def odd_rows_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def odd_rows_product(a: Tensor, b: Tensor) -> Tensor:
     """`a @ b`, of a transposed `a`: a copy of that many of its rows at a time, which lie one after the other in none.
 
     Args:
@@ -111,7 +112,7 @@ def odd_rows_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def _aligned(length: int, tensor: torch.Tensor) -> int:
+def _aligned(length: int, tensor: Tensor) -> int:
     """That many elements, or a few more: a multiple of 16 bytes."""
     return length + -length % (_ALIGNED_BYTES // tensor.element_size())
 
@@ -125,7 +126,7 @@ def _length_of_a_piece(row_bytes: int) -> int:
     return 1 << max(0, (_PIECE_BYTES // row_bytes).bit_length() - 1)
 
 
-def copy_rows(into: torch.Tensor, rows: torch.Tensor) -> None:
+def copy_rows(into: Tensor, rows: Tensor) -> None:
     """`into.copy_(rows)`, of two matrices with the elements of each row side by side, or those of each column in both.
 
     Args:
@@ -150,13 +151,13 @@ class _RowCopiesTriton:
         self._launches = Launches()
 
     @staticmethod
-    def applies(into: torch.Tensor, rows: torch.Tensor) -> bool:
+    def applies(into: Tensor, rows: Tensor) -> bool:
         """Whether it copies such rows here."""
         alike = into.shape == rows.shape and into.dtype == rows.dtype and into.device == rows.device
         lie_so = into.stride(1) == rows.stride(1) == 1 and into.shape[0] * _blocks(into)[0] <= _MOST_PROGRAMS
         return alike and lie_so and TRITON_KERNELS.run_on(into.device)
 
-    def copy(self, into: torch.Tensor, rows: torch.Tensor) -> None:
+    def copy(self, into: Tensor, rows: Tensor) -> None:
         shape, steps = into.shape, (into.stride(0), rows.stride(0))
 
         def made() -> Launch:
@@ -168,7 +169,7 @@ class _RowCopiesTriton:
             self._launches.run((shape, steps, into.dtype, into.device), (into, rows), made)
 
 
-def _blocks(matrix: torch.Tensor) -> tuple[int, int]:
+def _blocks(matrix: Tensor) -> tuple[int, int]:
     """How many blocks a row has, and how many elements a block."""
     columns = matrix.shape[1]
     block = min(_MOST_BLOCK, 1 << (columns - 1).bit_length())
@@ -181,6 +182,4 @@ def _try_on(device: torch.device) -> None:
 
 TRITON_KERNELS = TritonKernels("shoal.kernels.row_copies_triton_kernels", "PyTorch's own kernel", InputError, _try_on)
 TRITON = _RowCopiesTriton()
-_OP: DispatchedOp[Any] = register(
-    "copy_rows", torch.Tensor.copy_, Implementation("triton", TRITON.copy, TRITON.applies)
-)
+_OP: DispatchedOp[Any] = register("copy_rows", Tensor.copy_, Implementation("triton", TRITON.copy, TRITON.applies))

@@ -10,14 +10,15 @@ from math import prod
 from typing import Any
 
 import torch
+from torch import Tensor
 
 _aten = torch.ops.aten
 
 
-def _copied(op: Any) -> Callable[..., torch.Tensor]:
+def _copied(op: Any) -> Callable[..., Tensor]:
     """The op, of which a copy is returned."""
 
-    def copied(*args: Any) -> torch.Tensor:
+    def copied(*args: Any) -> Tensor:
         return op(*args).clone()
 
     copied.__name__ = copied.__qualname__ = str(op.overloadpacket.__name__)
@@ -25,7 +26,7 @@ def _copied(op: Any) -> Callable[..., torch.Tensor]:
     return copied
 
 
-def col2im(windows: torch.Tensor, output_size: Sequence[int], kernel_size: Sequence[int], *args: Any) -> torch.Tensor:
+def col2im(windows: Tensor, output_size: Sequence[int], kernel_size: Sequence[int], *args: Any) -> Tensor:
     """`aten.col2im`, which `F.fold` and the gradient of `F.unfold` are, computed in a tensor of the result's size.
 
     >>> col2im(torch.ones(1, 9, 16), [4, 4], [3, 3], [1, 1], [1, 1], [1, 1]).untyped_storage().nbytes()

@@ -10,6 +10,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from shoal.kernels.memory_format import dense_strides
 from shoal.lowlevel.torch_internals import isolated
@@ -46,7 +47,7 @@ def spans(length: int, pieces: int) -> Iterator[slice]:
     return (slice(begin, min(length, begin + step)) for begin in range(0, length, step))
 
 
-def tiles(first: torch.Tensor, *others: torch.Tensor | None) -> Iterator[tuple[Any, ...]]:
+def tiles(first: Tensor, *others: Tensor | None) -> Iterator[tuple[Any, ...]]:
     """Views of tensors of one shape, (N, C, ...), that together cover them, of all channels; None stays None."""
     most = min(TILE_ELEMS, max(_MIN_TILE_ELEMS, first.numel() // _MIN_TILES)) if first.is_cpu else _DEVICE_TILE_ELEMS
     return _split((first, *others), most, 0)
@@ -63,12 +64,12 @@ def _split(tensors: tuple[Any, ...], most_elems: int, dim: int) -> Iterator[tupl
         yield from _split(tile, most_elems, dim + 1 if dim else 2)
 
 
-def are_sizes_known(*tensors: torch.Tensor) -> bool:
+def are_sizes_known(*tensors: Tensor) -> bool:
     """Whether all shapes and strides are integers: those of fake tensors may be symbolic."""
     return all(type(size) is int for tensor in tensors for size in (*tensor.shape, *tensor.stride()))
 
 
-def bytes_of(tensor: torch.Tensor) -> int:
+def bytes_of(tensor: Tensor) -> int:
     """`tensor.nbytes`, which a fake tensor of symbolic sizes does not have even where they are known."""
     return prod(tensor.shape) * tensor.element_size()
 
@@ -85,7 +86,7 @@ def described(arguments: Sequence[Any]) -> tuple[Any, ...]:
     """Arguments of an op as the key of a cache: layouts for tensors, which may be fake, tuples for lists."""
 
     def key(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Tensor):
             return TensorLayout(tuple(value.shape), value.stride(), value.dtype)
         return tuple(map(key, value)) if type(value) in (list, tuple) else value
 
@@ -103,7 +104,7 @@ def drawn(arguments: Sequence[Any], device: torch.device) -> list[Any]:
     return [made(value, place) for place, value in enumerate(arguments)]
 
 
-def _random(layout: TensorLayout, device: torch.device, seed: int) -> torch.Tensor:
+def _random(layout: TensorLayout, device: torch.device, seed: int) -> Tensor:
     shape, stride, dtype = layout
     memory = torch.empty(span_elems(shape, stride), dtype=dtype, device=device)
     return memory.normal_(generator=torch.Generator(device).manual_seed(seed)).as_strided(shape, stride)
@@ -114,7 +115,7 @@ def span_elems(shape: Sequence[int], stride: Sequence[int]) -> int:
     return 0 if 0 in shape else 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
-def results_of(made: Any) -> list[torch.Tensor]:
+def results_of(made: Any) -> list[Tensor]:
     """What an op returned, a tensor or several of which some may be None, without these."""
     return [one for one in (made if isinstance(made, (tuple, list)) else (made,)) if one is not None]
 
@@ -151,7 +152,7 @@ def repeats_bits(
     Returns:
         False, too, if the device is out of memory.
     """
-    device = device or next(value.device for value in arguments if isinstance(value, torch.Tensor))
+    device = device or next(value.device for value in arguments if isinstance(value, Tensor))
     return _repeats_bits(whole, other, described(arguments), described(more), device, torch.get_num_threads())
 
 

@@ -23,6 +23,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from shoal.codecs import pool_index
 from shoal.codecs.launch import threads_for
@@ -47,7 +48,7 @@ _MAX_PLANE_ELEMS = 1 << 30  # Triton's kernels count those of a plane in 32 bits
 _launches = Launches()
 
 
-def forward(x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """Max pooling of (N, C, ...): its result, and for each output the place of the winner within its window, uint8.
 
     `rest`: kernel, stride, padding, dilation and ceil_mode of the pooling, and whether a ReLU comes before it: a window
@@ -58,13 +59,11 @@ def forward(x: torch.Tensor, *rest: Any) -> tuple[torch.Tensor, torch.Tensor]:
     sizes = [_outputs(*of_axis, ceil_mode=ceil_mode) for of_axis in zip(x.shape[2:], *window, strict=True)]
     layout = suggested_memory_format(x)
     implementation = choose(_OP, layout, window[-1], x)
-    result: tuple[torch.Tensor, torch.Tensor] = implementation.forward(x, sizes, layout, options, after_relu)
+    result: tuple[Tensor, Tensor] = implementation.forward(x, sizes, layout, options, after_relu)
     return result
 
 
-def backward(
-    grad: torch.Tensor, codes: torch.Tensor, input_shape: Sequence[int], channels_last: bool, *rest: Any
-) -> torch.Tensor:
+def backward(grad: Tensor, codes: Tensor, input_shape: Sequence[int], channels_last: bool, *rest: Any) -> Tensor:
     """Max pooling's backward from one-byte codes and the shape of its input, and the ReLU's before it if there is one.
 
     `rest`: as of `forward`.
@@ -82,12 +81,12 @@ class _PoolingByPyTorch:
 
     @staticmethod
     def forward(
-        x: torch.Tensor, sizes: Sequence[int], layout: torch.memory_format, options: Options, after_relu: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x: Tensor, sizes: Sequence[int], layout: torch.memory_format, options: Options, after_relu: bool
+    ) -> tuple[Tensor, Tensor]:
         pool = _aten.max_pool2d_with_indices if len(sizes) == 2 else _aten.max_pool3d_with_indices
         windows = pool_index.Windows(x.shape, sizes, *options[:4], device=x.device)
 
-        def of(some: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def of(some: Tensor) -> tuple[Tensor, Tensor]:
             # The library's form that writes into given tensors takes five times as long.
             pooled, indices = pool(some, *options)
             codes = windows.encode(indices)
@@ -110,9 +109,7 @@ class _PoolingByPyTorch:
         return pooled, codes
 
     @staticmethod
-    def backward(
-        grad: torch.Tensor, codes: torch.Tensor, result: torch.Tensor, options: Options, after_relu: bool
-    ) -> None:
+    def backward(grad: Tensor, codes: Tensor, result: Tensor, options: Options, after_relu: bool) -> None:
         two = result.dim() == 4
         packet = _aten.max_pool2d_with_indices_backward if two else _aten.max_pool3d_with_indices_backward
         windows = pool_index.Windows(result.shape, codes.shape[2:], *options[:4], device=codes.device)
@@ -180,7 +177,7 @@ def _geometry(
     )
 
 
-def _geometry_of(x: torch.Tensor, codes: torch.Tensor, layout: torch.memory_format, options: Options) -> _Geometry:
+def _geometry_of(x: Tensor, codes: Tensor, layout: torch.memory_format, options: Options) -> _Geometry:
     windows = (tuple(option) for option in options[:3])
     return _geometry(x.shape, codes.shape, layout is not torch.contiguous_format, *windows)
 
@@ -200,7 +197,7 @@ def _call(geometry: _Geometry) -> _PoolingSweepsCall:
     return _PoolingSweepsCall(*geometry)
 
 
-def _call_of(x: torch.Tensor, codes: torch.Tensor, geometry: _Geometry, after_relu: bool) -> _PoolingSweepsCall:
+def _call_of(x: Tensor, codes: Tensor, geometry: _Geometry, after_relu: bool) -> _PoolingSweepsCall:
     """What both have in common; `x` is what is pooled, or its gradient."""
     call = _PoolingSweepsCall.from_buffer_copy(_call(geometry))
     call.bfloat16, call.after_relu = x.dtype == torch.bfloat16, after_relu
@@ -209,7 +206,7 @@ def _call_of(x: torch.Tensor, codes: torch.Tensor, geometry: _Geometry, after_re
     return call
 
 
-def _lie_so(layout: torch.memory_format, tensors: Sequence[torch.Tensor]) -> bool:
+def _lie_so(layout: torch.memory_format, tensors: Sequence[Tensor]) -> bool:
     return all(one.is_contiguous(memory_format=layout) for one in tensors)
 
 
@@ -218,7 +215,7 @@ def _has_gaps(dilation: Sequence[int]) -> bool:
     return any(step != 1 for step in dilation)
 
 
-def _images(layout: torch.memory_format, *tensors: torch.Tensor) -> list[slice]:
+def _images(layout: torch.memory_format, *tensors: Tensor) -> list[slice]:
     """Images to pool at once: all, or a few where tensors of another layout are copied first."""
     first, images = tensors[0], max(1, tensors[0].shape[0])
     at_once = images if _lie_so(layout, tensors) else max(1, _COPIED_ELEMS * images // max(1, first.numel()))
@@ -229,16 +226,14 @@ class _PoolingSweepsNative:
     """`csrc/max_pool.cpp`."""
 
     @staticmethod
-    def applies(
-        layout: torch.memory_format, dilation: Sequence[int], values: torch.Tensor, *codes: torch.Tensor
-    ) -> bool:
+    def applies(layout: torch.memory_format, dilation: Sequence[int], values: Tensor, *codes: Tensor) -> bool:
         """Whether it reads such values here; those of another layout are copied, a few images at a time."""
         return values.is_cpu and values.dtype in _NATIVE_DTYPES and not _has_gaps(dilation) and has("shoal_max_pool")
 
     @staticmethod
     def forward(
-        x: torch.Tensor, sizes: Sequence[int], layout: torch.memory_format, options: Options, after_relu: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x: Tensor, sizes: Sequence[int], layout: torch.memory_format, options: Options, after_relu: bool
+    ) -> tuple[Tensor, Tensor]:
         pooled = torch.empty((*x.shape[:2], *sizes), dtype=x.dtype, memory_format=layout)
         codes = torch.empty_like(pooled, dtype=torch.uint8)
         for some in _images(layout, x):
@@ -249,9 +244,7 @@ class _PoolingSweepsNative:
         return pooled, codes
 
     @staticmethod
-    def backward(
-        grad: torch.Tensor, codes: torch.Tensor, result: torch.Tensor, options: Options, after_relu: bool
-    ) -> None:
+    def backward(grad: Tensor, codes: Tensor, result: Tensor, options: Options, after_relu: bool) -> None:
         layout = suggested_memory_format(result)
         for some in _images(layout, grad, codes):
             given, read = (one[some].contiguous(memory_format=layout) for one in (grad, codes))
@@ -264,9 +257,7 @@ class _PoolingSweepsTriton:
     """`pooling_triton_kernels`."""
 
     @staticmethod
-    def applies(
-        layout: torch.memory_format, dilation: Sequence[int], values: torch.Tensor, *codes: torch.Tensor
-    ) -> bool:
+    def applies(layout: torch.memory_format, dilation: Sequence[int], values: Tensor, *codes: Tensor) -> bool:
         """Whether it reads such values and codes here."""
         return (
             values.dtype in _TRITON_DTYPES
@@ -278,8 +269,8 @@ class _PoolingSweepsTriton:
 
     @staticmethod
     def forward(
-        x: torch.Tensor, sizes: Sequence[int], layout: torch.memory_format, options: Options, after_relu: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x: Tensor, sizes: Sequence[int], layout: torch.memory_format, options: Options, after_relu: bool
+    ) -> tuple[Tensor, Tensor]:
         pooled = torch.empty((*x.shape[:2], *sizes), dtype=x.dtype, device=x.device, memory_format=layout)
         codes = torch.empty_like(pooled, dtype=torch.uint8)
         geometry = _geometry_of(x, codes, layout, options)
@@ -287,16 +278,12 @@ class _PoolingSweepsTriton:
         return pooled, codes
 
     @staticmethod
-    def backward(
-        grad: torch.Tensor, codes: torch.Tensor, result: torch.Tensor, options: Options, after_relu: bool
-    ) -> None:
+    def backward(grad: Tensor, codes: Tensor, result: Tensor, options: Options, after_relu: bool) -> None:
         geometry = _geometry_of(result, codes, suggested_memory_format(result), options)
         _launch("gradients", (grad, codes, result), geometry, geometry.in_size, after_relu)
 
 
-def _launch(
-    name: str, tensors: Sequence[torch.Tensor], geometry: _Geometry, size: Sequence[int], after_relu: bool
-) -> None:
+def _launch(name: str, tensors: Sequence[Tensor], geometry: _Geometry, size: Sequence[int], after_relu: bool) -> None:
     """Run a kernel that writes planes of this size."""
     written = prod(size) * geometry.pixel
     if not written * geometry.planes:

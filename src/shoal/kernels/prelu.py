@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shoal.kernels.memory_format import channels_last_format
 from shoal.kernels.pieces import WORTH_PIECES_BYTES, Cut, are_sizes_known, spans, tiles
@@ -19,17 +20,17 @@ _aten = torch.ops.aten
 _WHOLE = _aten._prelu_kernel_backward.default
 _ELEMENTS, _CHANNELS = 0, 1
 _PIECES = 8
-Gradients = tuple[torch.Tensor, torch.Tensor]
+Gradients = tuple[Tensor, Tensor]
 
 
-def forward_(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def forward_(x: Tensor, weight: Tensor) -> Tensor:
     """`torch._prelu_kernel` that writes over `x`, (N, C, ...); `weight` broadcasts over it: (1, C or 1, 1, ...)."""
     for piece, slope in tiles(x, weight.expand_as(x)):
         piece.copy_(_aten._prelu_kernel(piece, slope))
     return x
 
 
-def backward(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, dims: list[int], keepdim: bool) -> Gradients:
+def backward(grad: Tensor, x: Tensor, weight: Tensor, dims: list[int], keepdim: bool) -> Gradients:
     """The gradient of a PReLU's input, and that of its slope, summed over `dims`.
 
     Args:
@@ -41,7 +42,7 @@ def backward(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, dims: li
     return of_input, summands.sum(dims, keepdim)
 
 
-def backward_(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, dims: list[int], keepdim: bool) -> Gradients:
+def backward_(grad: Tensor, x: Tensor, weight: Tensor, dims: list[int], keepdim: bool) -> Gradients:
     """`backward` that writes the gradient of the input over `grad`."""
     if grad.stride() != x.stride():
         of_input, of_weight = backward(grad, x, weight, dims, keepdim)
@@ -54,7 +55,7 @@ def backward_(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, dims: l
     return grad, summands.sum(dims, keepdim)
 
 
-def in_pieces(grad: torch.Tensor, x: torch.Tensor, *rest: Any) -> Gradients:
+def in_pieces(grad: Tensor, x: Tensor, *rest: Any) -> Gradients:
     """`backward` of a dense input, in that many pieces: of elements (0) or of channels (1).
 
     The incoming gradient has its layout, or is some channels of a contiguous tensor, and the input is contiguous.
@@ -64,7 +65,7 @@ def in_pieces(grad: torch.Tensor, x: torch.Tensor, *rest: Any) -> Gradients:
 
 
 def in_pieces_(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, dims: list[int], keepdim: bool, dim: int, pieces: int
+    grad: Tensor, x: Tensor, weight: Tensor, dims: list[int], keepdim: bool, dim: int, pieces: int
 ) -> Gradients:
     """`in_pieces` that writes the gradient of the input over `grad`."""
     if grad.stride() != x.stride():
@@ -84,9 +85,7 @@ def in_pieces_(
     return grad, of_slope.to(grad.dtype).view(shape)
 
 
-def _views(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, dim: int, pieces: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, slice]]:
+def _views(grad: Tensor, x: Tensor, weight: Tensor, dim: int, pieces: int) -> Iterator[tuple[Tensor, Tensor, slice]]:
     """Views of both that cover them, and which slopes are theirs."""
     if dim == _CHANNELS:
         for some in spans(x.shape[1], pieces):
@@ -101,7 +100,7 @@ def _views(
         yield of_rows[some], rows[some], every
 
 
-def is_part(grad: torch.Tensor, x: torch.Tensor) -> bool:
+def is_part(grad: Tensor, x: Tensor) -> bool:
     """Whether an incoming gradient is some channels of a contiguous tensor, as after a concatenation, and `x` is as
     contiguous.
     """

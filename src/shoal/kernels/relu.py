@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from shoal.codecs.launch import are_here, threads_for
 from shoal.codecs.tables import SIGN
@@ -22,17 +23,17 @@ _SIGN_PIECE_ELEMS = 1 << 16
 _MIN_ELEMS = 1 << 15  # of a thread that is worth waking
 
 
-def backward(grad: torch.Tensor, positive: torch.Tensor) -> torch.Tensor:
+def backward(grad: Tensor, positive: Tensor) -> Tensor:
     """`grad` where `positive`, zero elsewhere; both (N, ...) of one shape and layout."""
     return where_above(grad, positive.view(torch.uint8), 0)
 
 
-def backward_(grad: torch.Tensor, positive: torch.Tensor) -> torch.Tensor:
+def backward_(grad: Tensor, positive: Tensor) -> Tensor:
     """`backward` that writes over `grad`."""
     return where_above_(grad, positive.view(torch.uint8), 0)
 
 
-def zeroed(grad: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+def zeroed(grad: Tensor, where: Tensor) -> Tensor:
     """`grad`, zero where `where`; laid out as it, while `masked_fill` returns a contiguous tensor."""
     if grad.stride() != where.stride():
         # The library decides the layout of the result, as it does for the plain network.
@@ -40,12 +41,12 @@ def zeroed(grad: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
     return grad.clone().masked_fill_(where, 0)
 
 
-def zeroed_(grad: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+def zeroed_(grad: Tensor, where: Tensor) -> Tensor:
     """`zeroed` that writes over `grad`."""
     return grad.masked_fill_(where, 0)
 
 
-def leaky_backward(grad: torch.Tensor, positive: torch.Tensor, slope: float) -> torch.Tensor:
+def leaky_backward(grad: Tensor, positive: Tensor, slope: float) -> Tensor:
     """`grad` where `positive`, `slope` times it elsewhere; both (N, ...) of one shape."""
     mask = positive.view(torch.uint8)
     if not _lie_alike(grad, mask):
@@ -54,7 +55,7 @@ def leaky_backward(grad: torch.Tensor, positive: torch.Tensor, slope: float) -> 
     return _leak_in_pieces(grad, mask, slope, torch.empty_like(grad, memory_format=torch.preserve_format))
 
 
-def leaky_backward_(grad: torch.Tensor, positive: torch.Tensor, slope: float) -> torch.Tensor:
+def leaky_backward_(grad: Tensor, positive: Tensor, slope: float) -> Tensor:
     """`leaky_backward` that writes over `grad`."""
     mask = positive.view(torch.uint8)
     if not _lie_alike(grad, mask):
@@ -62,13 +63,13 @@ def leaky_backward_(grad: torch.Tensor, positive: torch.Tensor, slope: float) ->
     return _leak_in_pieces(grad, mask, slope, grad)
 
 
-def _leak_in_pieces(grad: torch.Tensor, mask: torch.Tensor, slope: float, result: torch.Tensor) -> torch.Tensor:
+def _leak_in_pieces(grad: Tensor, mask: Tensor, slope: float, result: Tensor) -> Tensor:
     for flat_grad, flat_mask, flat in _flat_pieces(grad, mask, result):
         torch.ops.aten.leaky_relu_backward.grad_input(flat_grad, flat_mask, slope, True, grad_input=flat)
     return result
 
 
-def where_above(grad: torch.Tensor, mask: torch.Tensor, threshold: int) -> torch.Tensor:
+def where_above(grad: Tensor, mask: Tensor, threshold: int) -> Tensor:
     """`grad` where `mask`, bytes of its shape, is above `threshold`; zero elsewhere."""
     if not _lie_alike(grad, mask):
         # The library decides the layout of the result, as it does for the plain network.
@@ -78,7 +79,7 @@ def where_above(grad: torch.Tensor, mask: torch.Tensor, threshold: int) -> torch
     return result
 
 
-def where_above_(grad: torch.Tensor, mask: torch.Tensor, threshold: int) -> torch.Tensor:
+def where_above_(grad: Tensor, mask: Tensor, threshold: int) -> Tensor:
     """`where_above` that writes over `grad`."""
     if not _lie_alike(grad, mask):
         return torch.ops.aten.threshold_backward.grad_input(grad, mask, threshold, grad_input=grad)
@@ -86,13 +87,13 @@ def where_above_(grad: torch.Tensor, mask: torch.Tensor, threshold: int) -> torc
     return grad
 
 
-def _gate_in_pieces(grad: torch.Tensor, mask: torch.Tensor, threshold: int, result: torch.Tensor) -> None:
+def _gate_in_pieces(grad: Tensor, mask: Tensor, threshold: int, result: Tensor) -> None:
     """Write `where_above` into `result`, which may be `grad`; all of one layout that fills its block."""
     for flat_grad, flat_mask, flat in _flat_pieces(grad, mask, result):
         torch.ops.aten.threshold_backward.grad_input(flat_grad, flat_mask, threshold, grad_input=flat)
 
 
-def _flat_pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+def _flat_pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     flat = [tensor.as_strided((tensor.numel(),), (1,)) for tensor in tensors]
     elems = flat[0].numel()
     step = _PIECE_ELEMS if flat[0].device.type == "cpu" else max(1, elems)
@@ -100,11 +101,11 @@ def _flat_pieces(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
         yield tuple(tensor[start : start + step] for tensor in flat)
 
 
-def _native_gate_applies(grad: torch.Tensor, mask: torch.Tensor) -> bool:
+def _native_gate_applies(grad: Tensor, mask: Tensor) -> bool:
     return grad.dtype == torch.float32 and mask.dtype == torch.uint8 and grad.is_cpu and native.library() is not None
 
 
-def _native_gate(grad: torch.Tensor, mask: torch.Tensor, threshold: int, result: torch.Tensor) -> None:
+def _native_gate(grad: Tensor, mask: Tensor, threshold: int, result: Tensor) -> None:
     native.run_on_numbers(
         *("shoal_gate", "pointer grad gates, int32 above, int64 elements, int32 threads level, pointer result"),
         *(grad.data_ptr(), mask.data_ptr(), threshold, grad.numel()),
@@ -112,12 +113,12 @@ def _native_gate(grad: torch.Tensor, mask: torch.Tensor, threshold: int, result:
     )
 
 
-def _lie_alike(tensor: torch.Tensor, mask: torch.Tensor) -> bool:
+def _lie_alike(tensor: Tensor, mask: Tensor) -> bool:
     """Whether both have the same strides, and fill their blocks."""
     return tensor.stride() == mask.stride() and span_elems(tensor.shape, tensor.stride()) == tensor.numel()
 
 
-def note_closed(x: torch.Tensor, codes: torch.Tensor, above: float) -> None:
+def note_closed(x: Tensor, codes: Tensor, above: float) -> None:
     """Set the sign bit where the value lets no gradient through, and clear it elsewhere. NaN lets it through.
 
     Args:
@@ -128,7 +129,7 @@ def note_closed(x: torch.Tensor, codes: torch.Tensor, above: float) -> None:
     choose(_SIGNS, x, codes)(x, codes, above)
 
 
-def _note_in_pieces(x: torch.Tensor, codes: torch.Tensor, above: float) -> None:
+def _note_in_pieces(x: Tensor, codes: Tensor, above: float) -> None:
     closed = torch.empty(min(_SIGN_PIECE_ELEMS, x.numel()), dtype=torch.bool, device=x.device)
     clipped = torch.empty_like(closed) if math.isfinite(above) else None
     for start in range(0, x.numel(), _SIGN_PIECE_ELEMS):
@@ -140,11 +141,11 @@ def _note_in_pieces(x: torch.Tensor, codes: torch.Tensor, above: float) -> None:
         code.bitwise_and_(SIGN - 1).bitwise_or_(shut.view(torch.uint8).mul_(SIGN))
 
 
-def _native_note_applies(x: torch.Tensor, codes: torch.Tensor) -> bool:
+def _native_note_applies(x: Tensor, codes: Tensor) -> bool:
     return x.dtype == torch.float32 and codes.dtype == torch.uint8 and x.numel() == codes.numel() and are_here(x, codes)
 
 
-def _native_note(x: torch.Tensor, codes: torch.Tensor, above: float) -> None:
+def _native_note(x: Tensor, codes: Tensor, above: float) -> None:
     native.run_on_numbers(
         *("shoal_note_closed", "pointer x, int64 elements, float above, int32 threads level, pointer codes"),
         *(x.data_ptr(), x.numel(), above if math.isfinite(above) else math.nan),  # NaN: which nothing reaches

@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.kernels.batch_norm_vectors import measures, move_statistics
@@ -28,7 +29,7 @@ from shoal.kernels.norm.statistics import measure
 from shoal.lowlevel.torch_state import check_batch_norm_input, check_batch_size, in_functorch
 
 
-def kept_from_zero(weight: torch.Tensor, eps: float) -> torch.Tensor:
+def kept_from_zero(weight: Tensor, eps: float) -> Tensor:
     """The scale that is used for a weight (C,): as far from zero as |weight| + eps, on the weight's side; at 0, eps.
 
     In-Place ABN uses |weight| + eps itself. Any scale that is not zero can be undone, so the sign stays: a trained
@@ -41,16 +42,16 @@ def kept_from_zero(weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def _forward(
-    x: torch.Tensor,
-    y: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    mean: torch.Tensor | None,
-    variance: torch.Tensor | None,
+    x: Tensor,
+    y: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    variance: Tensor | None,
     eps: float,
     activation: str,
     slope: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Normalise, scale, shift and activate; saves the result and vectors for the backward pass.
 
     Replaces `F.leaky_relu(F.batch_norm(x, mean, variance, scale, bias, ...), slope)` with
@@ -82,17 +83,17 @@ def _forward(
 
 
 def _backward(
-    grad: torch.Tensor,
-    result: torch.Tensor,
-    y: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    invstd: torch.Tensor,
+    grad: Tensor,
+    result: Tensor,
+    y: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    invstd: Tensor,
     frozen: bool,
     eps: float,
     activation: str,
     slope: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """The gradients of `inverted_batch_norm`, from its result.
 
     Args:
@@ -115,7 +116,7 @@ def _backward(
     return (of_weight.to(wide if weight is None else weight.dtype), of_bias.to(wide if bias is None else bias.dtype))
 
 
-def _saved(arguments: list[Any], vectors: list[torch.Tensor]) -> tuple[torch.Tensor, tuple[Any, ...]]:
+def _saved(arguments: list[Any], vectors: list[Tensor]) -> tuple[Tensor, tuple[Any, ...]]:
     mean, _, eps, activation, slope = arguments
     return torch.rsqrt(vectors[1] + eps), (mean is not None, eps, activation, slope)
 
@@ -133,7 +134,7 @@ inverted_batch_norm, inverted_batch_norm_backward = _OP.op, _OP.backward_op
 forward_, backward_ = _OP.forward_, _OP.backward_
 
 
-def run(layer: _BatchNorm, x: torch.Tensor, activation: str, slope: float, overwrite: bool = False) -> torch.Tensor:
+def run(layer: _BatchNorm, x: Tensor, activation: str, slope: float, overwrite: bool = False) -> Tensor:
     """Call a batch norm layer and its activation in the inverted form.
 
     Replaces `activation(layer(x))`. Running statistics move as the layer's own call moves them, but once a step: not
@@ -163,14 +164,14 @@ def run(layer: _BatchNorm, x: torch.Tensor, activation: str, slope: float, overw
 
 
 def reconstruction_error(
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
     eps: float,
     activation: str,
     slope: float,
     dtype: torch.dtype,
     spread: float = 4.0,
-) -> torch.Tensor:
+) -> Tensor:
     """How far a normalised input that is recomputed from the result can be from what it was.
 
     The result is rounded to its dtype, and that is all that is lost. A LeakyReLU keeps its relative accuracy whatever
@@ -195,9 +196,7 @@ def reconstruction_error(
     return error_of(scale, None if bias is None else bias.detach().double(), activation, dtype, spread)
 
 
-def error_of(
-    scale: torch.Tensor, bias: torch.Tensor | None, activation: str, dtype: torch.dtype, spread: float = 4.0
-) -> torch.Tensor:
+def error_of(scale: Tensor, bias: Tensor | None, activation: str, dtype: torch.dtype, spread: float = 4.0) -> Tensor:
     """`reconstruction_error` where the scales are known, (C,) float64."""
     wide, scale = wide_of(dtype), scale.abs()
     shift = torch.zeros_like(scale) if bias is None else bias.abs()

@@ -10,7 +10,7 @@ lie one after the other; in channels_last they are swept sample by sample. Known
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from shoal.kernels.invertible_norm.inverted_batch_norm import error_of
@@ -24,7 +24,7 @@ MIN_SCALE = 1e-5
 """What stands for a scale nearer to zero, which could not be undone."""
 
 
-def at_least(weight: torch.Tensor) -> torch.Tensor:
+def at_least(weight: Tensor) -> Tensor:
     """The scale that is used for a weight (C,): itself, or `MIN_SCALE` on its side of zero. The derivative is 1.
 
     >>> at_least(torch.tensor([1.0, 0.0, -1e-9]))
@@ -33,16 +33,16 @@ def at_least(weight: torch.Tensor) -> torch.Tensor:
     return torch.where(weight < 0, weight.clamp(max=-MIN_SCALE), weight.clamp(min=MIN_SCALE))
 
 
-def _is_swept(x: torch.Tensor) -> bool:
+def _is_swept(x: Tensor) -> bool:
     return x.is_contiguous() or x.movedim(1, -1).is_contiguous()
 
 
-def _like(x: torch.Tensor) -> torch.Tensor:
+def _like(x: Tensor) -> Tensor:
     layout = torch.preserve_format if _is_swept(x) else torch.contiguous_format
     return torch.empty_like(x, memory_format=layout)
 
 
-def _planes(x: torch.Tensor) -> list[torch.Tensor]:
+def _planes(x: Tensor) -> list[Tensor]:
     """Views that cover it, (1, channels, ...), in which a channel is one of a sample."""
     if x.is_contiguous():
         return [x.view(1, x.shape[0] * x.shape[1], -1)]
@@ -50,15 +50,15 @@ def _planes(x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _forward(
-    x: torch.Tensor,
-    y: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    x: Tensor,
+    y: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
     groups: int,
     eps: float,
     activation: str,
     slope: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Normalise each sample, scale, shift and activate; saves the result and vectors for the backward pass.
 
     Replaces `F.leaky_relu(F.group_norm(x, groups, weight, bias, eps), slope)`, and with as many groups as channels
@@ -90,7 +90,7 @@ def _forward(
     return mean, invstd
 
 
-def _statistics(x: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _statistics(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     """Mean and biased variance of the groups of each sample, (N, groups)."""
     samples, channels = x.shape[:2]
     if x.is_contiguous():
@@ -105,28 +105,26 @@ def _statistics(x: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tenso
     return middle.squeeze(2), (variance + (mean - middle).square()).mean(2)
 
 
-def _of_planes(vector: torch.Tensor, channels: int) -> torch.Tensor:
+def _of_planes(vector: Tensor, channels: int) -> Tensor:
     """(N, groups) as (N * channels,)."""
     return vector.repeat_interleave(channels // vector.shape[1], 1).view(-1)
 
 
-def _scale_and_shift(
-    weight: torch.Tensor | None, bias: torch.Tensor | None, like: torch.Tensor, channels: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _scale_and_shift(weight: Tensor | None, bias: Tensor | None, like: Tensor, channels: int) -> tuple[Tensor, Tensor]:
     scale = like.new_ones(channels) if weight is None else at_least(weight.to(like.dtype))
     return scale, like.new_zeros(channels) if bias is None else bias.to(like.dtype)
 
 
 def _backward(
-    grad: torch.Tensor,
-    result: torch.Tensor,
-    y: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    invstd: torch.Tensor,
+    grad: Tensor,
+    result: Tensor,
+    y: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    invstd: Tensor,
     activation: str,
     slope: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """The gradients of `inverted_norm`, from its result; arguments and results as for `inverted_batch_norm`'s."""
     samples, channels = y.shape[:2]
     scale, shift = _scale_and_shift(weight, bias, invstd, channels)
@@ -159,8 +157,8 @@ forward_, backward_ = _OP.forward_, _OP.backward_
 
 
 def run(
-    layer: _InstanceNorm | nn.GroupNorm, x: torch.Tensor, activation: str, slope: float, overwrite: bool = False
-) -> torch.Tensor:
+    layer: _InstanceNorm | nn.GroupNorm, x: Tensor, activation: str, slope: float, overwrite: bool = False
+) -> Tensor:
     """Call an instance norm without running statistics, or a group norm, and its activation in the inverted form.
 
     Replaces `activation(layer(x))`. An empty batch, one without a batch dimension, and one under a transform of
@@ -194,9 +192,7 @@ def run(
     return _OP(x, overwrite and _is_swept(x), *arguments)[0]
 
 
-def reconstruction_error(
-    weight: torch.Tensor, bias: torch.Tensor | None, activation: str, dtype: torch.dtype
-) -> torch.Tensor:
+def reconstruction_error(weight: Tensor, bias: Tensor | None, activation: str, dtype: torch.dtype) -> Tensor:
     """How far a normalised input that is recomputed from the result can be from what it was, (C,) float64.
 
     See `inverted_batch_norm.reconstruction_error`.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
@@ -14,7 +14,7 @@ from shoal.kernels.norm.norm_operands import Activation, NormAffine, NormRead, N
 from shoal.kernels.norm.norm_sweeps import sweeps
 from shoal.lowlevel.direct_call import needs_dispatch, register_op
 
-Vectors = tuple[torch.Tensor, torch.Tensor]
+Vectors = tuple[Tensor, Tensor]
 
 
 class InvertedOp:
@@ -33,9 +33,9 @@ class InvertedOp:
         *,
         forward: Callable[..., Vectors],
         backward: Callable[..., Vectors],
-        saved: Callable[..., tuple[torch.Tensor, tuple[Any, ...]]],
+        saved: Callable[..., tuple[Tensor, tuple[Any, ...]]],
         vector_shape: Callable[..., Sequence[int]],
-        empty_like: Callable[[torch.Tensor], torch.Tensor] = torch.empty_like,
+        empty_like: Callable[[Tensor], Tensor] = torch.empty_like,
     ) -> None:
         """
         Args:
@@ -62,15 +62,15 @@ class InvertedOp:
         )
         self._function = _over_input(self)
 
-    def forward_(self, x: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, ...]:
+    def forward_(self, x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
         """The op, its result written over `x`."""
         return x, *self._forward(x, x, *arguments)
 
-    def backward_(self, grad: torch.Tensor, y: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, ...]:
+    def backward_(self, grad: Tensor, y: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
         """The backward op, the gradient of x written over `grad`, which has the layout of `y`."""
         return grad, *self._backward(grad, grad, y, *arguments)
 
-    def __call__(self, x: torch.Tensor, overwrite: bool, *arguments: Any) -> tuple[torch.Tensor, ...]:
+    def __call__(self, x: Tensor, overwrite: bool, *arguments: Any) -> tuple[Tensor, ...]:
         """Call the op, in eager mode without its dispatch.
 
         Args:
@@ -78,32 +78,32 @@ class InvertedOp:
                 compilers decide that for themselves, and views and leaves are refused as PyTorch's in-place ops do.
         """
         if needs_dispatch((x,)):
-            found: tuple[torch.Tensor, ...] = self.op(x, *arguments)
+            found: tuple[Tensor, ...] = self.op(x, *arguments)
             return found
         overwrite = overwrite and not x._is_view() and not (x.is_leaf and x.requires_grad)
         return self._function.apply(x, overwrite, *arguments)
 
-    def _new(self, x: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, ...]:
+    def _new(self, x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
         y = self._empty_like(x)
         if y.stride() != x.stride():
             x = y.copy_(x)
         return y, *self._forward(x, y, *arguments)
 
-    def _fake(self, x: torch.Tensor, weight: Any, bias: Any, *arguments: Any) -> tuple[torch.Tensor, ...]:
+    def _fake(self, x: Tensor, weight: Any, bias: Any, *arguments: Any) -> tuple[Tensor, ...]:
         vector = x.new_empty(self._vector_shape(x, *arguments), dtype=wide(x.dtype))
         return self._empty_like(x), vector, torch.empty_like(vector)
 
-    def _new_gradients(self, grad: torch.Tensor, y: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, ...]:
+    def _new_gradients(self, grad: Tensor, y: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
         result = torch.empty_like(y)
         if grad.stride() != y.stride():
             grad = result.copy_(grad)
         return result, *self._backward(grad, result, y, *arguments)
 
-    def _gradients_fake(self, grad: Any, y: torch.Tensor, *operands: Any) -> tuple[torch.Tensor, ...]:
+    def _gradients_fake(self, grad: Any, y: Tensor, *operands: Any) -> tuple[Tensor, ...]:
         vector = operands[2].new_empty(y.shape[1])
         return torch.empty_like(y), *(torch.empty_like(vector if one is None else one) for one in operands[:2])
 
-    def _setup(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    def _setup(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         _, weight, bias, *arguments = inputs
         y, *vectors = output
         invstd, ctx.options = self._saved(arguments, vectors)
@@ -112,7 +112,7 @@ class InvertedOp:
         ctx.save_for_backward(y, weight, bias, invstd)
         ctx.inputs = len(inputs)
 
-    def _gradients(self, ctx: Any, grad: torch.Tensor | None, *unused: torch.Tensor | None) -> tuple[Any, ...]:
+    def _gradients(self, ctx: Any, grad: Tensor | None, *unused: Tensor | None) -> tuple[Any, ...]:
         if grad is None:
             return (None,) * ctx.inputs
         y, weight, bias, invstd = ctx.saved_tensors
@@ -126,7 +126,7 @@ def _over_input(op: InvertedOp) -> type[torch.autograd.Function]:
 
     class Eager(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, x: torch.Tensor, overwrite: bool, *arguments: Any) -> tuple[torch.Tensor, ...]:
+        def forward(ctx: Any, x: Tensor, overwrite: bool, *arguments: Any) -> tuple[Tensor, ...]:
             result = (op.forward_ if overwrite else op._new)(x, *arguments)
             if overwrite:
                 ctx.mark_dirty(x)
@@ -135,7 +135,7 @@ def _over_input(op: InvertedOp) -> type[torch.autograd.Function]:
 
         @staticmethod
         @once_differentiable
-        def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        def backward(ctx: Any, *grads: Tensor | None) -> Any:
             of_x, *others = op._gradients(ctx, *grads)
             return of_x, None, *others
 
@@ -143,11 +143,11 @@ def _over_input(op: InvertedOp) -> type[torch.autograd.Function]:
 
 
 def by_pytorch(
-    layer: nn.Module, scale_of: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, activation: str, slope: float
-) -> torch.Tensor:
+    layer: nn.Module, scale_of: Callable[[Tensor], Tensor], x: Tensor, activation: str, slope: float
+) -> Tensor:
     """The same function by PyTorch's own ops, which save more; `scale_of` a weight is what is used for it."""
     scale = {} if layer.weight is None else {"weight": scale_of(layer.weight)}  # type: ignore[arg-type]
-    z: torch.Tensor = torch.func.functional_call(layer, scale, (x,))
+    z: Tensor = torch.func.functional_call(layer, scale, (x,))
     if activation == "identity":
         return z
     return F.elu(z, slope) if activation == "elu" else F.leaky_relu(z, slope)
@@ -156,15 +156,15 @@ def by_pytorch(
 class InvertedVectors(NamedTuple):
     """Of a norm, (C,), float32, or float64 for a float64 tensor: x is multiplied by gamma * invstd."""
 
-    gamma: torch.Tensor
-    shift: torch.Tensor
-    invstd: torch.Tensor
+    gamma: Tensor
+    shift: Tensor
+    invstd: Tensor
 
 
 def gradients_into(
-    grad: torch.Tensor,
-    result: torch.Tensor,
-    y: torch.Tensor,
+    grad: Tensor,
+    result: Tensor,
+    y: Tensor,
     vectors: InvertedVectors,
     activation: Activation,
     *,

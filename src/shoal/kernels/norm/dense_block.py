@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from shoal.kernels.batch_norm_vectors import batch_norm_scale, batch_norm_scale_backward
@@ -23,7 +24,7 @@ from shoal.kernels.norm.norm_operands import NormAffine, wide
 from shoal.kernels.norm.statistics import MeasuredNorm, measure, whole_gradient
 from shoal.lowlevel.direct_call import register_op
 
-Moments = tuple[torch.Tensor, torch.Tensor]  # mean, variance
+Moments = tuple[Tensor, Tensor]  # mean, variance
 
 
 @dataclass(frozen=True)
@@ -37,16 +38,16 @@ class DenseLayer:
         relu: whether a ReLU comes between them.
     """
 
-    gamma: torch.Tensor
-    beta: torch.Tensor
-    weight: torch.Tensor
+    gamma: Tensor
+    beta: Tensor
+    weight: Tensor
     eps: float
     relu: bool
 
 
 def dense_block(
-    x: torch.Tensor, mean: torch.Tensor | None, variance: torch.Tensor | None, layers: Sequence[Sequence[DenseLayer]]
-) -> tuple[torch.Tensor, Moments, list[list[Moments]]]:
+    x: Tensor, mean: Tensor | None, variance: Tensor | None, layers: Sequence[Sequence[DenseLayer]]
+) -> tuple[Tensor, Moments, list[list[Moments]]]:
     """Replaces `for layer in layers: x = torch.cat([x, layer(x)], 1)` where a layer is batch norms and convolutions.
 
     Args:
@@ -77,7 +78,7 @@ def dense_block(
 
 
 def _layers(
-    parameters: Sequence[torch.Tensor], eps: Sequence[float], relu: Sequence[bool], steps: int
+    parameters: Sequence[Tensor], eps: Sequence[float], relu: Sequence[bool], steps: int
 ) -> list[list[DenseLayer]]:
     flat = [
         DenseLayer(parameters[3 * at], parameters[3 * at + 1], parameters[3 * at + 2], eps[at], relu[at])
@@ -86,20 +87,18 @@ def _layers(
     return [flat[at : at + steps] for at in range(0, len(flat), steps)]
 
 
-def _window(weight: torch.Tensor) -> ConvWindow:
+def _window(weight: Tensor) -> ConvWindow:
     sides = weight.shape[2:]
     return ConvWindow([1] * len(sides), [side // 2 for side in sides], [1] * len(sides), 1)
 
 
-def _empty(like: torch.Tensor, channels: int) -> torch.Tensor:
+def _empty(like: Tensor, channels: int) -> Tensor:
     """Room for `channels` on the pixels of `like`, in its layout."""
     shape = (like.shape[0], channels, *like.shape[2:])
     return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=memory_format_of(like))
 
 
-def _forward(
-    x: torch.Tensor, mean: torch.Tensor | None, variance: torch.Tensor | None, *described: Any
-) -> list[torch.Tensor]:
+def _forward(x: Tensor, mean: Tensor | None, variance: Tensor | None, *described: Any) -> list[Tensor]:
     """`described`: what `_layers` reads."""
     layers, have = _layers(*described), x.shape[1]
     channels = have + sum(layer[-1].weight.shape[0] for layer in layers)
@@ -109,7 +108,7 @@ def _forward(
         mean, variance = measure(x)
     means, variances = mean.new_empty(channels), variance.new_empty(channels)
     means[:have], variances[:have] = mean, variance
-    inner: list[torch.Tensor] = []
+    inner: list[Tensor] = []
     for layer in layers:
         read, mean_read, variance_read = features[:, :have], means[:have], variances[:have]
         for step in layer[:-1]:
@@ -122,19 +121,19 @@ def _forward(
 
 
 def _step(
-    x: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor, step: DenseLayer, out: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x: Tensor, mean: Tensor, variance: Tensor, step: DenseLayer, out: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     y, mean_y, variance_y = convolve(x, _layer(step, mean, variance), True, out)
     return dense_in_format(y, memory_format_of(x)) if out is None else y, mean_y, variance_y
 
 
-def _layer(step: DenseLayer, mean: torch.Tensor, variance: torch.Tensor) -> NormConv:
+def _layer(step: DenseLayer, mean: Tensor, variance: Tensor) -> NormConv:
     """A step given the statistics of what it reads, its batch norm in the dtype of `variance`."""
     affine = NormAffine(mean, batch_norm_scale(variance, step.gamma, step.eps), step.beta.to(variance.dtype))
     return NormConv(affine, step.relu, step.weight, None, _window(step.weight))
 
 
-def _forward_fake(x: torch.Tensor, mean: torch.Tensor | None, variance: Any, *described: Any) -> list[torch.Tensor]:
+def _forward_fake(x: Tensor, mean: Tensor | None, variance: Any, *described: Any) -> list[Tensor]:
     layers = _layers(*described)
     channels = x.shape[1] + sum(layer[-1].weight.shape[0] for layer in layers)
     kind = wide(x.dtype) if mean is None else mean.dtype
@@ -147,15 +146,15 @@ def _forward_fake(x: torch.Tensor, mean: torch.Tensor | None, variance: Any, *de
 
 
 def _backward(
-    grad: torch.Tensor | None,
-    of_means: torch.Tensor | None,
-    of_variances: torch.Tensor | None,
-    features: torch.Tensor,
-    means: torch.Tensor,
-    variances: torch.Tensor,
-    inner: list[torch.Tensor],
+    grad: Tensor | None,
+    of_means: Tensor | None,
+    of_variances: Tensor | None,
+    features: Tensor,
+    means: Tensor,
+    variances: Tensor,
+    inner: list[Tensor],
     *described: Any,
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """Gradients of x, of mean and variance unless they were `measured` here, and of the parameters in their order."""
     parameters, _, _, steps, measured = described
     layers, have = _layers(*described[:-1]), features.shape[1]
@@ -166,7 +165,7 @@ def _backward(
         sums.copy_(grad)
     of_means = torch.zeros_like(means) if of_means is None else of_means.clone()
     of_variances = torch.zeros_like(variances) if of_variances is None else of_variances.clone()
-    of_parameters: list[list[torch.Tensor]] = []
+    of_parameters: list[list[Tensor]] = []
     for number in reversed(range(len(layers))):
         layer = layers[number]
         made = slice(have - layer[-1].weight.shape[0], have)
@@ -208,7 +207,7 @@ def _backward(
     ]
 
 
-def _backward_fake(*operands: Any) -> list[torch.Tensor]:
+def _backward_fake(*operands: Any) -> list[Tensor]:
     features, means, variances, _, *described, measured = operands[3:]
     layers, parameters = _layers(*described), described[0]
     have = features.shape[1] - sum(layer[-1].weight.shape[0] for layer in layers)
@@ -217,7 +216,7 @@ def _backward_fake(*operands: Any) -> list[torch.Tensor]:
     return [_empty(features, have), *vectors, *grads]
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     _, mean, _, parameters, ctx.eps, ctx.relu, ctx.steps = inputs
     ctx.measured = mean is None
     ctx.written = len(output)
@@ -225,7 +224,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> Non
     ctx.save_for_backward(*output, *parameters)
 
 
-def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> tuple[Any, ...]:
+def _differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     grad, of_means, of_variances, *_ = grads
     saved = list(ctx.saved_tensors)
     (features, means, variances, *inner), parameters = saved[: ctx.written], saved[ctx.written :]

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shoal.kernels.memory_format import memory_format_of
 from shoal.kernels.norm.norm_operands import IDENTITY, Activation, NormAffine, NormMoves, NormRead
@@ -18,9 +19,7 @@ from shoal.kernels.norm.norm_sweeps import sweeps
 from shoal.lowlevel.direct_call import register_op
 
 
-def _joined_statistics(
-    means: list[torch.Tensor], variances: list[torch.Tensor], counts: list[int]
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _joined_statistics(means: list[Tensor], variances: list[Tensor], counts: list[int]) -> tuple[Tensor, Tensor]:
     shares = means[0].new_full((len(counts), 1), counts[0])  # filled there: a copy from the host would wait for it
     for place, count in enumerate(counts):
         if count != counts[0]:
@@ -31,18 +30,13 @@ def _joined_statistics(
     return mean, ((every - mean).square_().add_(torch.stack(variances)) * shares).sum(0)
 
 
-def _joined_statistics_fake(means: list[torch.Tensor], *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _joined_statistics_fake(means: list[Tensor], *_: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(means[0]), torch.empty_like(means[0])
 
 
 def _joined_norm_gradients(
-    of_scale: list[torch.Tensor],
-    of_shift: list[torch.Tensor],
-    variance: torch.Tensor,
-    weight: torch.Tensor | None,
-    eps: float,
-    count: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    of_scale: list[Tensor], of_shift: list[Tensor], variance: Tensor, weight: Tensor | None, eps: float, count: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     products, total = torch.stack(of_scale).sum(0), torch.stack(of_shift).sum(0)
     inverse = torch.rsqrt(variance + eps)
     of_weight = products * inverse
@@ -51,16 +45,14 @@ def _joined_norm_gradients(
 
 
 def _joined_norm_gradients_fake(
-    of_scale: Any, of_shift: Any, variance: torch.Tensor, weight: torch.Tensor | None, *_: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    of_scale: Any, of_shift: Any, variance: Tensor, weight: Tensor | None, *_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     like = variance if weight is None else weight
     slope, constant = torch.empty_like(variance), torch.empty_like(variance)
     return slope, constant, torch.empty_like(like), torch.empty_like(like)
 
 
-def sliced_norm(
-    x: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, activation: str
-) -> torch.Tensor:
+def sliced_norm(x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor, activation: str) -> Tensor:
     """(x - mean) * scale + shift, (n, C, ...), with vectors of (C,), and an activation: see `ACTIVATIONS`.
 
     >>> one = torch.ones(1)
@@ -72,9 +64,7 @@ def sliced_norm(
     return out
 
 
-def sliced_norm_(
-    x: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, activation: str
-) -> torch.Tensor:
+def sliced_norm_(x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor, activation: str) -> Tensor:
     """`sliced_norm` that writes over `x`; the same bits."""
     sweeps(x).apply(x, NormAffine(mean, scale, shift), None, _activation_of(activation), x)
     return x
@@ -90,23 +80,23 @@ def _activation_of(text: str) -> Activation:
 
 
 def _sums(
-    grad: torch.Tensor, x: torch.Tensor, mean: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor, activation: str
-) -> tuple[torch.Tensor, torch.Tensor]:
+    grad: Tensor, x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor, activation: str
+) -> tuple[Tensor, Tensor]:
     """Of grad * (x - mean) and of grad, as an activation after the norm lets it through: (C,)."""
     read = NormRead(x, NormAffine(mean, scale, shift), _activation_of(activation))
     of_scale, of_shift = sweeps(grad, x).reduce(grad, read)
     return of_scale.to(scale.dtype, copy=True), of_shift.to(scale.dtype, copy=True)  # they may be views
 
 
-def _sums_fake(grad: Any, x: Any, mean: Any, scale: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _sums_fake(grad: Any, x: Any, mean: Any, scale: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(scale), torch.empty_like(scale)
 
 
-def _norm_fake(x: torch.Tensor, *_: Any) -> torch.Tensor:
+def _norm_fake(x: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(x, memory_format=memory_format_of(x))
 
 
-def sliced_norm_gradient(grad: torch.Tensor, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+def sliced_norm_gradient(grad: Tensor, x: Tensor, *rest: Any) -> Tensor:
     """`sliced_norm_gradient_` that leaves `grad` as it is.
 
     >>> one, zero = torch.ones(1), torch.zeros(1)
@@ -120,15 +110,15 @@ def sliced_norm_gradient(grad: torch.Tensor, x: torch.Tensor, *rest: Any) -> tor
 
 
 def sliced_norm_gradient_(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    mean: torch.Tensor,
-    scale: torch.Tensor,
-    shift: torch.Tensor,
-    slope: torch.Tensor,
-    constant: torch.Tensor,
+    grad: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    slope: Tensor,
+    constant: Tensor,
     activation: str,
-) -> torch.Tensor:
+) -> Tensor:
     """The gradient of one slice of what batch norm normalised, all slices together; written over `grad`.
 
     Args:
@@ -142,13 +132,13 @@ def sliced_norm_gradient_(
     return grad
 
 
-def _gradient_into(out: torch.Tensor, grad: torch.Tensor, x: torch.Tensor, *rest: Any) -> None:
+def _gradient_into(out: Tensor, grad: Tensor, x: Tensor, *rest: Any) -> None:
     mean, scale, shift, slope, constant, activation = rest
     read = NormRead(x, NormAffine(mean, scale, shift), _activation_of(activation))
     sweeps(grad, x, out).apply_backward(grad, read, NormMoves(slope, constant), out)
 
 
-def _gradient_fake(grad: torch.Tensor, x: torch.Tensor, *_: Any) -> torch.Tensor:
+def _gradient_fake(grad: Tensor, x: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(x, dtype=grad.dtype, memory_format=memory_format_of(x))
 
 

@@ -16,6 +16,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shoal.kernels.memory_format import dense_in_format, in_format, memory_format_of
 from shoal.kernels.norm.norm_operands import IDENTITY, RELU, NormAffine, NormRead, NormSums, OwnVariance
@@ -24,15 +25,15 @@ from shoal.lowlevel.direct_call import register_op
 
 
 def norm_act(
-    xs: Sequence[torch.Tensor],
-    mean: torch.Tensor,
-    scale: torch.Tensor,
-    shift: torch.Tensor,
-    residual: torch.Tensor | None = None,
+    xs: Sequence[Tensor],
+    mean: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    residual: Tensor | None = None,
     relu: bool = True,
-    variance: torch.Tensor | None = None,
+    variance: Tensor | None = None,
     eps: float = 0.0,
-) -> torch.Tensor:
+) -> Tensor:
     """Replaces `relu((torch.cat(xs, 1) - mean) * scale + shift + residual)`.
 
     Args:
@@ -51,21 +52,21 @@ def norm_act(
     >>> norm_act([torch.tensor([[[1.0, 5.0]]])], 3 * ones, 2 * ones, ones)
     tensor([[[0., 5.]]])
     """
-    result: torch.Tensor = _norm_act(list(xs), mean, scale, shift, residual, relu, variance, eps)
+    result: Tensor = _norm_act(list(xs), mean, scale, shift, residual, relu, variance, eps)
     return result
 
 
-def own_variance(variance: torch.Tensor | None, eps: float) -> OwnVariance | None:
+def own_variance(variance: Tensor | None, eps: float) -> OwnVariance | None:
     """The optional arguments of an op as one."""
     return None if variance is None else OwnVariance(variance, eps)
 
 
-def joined(xs: Sequence[torch.Tensor]) -> torch.Tensor:
+def joined(xs: Sequence[Tensor]) -> Tensor:
     """`xs` side by side; the tensor itself if there is only one."""
     return xs[0] if len(xs) == 1 else torch.cat(list(xs), 1)
 
 
-def activated(x: torch.Tensor, affine: NormAffine | None, relu: bool, dtype: torch.dtype) -> torch.Tensor:
+def activated(x: Tensor, affine: NormAffine | None, relu: bool, dtype: torch.dtype) -> Tensor:
     """relu((x - mean) * scale + shift) in `dtype`, without autograd; relu(x) if `affine` is None.
 
     The result is laid out as PyTorch's batch norm lays its own out, whatever computes it; `x` itself stays as it is.
@@ -82,13 +83,8 @@ def activated(x: torch.Tensor, affine: NormAffine | None, relu: bool, dtype: tor
 
 
 def activated_backward(
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    affine: NormAffine,
-    relu: bool,
-    needs: Sequence[bool],
-    own: OwnVariance | None = None,
-) -> tuple[torch.Tensor | None, NormAffine | None]:
+    grad: Tensor, x: Tensor, affine: NormAffine, relu: bool, needs: Sequence[bool], own: OwnVariance | None = None
+) -> tuple[Tensor | None, NormAffine | None]:
     """From the gradient of `activated`: that of x, and those of mean, scale and shift.
 
     Args:
@@ -100,7 +96,7 @@ def activated_backward(
     return of_x[0] if of_x else None, of_vectors
 
 
-def parted(grad: torch.Tensor, xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def parted(grad: Tensor, xs: Sequence[Tensor]) -> list[Tensor]:
     """The gradient of `joined(xs)` as one tensor for each, none of which looks at another's memory."""
     if len(xs) == 1:
         return [dense_in_format(grad.to(xs[0].dtype), memory_format_of(xs[0]))]
@@ -110,12 +106,12 @@ def parted(grad: torch.Tensor, xs: Sequence[torch.Tensor]) -> list[torch.Tensor]
     ]
 
 
-def parted_fake(xs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def parted_fake(xs: Sequence[Tensor]) -> list[Tensor]:
     """What `parted` returns, in shapes."""
     return [torch.empty_like(x, memory_format=memory_format_of(x)) for x in xs]
 
 
-def _kind(xs: Sequence[torch.Tensor], residual: torch.Tensor | None) -> torch.dtype:
+def _kind(xs: Sequence[Tensor], residual: Tensor | None) -> torch.dtype:
     kind = xs[0].dtype
     for x in [*xs[1:], *([] if residual is None else [residual])]:
         kind = torch.promote_types(kind, x.dtype)
@@ -123,14 +119,8 @@ def _kind(xs: Sequence[torch.Tensor], residual: torch.Tensor | None) -> torch.dt
 
 
 def _forward(
-    xs: list[torch.Tensor],
-    mean: torch.Tensor,
-    scale: torch.Tensor,
-    shift: torch.Tensor,
-    residual: torch.Tensor | None,
-    relu: bool,
-    *_: Any,
-) -> torch.Tensor:
+    xs: list[Tensor], mean: Tensor, scale: Tensor, shift: Tensor, residual: Tensor | None, relu: bool, *_: Any
+) -> Tensor:
     affine, layout = NormAffine(mean, scale, shift), memory_format_of(xs[0])
     given = [in_format(x, layout) for x in xs]
     added = None if residual is None else in_format(residual, layout)
@@ -142,60 +132,58 @@ def _forward(
     return out
 
 
-def _runs(xs: Sequence[torch.Tensor]) -> list[slice]:
+def _runs(xs: Sequence[Tensor]) -> list[slice]:
     """Where the channels of each lie side by side."""
     ends = list(accumulate(x.shape[1] for x in xs))
     return [slice(end - x.shape[1], end) for x, end in zip(xs, ends, strict=True)]
 
 
-def _empty(xs: Sequence[torch.Tensor], residual: torch.Tensor | None) -> torch.Tensor:
+def _empty(xs: Sequence[Tensor], residual: Tensor | None) -> Tensor:
     shape = [xs[0].shape[0], sum(x.shape[1] for x in xs), *xs[0].shape[2:]]
     kind, device = _kind(xs, residual), xs[0].device
     return torch.empty(shape, dtype=kind, device=device, memory_format=memory_format_of(xs[0]))
 
 
-def _forward_fake(
-    xs: list[torch.Tensor], mean: Any, scale: Any, shift: Any, residual: torch.Tensor | None, *_: Any
-) -> torch.Tensor:
+def _forward_fake(xs: list[Tensor], mean: Any, scale: Any, shift: Any, residual: Tensor | None, *_: Any) -> Tensor:
     return _empty(xs, residual)
 
 
 def _backward(
-    grad: torch.Tensor,
-    xs: list[torch.Tensor],
-    mean: torch.Tensor,
-    scale: torch.Tensor,
-    shift: torch.Tensor,
-    z: torch.Tensor | None,
+    grad: Tensor,
+    xs: list[Tensor],
+    mean: Tensor,
+    scale: Tensor,
+    shift: Tensor,
+    z: Tensor | None,
     relu: bool,
     needs: Sequence[bool],
-    variance: torch.Tensor | None = None,
+    variance: Tensor | None = None,
     eps: float = 0.0,
     *,
     overwrite: bool = False,
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """`needs`: of xs, of the vectors, of the residual after a ReLU, which comes first."""
     affine, own = NormAffine(mean, scale, shift), own_variance(variance, eps)
     of_xs, of_vectors, masked = _gradients(grad, xs, affine, z, relu, needs, overwrite=overwrite, own=own)
     return [*([] if masked is None else [masked]), *of_xs, *(of_vectors or ())]
 
 
-def backward_(*arguments: Any) -> list[torch.Tensor]:
+def backward_(*arguments: Any) -> list[Tensor]:
     """`norm_act_backward`, whose first result is written over `grad`; both have the same shape, strides and dtype."""
     return _backward(*arguments, overwrite=True)
 
 
 def _gradients(
-    grad: torch.Tensor,
-    xs: Sequence[torch.Tensor],
+    grad: Tensor,
+    xs: Sequence[Tensor],
     affine: NormAffine,
-    z: torch.Tensor | None,
+    z: Tensor | None,
     relu: bool,
     needs: Sequence[bool],
     *,
     overwrite: bool = False,
     own: OwnVariance | None = None,
-) -> tuple[list[torch.Tensor], NormAffine | None, torch.Tensor | None]:
+) -> tuple[list[Tensor], NormAffine | None, Tensor | None]:
     """As for `_backward`: of xs (none where not needed), of the vectors, and what the ReLU lets through.
 
     `overwrite`: the last of these, or else the gradient of a single x, is written over `grad`.
@@ -204,7 +192,7 @@ def _gradients(
     coming, given = in_format(grad, layout), [in_format(x, layout) for x in xs]
     kernel = sweeps(coming, *given, z)
     masked = (grad if overwrite else torch.empty_like(coming, memory_format=layout)) if needs[2] else None
-    of_xs: list[torch.Tensor | None] = [None] * len(xs)
+    of_xs: list[Tensor | None] = [None] * len(xs)
     if needs[0]:
         over_grad = overwrite and masked is None
         of_xs = [grad] if over_grad else [torch.empty_like(x, memory_format=layout) for x in given]
@@ -227,14 +215,14 @@ def _gradients(
     )
 
 
-def _backward_fake(grad: torch.Tensor, xs: list[torch.Tensor], *rest: Any) -> list[torch.Tensor]:
+def _backward_fake(grad: Tensor, xs: list[Tensor], *rest: Any) -> list[Tensor]:
     vectors, needs = rest[:3], rest[5]
     found = [torch.empty_like(grad, memory_format=memory_format_of(xs[0]))] if needs[2] else []
     found += parted_fake(xs) if needs[0] else []
     return found + [torch.empty_like(vector) for vector in vectors] if needs[1] else found
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     xs, mean, scale, shift, residual, relu, *rest = inputs
     keeps = relu and residual is not None
     ctx.relu, ctx.n, ctx.residual_kind = relu, len(xs), None if residual is None else residual.dtype
@@ -243,7 +231,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     ctx.save_for_backward(*xs, mean, scale, shift, *([output] if keeps else []), *([] if own is None else own[:1]))
 
 
-def _differentiate(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     n = ctx.n
     saved = ctx.saved_tensors
     xs, (mean, scale, shift), z = list(saved[:n]), saved[n : n + 3], (saved[n + 3] if ctx.keeps else None)
@@ -251,7 +239,7 @@ def _differentiate(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     of_xs, *of_vectors = ctx.needs_input_grad[:4]
     of_residual = ctx.needs_input_grad[4]
     needs = [any(of_xs), any(of_vectors), bool(of_residual and ctx.relu)]
-    found: list[torch.Tensor] = []
+    found: list[Tensor] = []
     if any(needs):
         found = _norm_act_backward(grad, xs, mean, scale, shift, z, ctx.relu, needs, *own)
     taken = iter(found)

@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from shoal.kernels.memory_format import dense_in_format, memory_format_of, suggested_memory_format
@@ -29,7 +30,7 @@ from shoal.lowlevel.dispatch import DispatchedOp, Implementation, choose, regist
 
 _aten = torch.ops.aten
 _ONTO = 17  # place of an operand of the backward op
-_Vector = torch.Tensor | None
+_Vector = Tensor | None
 
 _FORWARD: DispatchedOp[ModuleType | None] = register(
     "norm_conv",
@@ -42,24 +43,24 @@ _BACKWARD: DispatchedOp[ModuleType | None] = register(
     Implementation("native", norm_conv_native, norm_conv_native.applies, norm_conv_native.backward_pays),
 )
 # Of the backward pass where that one does not run.
-_WEIGHT_GRAD: DispatchedOp[Callable[..., torch.Tensor] | None] = register(
+_WEIGHT_GRAD: DispatchedOp[Callable[..., Tensor] | None] = register(
     "norm_conv_weight_grad", None, Implementation("native", weight_grad, weight_grad_applies, weight_grad_pays)
 )
 
 
 def norm_conv(
-    xs: Sequence[torch.Tensor],
-    mean: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    shift: torch.Tensor | None,
+    xs: Sequence[Tensor],
+    mean: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
     relu: bool,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
     window: ConvWindow,
     statistics: bool,
-    variance: torch.Tensor | None = None,
+    variance: Tensor | None = None,
     eps: float = 0.0,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Replaces `y = conv(relu((torch.cat(xs, 1) - mean) * scale + shift))` and `torch.var_mean(y)`.
 
     Args:
@@ -94,9 +95,7 @@ def norm_conv(
     return y, mean_y, variance_y
 
 
-def convolve(
-    x: torch.Tensor, layer: NormConv, statistics: bool, out: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def convolve(x: Tensor, layer: NormConv, statistics: bool, out: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """`norm_conv` of one tensor without autograd; the result goes to `out` where there is one."""
     affine, relu, weight, bias, window, _ = layer
     native = choose(_FORWARD, x, weight, bias, window)
@@ -112,14 +111,14 @@ def convolve(
     return y if out is None else out.copy_(y), mean_y, variance_y
 
 
-def runs_winograd(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, window: ConvWindow) -> bool:
+def runs_winograd(x: Tensor, weight: Tensor, bias: Tensor | None, window: ConvWindow) -> bool:
     """Whether `convolve` is native here and uses Winograd's algorithm."""
     return choose(_FORWARD, x, weight, bias, window) is not None and norm_conv_native.winograd_pays(x, weight)
 
 
 def _forward(
-    xs: list[torch.Tensor], mean: _Vector, scale: _Vector, shift: _Vector, relu: bool, weight: torch.Tensor, *rest: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    xs: list[Tensor], mean: _Vector, scale: _Vector, shift: _Vector, relu: bool, weight: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     bias, *moves, statistics = rest[:6]
     window, x = ConvWindow(*moves), joined(xs)
     layer = NormConv(affine_of(mean, scale, shift), relu, weight, bias, window)
@@ -131,8 +130,8 @@ def _forward(
 
 
 def _forward_fake(
-    xs: list[torch.Tensor], mean: _Vector, scale: _Vector, shift: _Vector, relu: bool, weight: torch.Tensor, *rest: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    xs: list[Tensor], mean: _Vector, scale: _Vector, shift: _Vector, relu: bool, weight: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     bias, *moves, statistics = rest[:6]
     a = joined(xs).to(weight.dtype)
     if relu or mean is not None:
@@ -143,7 +142,7 @@ def _forward_fake(
     return y, y.new_empty(channels, dtype=wide(y.dtype)), y.new_empty(channels, dtype=wide(y.dtype))
 
 
-def _backward(*arguments: Any) -> list[torch.Tensor]:
+def _backward(*arguments: Any) -> list[Tensor]:
     operands = _with_defaults(arguments)
     if operands[_ONTO] is not None:
         operands[_ONTO] = operands[_ONTO].clone(memory_format=memory_format_of(operands[_ONTO]))
@@ -155,7 +154,7 @@ def _with_defaults(operands: Sequence[Any]) -> list[Any]:
     return [*operands, *(None, None, None, 0.0)[len(operands) - _ONTO + 1 :]]
 
 
-def backward_onto(*operands: Any) -> list[torch.Tensor]:
+def backward_onto(*operands: Any) -> list[Tensor]:
     """`norm_conv_backward` of the same operands, which writes over `onto`.
 
     What is needed comes in the order of `needs`: of xs, of the vectors, of the weight, of the bias. `onto` is what the
@@ -176,14 +175,14 @@ def backward_onto(*operands: Any) -> list[torch.Tensor]:
 
 
 def convolve_backward(
-    grad: torch.Tensor,
+    grad: Tensor,
     measured: MeasuredNorm | None,
-    x: torch.Tensor,
+    x: Tensor,
     layer: NormConv,
     needs: Sequence[bool],
-    grad_x: torch.Tensor | None = None,
-    factor: torch.Tensor | None = None,
-) -> tuple[torch.Tensor | None, ...]:
+    grad_x: Tensor | None = None,
+    factor: Tensor | None = None,
+) -> tuple[Tensor | None, ...]:
     """Gradients of `convolve`: of x, mean, scale, shift, weight and bias, None for what `needs` leaves out.
 
     Args:
@@ -214,7 +213,7 @@ def convolve_backward(
         of_weight = alone(grad, x, layer)
     del grad
     of_x = da
-    vectors: tuple[torch.Tensor | None, ...] | None = None
+    vectors: tuple[Tensor | None, ...] | None = None
     if through and affine is not None:
         del a
         of_x, vectors = activated_backward(da, x, affine, relu, needs[:2], own)
@@ -231,7 +230,7 @@ def convolve_backward(
     )
 
 
-def _backward_fake(*operands: Any) -> list[torch.Tensor]:
+def _backward_fake(*operands: Any) -> list[Tensor]:
     xs, vectors, weight, needs = operands[3], operands[6:9], operands[10], operands[15]
     found = parted_fake(xs) if needs[0] else []
     found += [torch.empty_like(vector) for vector in vectors if vector is not None] if needs[1] else []
@@ -239,7 +238,7 @@ def _backward_fake(*operands: Any) -> list[torch.Tensor]:
     return [*found, weight.new_empty(weight.shape[0])] if needs[3] else found
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     xs, mean, scale, shift, relu, weight, _, *window, statistics = inputs[:12]
     ctx.n, ctx.relu, ctx.window = len(xs), relu, window
     ctx.normalises, ctx.statistics = mean is not None, statistics
@@ -250,7 +249,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) 
     ctx.save_for_backward(*xs, weight, *vectors, *(output[:2] if statistics else ()), *own_vectors)
 
 
-def _differentiate(ctx: Any, grad: torch.Tensor, of_mean: torch.Tensor, of_variance: torch.Tensor) -> tuple[Any, ...]:
+def _differentiate(ctx: Any, grad: Tensor, of_mean: Tensor, of_variance: Tensor) -> tuple[Any, ...]:
     saved = list(ctx.saved_tensors)
     own = () if ctx.eps is None else (None, None, saved.pop(), ctx.eps)
     xs, weight, rest = saved[: ctx.n], saved[ctx.n], saved[ctx.n + 1 :]

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from shoal.errors import InputError
 from shoal.kernels.norm.norm_operands import NormAffine, NormSums, OwnVariance
@@ -64,8 +65,8 @@ class NormConv(NamedTuple):
 
     affine: NormAffine | None
     relu: bool
-    weight: torch.Tensor
-    bias: torch.Tensor | None
+    weight: Tensor
+    bias: Tensor | None
     window: ConvWindow
     own: OwnVariance | None = None
 
@@ -81,13 +82,13 @@ class _NormConvNativeCall(ctypes.Structure):
     )
 
 
-def applies(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, window: ConvWindow) -> bool:
+def applies(x: Tensor, weight: Tensor, bias: Tensor | None, window: ConvWindow) -> bool:
     """Whether `forward` and `backward` can do this case, here."""
     readable = bias is None or bias.dtype == torch.float32
     return readable and list(window.stride) == _ONES and is_same_convolution(x, weight, window)
 
 
-def is_same_convolution(x: torch.Tensor, weight: torch.Tensor, window: ConvWindow) -> bool:
+def is_same_convolution(x: Tensor, weight: Tensor, window: ConvWindow) -> bool:
     """Whether it is what native kernels read: 1 x 1 or 3 x 3, "same" padding, one group, float32 in NHWC order."""
     kernel = tuple(weight.shape[2:])
     return (
@@ -104,7 +105,7 @@ def is_same_convolution(x: torch.Tensor, weight: torch.Tensor, window: ConvWindo
     )
 
 
-def winograd_pays(x: torch.Tensor, weight: torch.Tensor) -> bool:
+def winograd_pays(x: Tensor, weight: Tensor) -> bool:
     """Whether Winograd's algorithm is faster than a direct convolution: not where its transforms are the work."""
     if weight.shape[2] != 3 or min(weight.shape[:2]) < _FEW_CHANNELS:
         return False
@@ -113,7 +114,7 @@ def winograd_pays(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return tiles >= _FEW_TILES and allowed().winograd
 
 
-def forward_pays(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, window: ConvWindow) -> bool:
+def forward_pays(x: Tensor, weight: Tensor, bias: Tensor | None, window: ConvWindow) -> bool:
     """Whether `forward` is faster than the library's convolution and two passes, as measured by `bench.norm_conv`.
 
     A 1 x 1 is, and a 3 x 3 by Winograd's algorithm. Of the other 3 x 3 the library wins with AVX2 where there is much
@@ -126,7 +127,7 @@ def forward_pays(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     return levels()[-1] == "avx512" or x.numel() * weight.shape[0] < _MUCH_WORK
 
 
-def backward_pays(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, window: ConvWindow) -> bool:
+def backward_pays(x: Tensor, weight: Tensor, bias: Tensor | None, window: ConvWindow) -> bool:
     """The same of `backward`: not for a wide 3 x 3, of which only the weight's gradient is (`weight_grad`)."""
     if weight.shape[2] == 1 or winograd_pays(x, weight):
         return True
@@ -134,8 +135,8 @@ def backward_pays(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 
 
 def forward(
-    x: torch.Tensor, layer: NormConv, statistics: bool, *, out: torch.Tensor | None = None, winograd: bool | None = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x: Tensor, layer: NormConv, statistics: bool, *, out: Tensor | None = None, winograd: bool | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Replaces `y = conv2d(relu((x - mean) * scale + shift), weight, bias)` and `torch.var_mean(y)`.
 
     Args:
@@ -163,16 +164,16 @@ def forward(
 
 
 def backward(
-    grad: torch.Tensor,
+    grad: Tensor,
     measured: MeasuredNorm | None,
-    x: torch.Tensor,
+    x: Tensor,
     layer: NormConv,
     needs: Sequence[bool],
     *,
-    factor: torch.Tensor | None = None,
-    grad_x: torch.Tensor | None = None,
+    factor: Tensor | None = None,
+    grad_x: Tensor | None = None,
     winograd: bool | None = None,
-) -> tuple[torch.Tensor | None, ...]:
+) -> tuple[Tensor | None, ...]:
     """Gradients of x, mean, scale, shift, weight and bias.
 
     Args:
@@ -203,7 +204,7 @@ def backward(
         mean_y, of_mean, of_variance = map(vector, measured[1:])
         point(call, y=in_rows(measured.x), mean_y=mean_y, grad_mean_y=of_mean, grad_variance_y=of_variance)
     run_in_workspace("shoal_norm_conv_backward", call, "shoal_norm_conv_workspace_bytes", 1)
-    found: tuple[torch.Tensor | None, ...] = (None, None, None)
+    found: tuple[Tensor | None, ...] = (None, None, None)
     if needs[1] and affine is not None:
         of_vectors = NormAffine(*map(vector, affine)).gradients(sums)
         found = tuple(of.to(to.dtype) for of, to in zip(of_vectors, affine, strict=True))
@@ -215,7 +216,7 @@ def backward(
     return into if needs[0] else None, *found, of_weight if needs[2] else None, of_bias
 
 
-def _call(x: torch.Tensor, layer: NormConv, winograd: bool | None) -> _NormConvNativeCall:
+def _call(x: Tensor, layer: NormConv, winograd: bool | None) -> _NormConvNativeCall:
     """What forward and backward have in common."""
     weight = layer.weight
     kernel = weight.shape[2]
@@ -232,7 +233,7 @@ def _call(x: torch.Tensor, layer: NormConv, winograd: bool | None) -> _NormConvN
     return call
 
 
-def _describe(call: Any, x: torch.Tensor, layer: NormConv) -> None:
+def _describe(call: Any, x: Tensor, layer: NormConv) -> None:
     """What all kernels are told of the convolution and its input."""
     call.images, call.in_channels, call.height, call.width = x.shape
     call.out_channels, _, call.kernel, _ = layer.weight.shape
@@ -253,7 +254,7 @@ class _NormWeightGradCall(ctypes.Structure):
     )
 
 
-def weight_grad_applies(x: torch.Tensor, weight: torch.Tensor, window: ConvWindow) -> bool:
+def weight_grad_applies(x: Tensor, weight: Tensor, window: ConvWindow) -> bool:
     """Whether `weight_grad` can do this case, here.
 
     >>> weight_grad_applies(torch.ones(2, 3, 4, 5), torch.ones(8, 3, 1, 1), ConvWindow([1, 1], [0, 0], [1, 1], 1))
@@ -262,12 +263,12 @@ def weight_grad_applies(x: torch.Tensor, weight: torch.Tensor, window: ConvWindo
     return len(set(window.stride)) == 1 and is_same_convolution(x, weight, window)
 
 
-def weight_grad_pays(x: torch.Tensor, weight: torch.Tensor, window: ConvWindow) -> bool:
+def weight_grad_pays(x: Tensor, weight: Tensor, window: ConvWindow) -> bool:
     """Whether that is faster than the library's: it is for a 3 x 3, 1.3 to 1.9 times with AVX2, but not for a 1 x 1."""
     return weight.shape[2] == 3
 
 
-def weight_grad(grad: torch.Tensor, x: torch.Tensor, layer: NormConv) -> torch.Tensor:
+def weight_grad(grad: Tensor, x: Tensor, layer: NormConv) -> Tensor:
     """Replaces the gradient of `weight` in `y = conv2d(relu((x - mean) * scale + shift), weight)`.
 
     Args:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 _aten = torch.ops.aten
@@ -21,7 +22,7 @@ class Activation(NamedTuple):
     name: str
     slope: float = 1.0
 
-    def apply_(self, z: torch.Tensor) -> torch.Tensor:
+    def apply_(self, z: Tensor) -> Tensor:
         """What it makes of `z`, written over it."""
         if self.name == "relu":
             return z.relu_()
@@ -29,7 +30,7 @@ class Activation(NamedTuple):
             return F.leaky_relu_(z, self.slope)
         return F.elu_(z, self.slope) if self.name == "elu" else z
 
-    def gradient(self, grad: torch.Tensor, z: torch.Tensor, *, from_result: bool = False) -> torch.Tensor:
+    def gradient(self, grad: Tensor, z: Tensor, *, from_result: bool = False) -> Tensor:
         """The gradient of what was activated, from that of the result.
 
         Args:
@@ -43,7 +44,7 @@ class Activation(NamedTuple):
             return _aten.leaky_relu_backward(grad, z, self.slope, from_result)
         return _aten.elu_backward(grad, self.slope, 1, 1, from_result, z) if self.name == "elu" else grad
 
-    def undone(self, y: torch.Tensor) -> torch.Tensor:
+    def undone(self, y: Tensor) -> Tensor:
         """What was activated, from the result of an activation that has an inverse; a new tensor."""
         if self.name == "leaky_relu":
             return _aten.leaky_relu(y, 1 / self.slope)
@@ -63,23 +64,23 @@ class NormSums(NamedTuple):
     They are the gradients of the scale and the shift of a `NormAffine`.
     """
 
-    of_scale: torch.Tensor
-    of_shift: torch.Tensor
+    of_scale: Tensor
+    of_shift: Tensor
 
 
 class NormMoves(NamedTuple):
     """Is added to a gradient before it is scaled, (C,): `slope` for each step of x from the mean, and `constant`."""
 
-    slope: torch.Tensor
-    constant: torch.Tensor
+    slope: Tensor
+    constant: Tensor
 
 
 class NormAffine(NamedTuple):
     """(x - mean) * scale + shift for each channel of x, (N, C, ...); the vectors are (C,)."""
 
-    mean: torch.Tensor
-    scale: torch.Tensor
-    shift: torch.Tensor
+    mean: Tensor
+    scale: Tensor
+    shift: Tensor
 
     def of(self, channels: slice) -> NormAffine:
         """The vectors of some channels."""
@@ -89,7 +90,7 @@ class NormAffine(NamedTuple):
         """Gradients of all vectors."""
         return NormAffine(-self.scale * sums.of_shift, *sums)
 
-    def moves(self, sums: NormSums, inverse_variance: torch.Tensor, count: int, in_group: int = 1) -> NormMoves:
+    def moves(self, sums: NormSums, inverse_variance: Tensor, count: int, in_group: int = 1) -> NormMoves:
         """What the gradient of x is moved by since mean and variance are those of x itself.
 
         Args:
@@ -113,7 +114,7 @@ class OwnVariance(NamedTuple):
         eps: of the batch norm, which was added to it.
     """
 
-    variance: torch.Tensor
+    variance: Tensor
     eps: float
 
 
@@ -128,14 +129,14 @@ class NormRead(NamedTuple):
         inverted: whether only the result was saved.
     """
 
-    x: torch.Tensor
+    x: Tensor
     affine: NormAffine
     activation: Activation
-    z: torch.Tensor | None = None
+    z: Tensor | None = None
     inverted: bool = False
 
 
-def affine_of(mean: torch.Tensor | None, scale: torch.Tensor | None, shift: torch.Tensor | None) -> NormAffine | None:
+def affine_of(mean: Tensor | None, scale: Tensor | None, shift: Tensor | None) -> NormAffine | None:
     """The optional vectors of an op as one; None if they are: nothing is normalised."""
     return None if mean is None or scale is None or shift is None else NormAffine(mean, scale, shift)
 
@@ -145,6 +146,6 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def by_channel(vector: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def by_channel(vector: Tensor, x: Tensor) -> Tensor:
     """(C,) as a view that broadcasts over `x`, (N, C, ...)."""
     return vector.view([1, -1, *[1] * (x.dim() - 2)])

@@ -11,6 +11,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shoal.kernels.memory_format import row_stride, run_stride
 from shoal.lowlevel.native import bytes_needed, run_native
@@ -20,14 +21,14 @@ _MAX_LEADING_STRIDE = _MAX_SPAN_ELEMS // 2048
 _OF_PIXELS = ("x", "y", "grad_x", "grad_y")  # of a fused convolution
 
 
-def native_row_stride(x: torch.Tensor) -> int | None:
+def native_row_stride(x: Tensor) -> int | None:
     """`row_stride` of what native kernels read: (N, C, H, W) in float32 on the CPU; else None."""
     if x.dim() != 4 or x.dtype != torch.float32 or not x.is_cpu or x.layout != torch.strided or x.numel() == 0:
         return None
     return row_stride(x)
 
 
-def is_channels_last(*tensors: torch.Tensor) -> bool | None:
+def is_channels_last(*tensors: Tensor) -> bool | None:
     """Which of the two layouts all have; None for neither."""
     if tensors[0].dim() < 2 or not tensors[0].numel():
         return None
@@ -55,26 +56,26 @@ def leading_strides(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[in
     return (of_pixels if of_pixels and of_pixels < _MAX_LEADING_STRIDE else None), of_images if fits else None
 
 
-def in_rows(x: torch.Tensor) -> torch.Tensor:
+def in_rows(x: Tensor) -> Tensor:
     """`x`, or a channels_last copy where the kernels cannot read it."""
     if native_row_stride(x) is not None:
         return x
     return x.to(torch.float32).contiguous(memory_format=torch.channels_last)
 
 
-def empty_rows(images: int, channels: int, height: int, width: int) -> torch.Tensor:
+def empty_rows(images: int, channels: int, height: int, width: int) -> Tensor:
     """A dense channels_last tensor."""
     return torch.empty((images, channels, height, width), memory_format=torch.channels_last)
 
 
-def vector(values: torch.Tensor) -> torch.Tensor:
+def vector(values: Tensor) -> Tensor:
     """`values`, (C,), dense and in float32."""
     if values.dtype == torch.float32 and values.is_contiguous():
         return values
     return values.detach().float().contiguous()
 
 
-def point(call: Any, **tensors: torch.Tensor | None) -> None:
+def point(call: Any, **tensors: Tensor | None) -> None:
     """Fill in addresses, and the row strides of tensors of pixels; None is null. The call keeps the tensors alive."""
     call.__dict__.setdefault("kept", []).append(tensors)
     for name, tensor in tensors.items():

@@ -10,6 +10,7 @@ little but the result is allocated. Triton's kernels are in `norm_sweeps_triton`
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from shoal.kernels.memory_format import memory_format_of
 from shoal.kernels.norm.norm_operands import (
@@ -36,7 +37,7 @@ class _NormSweepsReference:
     What is written may be the very tensor that is read, and overlaps nothing else.
     """
 
-    def statistics(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def statistics(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and biased variance of the channels, (C,), as `torch.var_mean` over all but them, in the wide dtype.
 
         Deviations are summed around a number near the mean, which stays exact where the mean is a thousand deviations
@@ -60,12 +61,7 @@ class _NormSweepsReference:
 
     @torch.no_grad()
     def apply(
-        self,
-        x: torch.Tensor,
-        affine: NormAffine,
-        residual: torch.Tensor | None,
-        activation: Activation,
-        out: torch.Tensor,
+        self, x: Tensor, affine: NormAffine, residual: Tensor | None, activation: Activation, out: Tensor
     ) -> None:
         """Write activation(affine(x) + residual) into `out`, in its dtype.
 
@@ -87,7 +83,7 @@ class _NormSweepsReference:
 
     @torch.no_grad()
     def reduce(
-        self, grad: torch.Tensor, read: NormRead, grad_x: torch.Tensor | None = None, masked: torch.Tensor | None = None
+        self, grad: Tensor, read: NormRead, grad_x: Tensor | None = None, masked: Tensor | None = None
     ) -> NormSums:
         """The sums of the backward pass. In the same sweep, what does not depend on them is written.
 
@@ -116,9 +112,7 @@ class _NormSweepsReference:
                 tile[3].copy_(torch.mul(da, scale, out=centred))
         return NormSums(products, total)
 
-    def _reduce_planes(
-        self, grad: torch.Tensor, read: NormRead, grad_x: torch.Tensor | None, masked: torch.Tensor | None
-    ) -> NormSums:
+    def _reduce_planes(self, grad: Tensor, read: NormRead, grad_x: Tensor | None, masked: Tensor | None) -> NormSums:
         """As a whole, where PyTorch's loops over the pixels of a channel are fast and those over tiles are not."""
         x, affine, activation, z, _ = read
         if activation.name != "identity":
@@ -139,7 +133,7 @@ class _NormSweepsReference:
         return NormSums(*sums)
 
     @torch.no_grad()
-    def apply_backward(self, grad: torch.Tensor, read: NormRead, moves: NormMoves, grad_x: torch.Tensor) -> None:
+    def apply_backward(self, grad: Tensor, read: NormRead, moves: NormMoves, grad_x: Tensor) -> None:
         """Write the gradient of x through the vectors too: `(da + (x - mean) * slope + constant) * scale`.
 
         Args:
@@ -156,7 +150,7 @@ class _NormSweepsReference:
 
 @torch.no_grad()
 def _apply_to_tiles(
-    x: torch.Tensor, affine: NormAffine, residual: torch.Tensor | None, activation: Activation, out: torch.Tensor
+    x: Tensor, affine: NormAffine, residual: Tensor | None, activation: Activation, out: Tensor
 ) -> None:
     mean, scale, shift = (by_channel(vector, x) for vector in affine)
     writes = residual is None and x.dtype == out.dtype == scale.dtype
@@ -168,9 +162,7 @@ def _apply_to_tiles(
             into.copy_(z)
 
 
-def _centred(
-    grad: torch.Tensor, x: torch.Tensor, z: torch.Tensor | None, read: NormRead
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _centred(grad: Tensor, x: Tensor, z: Tensor | None, read: NormRead) -> tuple[Tensor, Tensor]:
     """x - mean, a new tensor, and the gradient before the activation, of tiles of what is read."""
     mean, scale, shift = (by_channel(vector, x) for vector in read.affine)
     activation = read.activation
@@ -195,7 +187,7 @@ _OP: DispatchedOp[NormSweeps] = register(
 )
 
 
-def sweeps(*tensors: torch.Tensor | None) -> NormSweeps:
+def sweeps(*tensors: Tensor | None) -> NormSweeps:
     """What runs passes over `tensors`, (N, C, ...), of one shape but for their channels; None is none.
 
     >>> sweeps(torch.ones(2, 3, 4, 5, dtype=torch.float64)) is REFERENCE
@@ -204,9 +196,7 @@ def sweeps(*tensors: torch.Tensor | None) -> NormSweeps:
     return choose(_OP, *(tensor for tensor in tensors if tensor is not None))
 
 
-def apply_exactly(
-    x: torch.Tensor, affine: NormAffine, residual: torch.Tensor | None, activation: Activation, out: torch.Tensor
-) -> None:
+def apply_exactly(x: Tensor, affine: NormAffine, residual: Tensor | None, activation: Activation, out: Tensor) -> None:
     """`apply` with all the digits of the formula, which the reference's one sweep does not have.
 
     The mean is taken off first: far from zero it takes digits of its product with the scale.

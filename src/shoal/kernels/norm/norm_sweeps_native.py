@@ -10,6 +10,7 @@ import ctypes
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shoal.errors import InputError
 from shoal.kernels.norm.norm_operands import IDENTITY, Activation, NormAffine, NormMoves, NormRead, NormSums
@@ -34,13 +35,13 @@ class _NormPass(ctypes.Structure):
 class NormSweepsNative:
     """As the reference of `norm_sweeps`."""
 
-    def applies(self, *tensors: torch.Tensor) -> bool:
+    def applies(self, *tensors: Tensor) -> bool:
         """Whether it reads and writes such tensors, (N, C, ...), here; all of one shape but for their channels."""
         if not levels() or any(x.dtype != torch.float32 or not x.is_cpu for x in tensors):
             return False
         return all(x.layout == torch.strided for x in tensors) and is_channels_last(*tensors) is not None
 
-    def statistics(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def statistics(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Sums are taken around a pivot in every block of pixels and added up in doubles."""
         mean, variance = torch.empty(x.shape[1]), torch.empty(x.shape[1])
         call = _call({"x": x}, {"statistic_mean": mean, "statistic_variance": variance})
@@ -48,18 +49,13 @@ class NormSweepsNative:
         return mean, variance
 
     def apply(
-        self,
-        x: torch.Tensor,
-        affine: NormAffine,
-        residual: torch.Tensor | None,
-        activation: Activation,
-        out: torch.Tensor,
+        self, x: Tensor, affine: NormAffine, residual: Tensor | None, activation: Activation, out: Tensor
     ) -> None:
         call = _call({"x": x, "residual": residual, "out": out}, _vectors(affine), activation)
         run_native("shoal_norm_apply", call)
 
     def reduce(
-        self, grad: torch.Tensor, read: NormRead, grad_x: torch.Tensor | None = None, masked: torch.Tensor | None = None
+        self, grad: Tensor, read: NormRead, grad_x: Tensor | None = None, masked: Tensor | None = None
     ) -> NormSums:
         products, total = (torch.empty(grad.shape[1], dtype=torch.float64) for _ in range(2))
         written = {"grad_x": grad_x, "grad_residual": masked}
@@ -67,18 +63,18 @@ class NormSweepsNative:
         run_in_workspace("shoal_norm_reduce", call, _BYTES)
         return NormSums(products / read.affine.scale if read.inverted else products, total)
 
-    def apply_backward(self, grad: torch.Tensor, read: NormRead, moves: NormMoves, grad_x: torch.Tensor) -> None:
+    def apply_backward(self, grad: Tensor, read: NormRead, moves: NormMoves, grad_x: Tensor) -> None:
         slope, constant = moves
         slope = slope / read.affine.scale if read.inverted else slope
         vectors = {"slope": vector(slope), "constant": vector(constant)}
         run_native("shoal_norm_apply_backward", _backward_call(grad, read, {"grad_x": grad_x}, vectors))
 
 
-def _vectors(affine: NormAffine) -> dict[str, torch.Tensor]:
+def _vectors(affine: NormAffine) -> dict[str, Tensor]:
     return dict(zip(affine._fields, map(vector, affine), strict=True))
 
 
-def _backward_call(grad: torch.Tensor, read: NormRead, written: dict[str, Any], vectors: dict[str, Any]) -> _NormPass:
+def _backward_call(grad: Tensor, read: NormRead, written: dict[str, Any], vectors: dict[str, Any]) -> _NormPass:
     tensors = {"x": read.x, "grad": grad, "out": read.z, **written}
     call = _call(tensors, {**_vectors(read.affine), **vectors}, read.activation)
     call.inverted = read.inverted
@@ -86,7 +82,7 @@ def _backward_call(grad: torch.Tensor, read: NormRead, written: dict[str, Any], 
 
 
 def _call(
-    tensors: dict[str, torch.Tensor | None], vectors: dict[str, torch.Tensor], activation: Activation = IDENTITY
+    tensors: dict[str, Tensor | None], vectors: dict[str, Tensor], activation: Activation = IDENTITY
 ) -> _NormPass:
     """A pass over tensors, the first of which is there, with their vectors, which live as long as it."""
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}

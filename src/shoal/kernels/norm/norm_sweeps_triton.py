@@ -12,6 +12,7 @@ from functools import cache
 from math import prod
 
 import torch
+from torch import Tensor
 
 from shoal.errors import InputError
 from shoal.kernels.norm.norm_operands import IDENTITY, Activation, NormAffine, NormMoves, NormRead, NormSums
@@ -32,14 +33,14 @@ class NormSweepsTriton:
         self._launches = Launches()
         self._parts_of: dict[Hashable, int] = {}
 
-    def applies(self, *tensors: torch.Tensor) -> bool:
+    def applies(self, *tensors: Tensor) -> bool:
         """Whether it reads and writes such tensors, (N, C, ...), here; all of one shape but for their channels."""
         device = tensors[0].device
         if not TRITON_KERNELS.run_on(device) or any(x.device != device or x.dtype not in _DTYPES for x in tensors):
             return False
         return is_channels_last(*tensors) is not None
 
-    def statistics(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def statistics(self, x: Tensor) -> tuple[Tensor, Tensor]:
         key = "statistics", x.device, _form(x)
         parts, channels = self._parts(key, x), x.shape[1]
         moments = x.new_empty((3, parts, channels), dtype=torch.float32)
@@ -64,13 +65,13 @@ class NormSweepsTriton:
 
     def apply(
         self,
-        x: torch.Tensor,
+        x: Tensor,
         affine: NormAffine,
-        residual: torch.Tensor | None,
+        residual: Tensor | None,
         activation: Activation,
-        out: torch.Tensor,
+        out: Tensor,
         *,
-        factor: torch.Tensor | None = None,
+        factor: Tensor | None = None,
         rounded: bool = False,
     ) -> None:
         """As the reference does, and as PyTorch's kernels do it one after another.
@@ -92,7 +93,7 @@ class NormSweepsTriton:
             self._launches.run(key, (x, mean, own_factor, scale, shift, residual, out), made)
 
     def reduce(
-        self, grad: torch.Tensor, read: NormRead, grad_x: torch.Tensor | None = None, masked: torch.Tensor | None = None
+        self, grad: Tensor, read: NormRead, grad_x: Tensor | None = None, masked: Tensor | None = None
     ) -> NormSums:
         key = "reduce", *_key(grad, read, grad_x, masked)
         parts = self._parts(key, read.x, grad, read.z, grad_x, masked)
@@ -103,7 +104,7 @@ class NormSweepsTriton:
         products, of_shift = sums.sum(1, dtype=torch.float64)
         return NormSums(products / read.affine.scale, of_shift)
 
-    def apply_backward(self, grad: torch.Tensor, read: NormRead, moves: NormMoves, grad_x: torch.Tensor) -> None:
+    def apply_backward(self, grad: Tensor, read: NormRead, moves: NormMoves, grad_x: Tensor) -> None:
         key = "apply_backward", *_key(grad, read, grad_x, None)
         slope, constant = moves
         slope = slope / read.affine.scale if read.inverted else slope
@@ -112,11 +113,11 @@ class NormSweepsTriton:
     def _run_backward(
         self,
         key: Hashable,
-        grad: torch.Tensor,
+        grad: Tensor,
         read: NormRead,
-        moves: tuple[torch.Tensor | None, torch.Tensor | None],
-        written: tuple[torch.Tensor | None, torch.Tensor | None],
-        sums: tuple[torch.Tensor | None, torch.Tensor | None],
+        moves: tuple[Tensor | None, Tensor | None],
+        written: tuple[Tensor | None, Tensor | None],
+        sums: tuple[Tensor | None, Tensor | None],
     ) -> None:
         x, affine, activation, z, inverted = read
 
@@ -128,7 +129,7 @@ class NormSweepsTriton:
         with on_device(x.device):
             self._launches.run(key, (x, grad, z, *map(vector, affine), *moves, *written, *sums), made)
 
-    def _parts(self, key: Hashable, x: torch.Tensor, *others: torch.Tensor | None) -> int:
+    def _parts(self, key: Hashable, x: Tensor, *others: Tensor | None) -> int:
         """Into how many parts a sweep divides the tensors; the key says what that depends on."""
         found = self._parts_of.get(key)
         if found is None:
@@ -138,14 +139,12 @@ class NormSweepsTriton:
         return found
 
 
-def _form(x: torch.Tensor | None) -> Hashable:
+def _form(x: Tensor | None) -> Hashable:
     """What a kernel's numbers and its compiled form depend on."""
     return None if x is None else (x.shape, x.stride(), x.dtype)
 
 
-def _key(
-    grad: torch.Tensor, read: NormRead, grad_x: torch.Tensor | None, masked: torch.Tensor | None
-) -> tuple[Hashable, ...]:
+def _key(grad: Tensor, read: NormRead, grad_x: Tensor | None, masked: Tensor | None) -> tuple[Hashable, ...]:
     forms = map(_form, (grad, read.x, read.z, grad_x, masked))
     return read.activation, read.inverted, grad.device, *forms
 
@@ -199,7 +198,7 @@ class _Grid:
         return self.channels_last, self.rows, self.columns
 
 
-def _grid_of(x: torch.Tensor, *others: torch.Tensor | None) -> tuple[_Grid, list[int]]:
+def _grid_of(x: Tensor, *others: Tensor | None) -> tuple[_Grid, list[int]]:
     """The grid, and `ld` of each tensor as the kernels want it; 0 for None."""
     given = [other for other in others if other is not None]
     if any(other.shape != x.shape for other in given):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from shoal.kernels.memory_format import dense_in_format, in_format, memory_format_of
 from shoal.kernels.norm.norm_operands import IDENTITY, NormAffine, by_channel, wide
@@ -18,13 +19,13 @@ from shoal.lowlevel.direct_call import register_op
 class MeasuredNorm(NamedTuple):
     """A tensor, (N, C, ...), its mean, and the gradients of its mean and variance, summed over their readers; (C,)."""
 
-    x: torch.Tensor
-    mean: torch.Tensor
-    of_mean: torch.Tensor
-    of_variance: torch.Tensor
+    x: Tensor
+    mean: Tensor
+    of_mean: Tensor
+    of_variance: Tensor
 
 
-def statistics(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def statistics(x: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and biased variance of the channels of `x`; replaces `torch.var_mean(x, (0, 2, 3), correction=0)`.
 
     Args:
@@ -41,7 +42,7 @@ def statistics(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return mean, variance
 
 
-def detached_statistics(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def detached_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
     """`statistics` as numbers that lead back to nothing: of an `x` whose readers make its whole gradient themselves."""
     mean, variance = statistics(x)
     return mean.detach(), variance.detach()
@@ -52,17 +53,14 @@ def is_narrow(dtype: torch.dtype) -> bool:
     return wide(dtype) != dtype
 
 
-def measure(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def measure(x: Tensor) -> tuple[Tensor, Tensor]:
     """`statistics` without autograd."""
     return sweeps(x).statistics(x)
 
 
 def whole_gradient(
-    grad: torch.Tensor | None,
-    measured: MeasuredNorm,
-    dtype: torch.dtype | None = None,
-    factor: torch.Tensor | None = None,
-) -> torch.Tensor:
+    grad: Tensor | None, measured: MeasuredNorm, dtype: torch.dtype | None = None, factor: Tensor | None = None
+) -> Tensor:
     """The gradient of a tensor whose statistics were used too: one affine map for all their readers.
 
     Args:
@@ -83,25 +81,25 @@ def whole_gradient(
     return whole
 
 
-def _forward_fake(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _forward_fake(x: Tensor) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape[1], dtype=wide(x.dtype)), x.new_empty(x.shape[1], dtype=wide(x.dtype))
 
 
-def _backward(of_mean: torch.Tensor, of_variance: torch.Tensor, x: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+def _backward(of_mean: Tensor, of_variance: Tensor, x: Tensor, mean: Tensor) -> Tensor:
     whole = whole_gradient(None, MeasuredNorm(x, mean, of_mean, of_variance), x.dtype)
     return dense_in_format(whole, memory_format_of(x))
 
 
-def _backward_fake(of_mean: Any, of_variance: Any, x: torch.Tensor, mean: Any) -> torch.Tensor:
+def _backward_fake(of_mean: Any, of_variance: Any, x: Tensor, mean: Any) -> Tensor:
     return torch.empty_like(x, memory_format=memory_format_of(x))
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(inputs[0], output[0])
 
 
-def _differentiate(ctx: Any, of_mean: torch.Tensor, of_variance: torch.Tensor) -> torch.Tensor:
-    gradient: torch.Tensor = _statistics_backward(of_mean, of_variance, *ctx.saved_tensors)
+def _differentiate(ctx: Any, of_mean: Tensor, of_variance: Tensor) -> Tensor:
+    gradient: Tensor = _statistics_backward(of_mean, of_variance, *ctx.saved_tensors)
     return gradient
 
 
