@@ -17,12 +17,10 @@ from shoal.capture.op_counts import flops, moved_bytes
 from shoal.core.hardware import Device, Hardware, Link, MeasuredLink
 from shoal.cost import measure, measure_links, profile
 from shoal.cost.in_turns import Timing
-from shoal.cost.measure_links import FileRates
 from shoal.cost.random_operands import OperandFactory
 from shoal.offload import policy
 
 SLAB = MeasuredLink("host slab", 4e9, 3e9, 1e-5, 1e-5, 1e-4)
-FILE = FileRates(True, 1e9, 2e9, 1e-4, 1e-4, 1e-3)
 HERE = Hardware(
     "a made-up machine",
     Device("a made-up processor", 2**36, 5e10, 1e10, 2e-6),
@@ -50,7 +48,7 @@ _MADE_UP: list[tuple[Any, str, Any]] = [
     (profile, "_begin", _timing),
     (measure, "_measure", _here),
     (measure_links, "_slab_copies", lambda: SLAB),
-    (measure_links, "file_rates", lambda folder: FILE),
+    (measure_links, "file_link", lambda folder: MeasuredLink(f"file in {folder}", 1e9, 2e9, 1e-4, 1e-4, 1e-3 / 64)),
     (policy, "_available_bytes", lambda: HOST_BYTES),
     (policy, "shutil", SimpleNamespace(disk_usage=lambda folder: SimpleNamespace(free=HOST_BYTES))),
 ]

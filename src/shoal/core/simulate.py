@@ -12,7 +12,7 @@ from dataclasses import replace
 from shoal.core.hardware import Link
 from shoal.core.residence import Residence
 from shoal.core.schedule import Run, schedule
-from shoal.core.step import Op, StepGraph
+from shoal.core.step import RESIDENT, Op, StepGraph
 from shoal.core.timeline import Moment, MomentPhase, Timeline, Transfer, TransferWay
 from shoal.errors import PlanError
 
@@ -137,6 +137,21 @@ def _play(graph: StepGraph, runs: Iterable[Run], record: _Record | None) -> tupl
                     record.drop(storage)
                 now += stall
     return totals, now
+
+
+def alive_during(graph: StepGraph, runs: Sequence[Run], place: int, *, waits: bool = False) -> set[int]:
+    """The storages that are on the device during a run of a schedule.
+
+    Args:
+        place: of the run.
+        waits: before the run begins to write.
+    """
+    alive = {s.id for s in graph.storages if s.kind in RESIDENT}
+    for run in runs[:place]:
+        alive.update(run.fetches, run.writes)
+        alive.difference_update(run.frees, run.releases)
+    alive.update(runs[place].fetches)
+    return alive if waits else (alive | {*runs[place].writes}) - {runs[place].takes_over}
 
 
 def dropped_bytes(graph: StepGraph, run: Run, op: Op) -> int:

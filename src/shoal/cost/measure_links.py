@@ -6,7 +6,7 @@ import mmap
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -88,15 +88,7 @@ def _file(place: torch.device, folder: str | Path | None, cache: bool) -> Measur
     known = _recalled(key, place) if cache else None
     if known:
         return known[0]
-    rates = file_rates(where)
-    link = MeasuredLink(
-        name=f"file in {where}, {'direct I/O' if rates.direct else 'page cache'}",
-        to_host_bytes_per_second=rates.write_bytes_per_second,
-        to_device_bytes_per_second=rates.read_bytes_per_second,
-        to_host_latency_seconds=rates.write_seconds,
-        to_device_latency_seconds=rates.read_seconds,
-        allocation_seconds_per_mib=rates.allocation_seconds * _MIB / FILE_BYTES,
-    )
+    link = file_link(where)
     if cache:
         measurement_cache.remember("links", place, {key: [asdict(link)]})
     return link
@@ -174,31 +166,11 @@ def _pin_seconds_per_mib() -> float:
     return min(times) / _ALLOCATION_MIB
 
 
-@dataclass(frozen=True)
-class FileRates:
-    """A file in one folder.
-
-    Attributes:
-        direct: measured with direct I/O; else through the page cache, flushed after each write and, if possible,
-            dropped before each read.
-        write_bytes_per_second, read_bytes_per_second: the mean over all runs, because the disk's own cache makes the
-            first ones fast.
-        write_seconds, read_seconds: of one block of 4 KiB.
-        allocation_seconds: of allocating `FILE_BYTES` on the disk.
-    """
-
-    direct: bool
-    write_bytes_per_second: float
-    read_bytes_per_second: float
-    write_seconds: float
-    read_seconds: float
-    allocation_seconds: float
-
-
-def file_rates(folder: str | Path) -> FileRates:
+def file_link(folder: Path) -> MeasuredLink:
     """Write and read an unlinked file of 64 MiB in `folder`, as offloading does, repeatedly for a second.
 
-    The file is deleted when this returns, and also when the process is killed.
+    Bandwidths are means over all runs, because the disk's own cache makes the first ones fast; latencies are of one
+    block of 4 KiB. The file is deleted when this returns, and also when the process is killed.
 
     Raises:
         InputError: the folder does not exist, is not writable, or is full.
@@ -216,13 +188,13 @@ def file_rates(folder: str | Path) -> FileRates:
             file.write(position, address, nbytes)
             file.flush()
 
-        return FileRates(
-            direct=file.direct,
-            write_bytes_per_second=FILE_BYTES / _mean_seconds(lambda: write(FILE_BYTES)),
-            read_bytes_per_second=FILE_BYTES / _mean_seconds(lambda: file.read(position, address, FILE_BYTES)),
-            write_seconds=_mean_seconds(lambda: write(HOST_PAGE_BYTES)),
-            read_seconds=_mean_seconds(lambda: file.read(position, address, HOST_PAGE_BYTES)),
-            allocation_seconds=allocation_seconds,
+        return MeasuredLink(
+            name=f"file in {folder}, {'direct I/O' if file.direct else 'page cache'}",
+            to_host_bytes_per_second=FILE_BYTES / _mean_seconds(lambda: write(FILE_BYTES)),
+            to_device_bytes_per_second=FILE_BYTES / _mean_seconds(lambda: file.read(position, address, FILE_BYTES)),
+            to_host_latency_seconds=_mean_seconds(lambda: write(HOST_PAGE_BYTES)),
+            to_device_latency_seconds=_mean_seconds(lambda: file.read(position, address, HOST_PAGE_BYTES)),
+            allocation_seconds_per_mib=allocation_seconds * _MIB / FILE_BYTES,
         )
     except (OSError, TransferError) as error:
         reason = getattr(error, "strerror", None) or error

@@ -16,7 +16,7 @@ from shoal.core.schedule import Run, schedule
 from shoal.core.simulate import bytes_and_seconds, peak_and_seconds
 from shoal.core.step import StepGraph
 from shoal.planners.limits import DEFAULT, Effort, Guard
-from shoal.planners.transfer_places import TransferPlaces, placed_residences
+from shoal.planners.transfer_places import TransferPlaces, last_forward_reader, placed_residences
 
 
 def fill_slack(
@@ -68,9 +68,7 @@ def _highest_until_reruns(graph: StepGraph, runs: Sequence[Run]) -> list[int]:
 def _is_too_large(graph: StepGraph, name: str, highest_bytes: Sequence[int], budget_bytes: int) -> bool:
     """Whether there is no room to keep a storage before any op runs again, where nothing else is given up for it."""
     storage = graph.storage_called[name]
-    last = max((reader for reader in graph.readers[storage.id] if reader < graph.n_forward), default=-1)
-    free = max(last, graph.producer[storage.id]) + 1
-    return highest_bytes[free] + storage.nbytes > budget_bytes
+    return highest_bytes[last_forward_reader(graph, storage.id) + 1] + storage.nbytes > budget_bytes
 
 
 def _keep_or_send_more(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from shoal.core.over_budget import over_budget
 from shoal.core.plan import Plan
 from shoal.core.schedule import schedule
-from shoal.core.simulate import bytes_and_seconds
+from shoal.core.simulate import alive_during, bytes_and_seconds
 from shoal.core.sizes import format_bytes
 from shoal.core.step import RESIDENT, Op, StepGraph
 from shoal.errors import BudgetError
@@ -98,14 +98,6 @@ def at_peak(plan: Plan) -> tuple[int, int, set[int]]:
     """The peak of a plan, the op at it, and the storages alive there, resident ones included."""
     graph = plan.graph
     runs = schedule(graph, plan.residences)
-    alive = {s.id for s in graph.storages if s.kind in RESIDENT}
     totals, _ = bytes_and_seconds(graph, runs)
-    peak_bytes = max(totals, default=0)
-    if peak_bytes <= graph.resident_bytes:
-        return graph.resident_bytes, 0, alive
-    *before, at = runs[: totals.index(peak_bytes) + 1]
-    for run in before:
-        alive.update(run.fetches, run.writes)
-        alive.difference_update(run.frees, run.releases)
-    alive.update(at.fetches, at.writes)
-    return peak_bytes, at.op, alive - {at.takes_over}
+    place = max(range(len(runs)), key=totals.__getitem__)
+    return totals[place], runs[place].op, alive_during(graph, runs, place)

@@ -119,10 +119,8 @@ def _with_recomputation_inside(graph: StepGraph, runs: tuple[Run, ...]) -> StepG
                 alive.update(one.writes)
             taken_bytes = graph.storages[one.takes_over].nbytes if one.takes_over in alive else 0
             scratch_bytes = its_op.workspace_bytes + dropped_bytes(graph, one, its_op)
-            if one.again:
-                widest_bytes = max(widest_bytes, in_use - taken_bytes + scratch_bytes - _net_bytes(graph, run))
-            else:
-                widest_bytes = max(widest_bytes, in_use - taken_bytes + scratch_bytes)
+            net_bytes = _net_bytes(graph, run) if one.again else 0
+            widest_bytes = max(widest_bytes, in_use - taken_bytes + scratch_bytes - net_bytes)
             gone = alive.intersection(one.frees)
             in_use -= sum(graph.storages[s].nbytes for s in gone)
             alive -= gone

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from shoal.core.plan import Plan
 from shoal.core.residence import Encode, Offload, Recompute, exact_residence
 from shoal.core.schedule import schedule
+from shoal.core.simulate import alive_during
 from shoal.core.sizes import format_bytes
 from shoal.core.step import Storage
 from shoal.core.timeline import WAITS, Timeline
@@ -105,19 +106,9 @@ def _fate(plan: Plan, storage: Storage, saved: bool) -> str:
 
 
 def _alive_at_peak(plan: Plan) -> set[int]:
-    graph = plan.graph
-    alive = {s.id for s in graph.storages if s.kind in ("parameter", "buffer", "input", "constant")}
-    runs = schedule(graph, plan.residences)
-    moments = plan.timeline.moments
-    peak = sum(moment.phase not in WAITS for moment in moments[: moments.index(plan.timeline.peak)])
-    for run in runs[:peak]:
-        alive.update(run.fetches, run.writes)
-        alive.difference_update(run.frees, run.releases)
-    alive.update(runs[peak].fetches)
-    if plan.timeline.peak.phase not in WAITS:  # an op that waits has not begun to write
-        alive.update(runs[peak].writes)
-        alive.discard(runs[peak].takes_over)
-    return alive
+    moments, peak = plan.timeline.moments, plan.timeline.peak
+    place = sum(moment.phase not in WAITS for moment in moments[: moments.index(peak)])
+    return alive_during(plan.graph, schedule(plan.graph, plan.residences), place, waits=peak.phase in WAITS)
 
 
 def parts_of_model(timeline: Timeline, plan: Plan | None) -> PartTable:
