@@ -1,8 +1,9 @@
 """Dynamo's graph as calls of layers: what `transforms` rewrite, without tracing the model a second time.
 
 Dynamo has followed the model's own code, its hooks and its state, and guards all of it; a rewrite of its graph needs no
-guards of its own. Its graph calls functions (`F.batch_norm`) with parameters that are inputs of the graph. Here each
-convolution and each batch norm becomes a layer, whose parameters are those inputs while the rewritten graph is traced.
+guards of its own. Its graph calls functions (`F.batch_norm`) with parameters that are inputs of the graph, or that it
+computes of them, as `weight_norm` does. Here each convolution and each batch norm becomes a layer, whose parameters are
+those values while the rewritten graph is traced. What computes them runs first, once.
 
 Where the model enters autocast, everything runs under what most layers run under. An op under another one stays a call
 that enters it by itself, which no rewrite takes apart.
@@ -29,7 +30,9 @@ from shoal.capture.autocast_regions import (
     most_frequent,
     run_under,
 )
-from shoal.capture.fx_nodes import module_path
+from shoal.capture.computed_weights import computed_of_state, switches_gradients
+from shoal.capture.fx_nodes import layer_path, module_path
+from shoal.transforms.split.split_region import OF_PARAMETERS
 from shoal.transforms.tracing import add_to_new_memory
 from shoal.transforms.writes import is_in_place
 
@@ -56,7 +59,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class _Bound:
-    """An attribute of a layer that is an input of the graph."""
+    """An attribute of a layer that is one of the values that a layered graph is run with."""
 
     layer: nn.Module
     attribute: str
@@ -70,9 +73,10 @@ class LayeredGraph:
     Attributes:
         root: has the layers, under the names that they have in the model.
         graph: what is called; its inputs are those that no layer has. The images come first.
-        bound: which inputs of Dynamo's graph the layers have.
-        places: which inputs of Dynamo's graph its inputs are.
+        bound: which values the layers have: the inputs of Dynamo's graph, then the results of `first`.
+        places: which of these values its inputs are.
         autocasts: what the graph runs under in addition to what its caller has entered.
+        first: what computes layers' weights, called with the inputs of Dynamo's graph; None if all of them are inputs.
     """
 
     root: nn.Module
@@ -80,6 +84,7 @@ class LayeredGraph:
     bound: tuple[_Bound, ...]
     places: tuple[int, ...]
     autocasts: Autocasts = ()
+    first: fx.GraphModule | None = None
 
     def layers(self, kind: type[nn.Module]) -> list[nn.Module]:
         """The layers of a kind, each once."""
@@ -114,57 +119,101 @@ class _LayeredReader:
         self.bound: list[_Bound] = []
         self.names: set[str] = set()
         self.known: dict[Any, str] = {}  # layers that are called more than once
+        self.computed = frozenset[fx.Node]()  # what runs before the layers
 
     def read(self) -> LayeredGraph:
         autocasts = autocasts_of(self.gm.graph)
-        most = most_frequent(under for node, under in autocasts.items() if _is_layer(node))
+        self.computed = self._computed()
+        most = most_frequent(under for node, under in autocasts.items() if self._may_be_layer(node))
+        results = [node for node in autocasts if node in self.computed and not self.computed.issuperset(node.users)]
+        self.place |= {node: place for place, node in enumerate(results, len(self.inputs))}
+        first = self._first_module(autocasts, most, results) if results else None
         layer_calls = {
             node: found
             for node, under in autocasts.items()
-            if under == most and (found := self._layer(node)) is not None
+            if under == most and self._may_be_layer(node) and (found := self._layer(node)) is not None
         }
-        needed = [node for node in self.inputs if self._is_read(node, layer_calls)]
-        images = next((node for node in needed if not is_of_a_module(node)), None)
+        needed = [node for node in self.place if self._is_read(node, layer_calls)]
+        images = next((node for node in needed if node.op == "placeholder" and not is_of_a_module(node)), None)
         if images is not None:
             needed.remove(images)
             needed.insert(0, images)
         for node in needed:
-            self.value[node] = self._copied(node)
+            self.value[node] = self._copied(node) if node.op == "placeholder" else self._result(node)
         for node, under in autocasts.items():
-            if node.op == "placeholder":
+            if node.op == "placeholder" or node in self.computed:
                 continue
             if node in layer_calls:
                 name, source = layer_calls[node]
                 self.value[node] = self.graph.call_module(name, (self.value[source],))
                 self.value[node].meta.update(node.meta)
             else:
-                _check(node, self.gm)
-                if node.op == "get_attr":
-                    setattr(self.root, str(node.target), getattr(self.gm, str(node.target)))
-                is_own = under != most and is_affected(node)
-                if is_own and is_in_place(node):
-                    raise Refused(f"{node.name} writes in place under an autocast of its own")
-                self.value[node] = run_under(node, under, self.value, self.graph) if is_own else self._copied(node)
+                self.value[node] = self._call(node, under, most)
         add_to_new_memory(self.root, self.graph)
         places = tuple(self.place[node] for node in needed)
-        return LayeredGraph(self.root, self.graph, tuple(self.bound), places, most)
+        return LayeredGraph(self.root, self.graph, tuple(self.bound), places, most, first)
+
+    def _computed(self) -> frozenset[fx.Node]:
+        """What runs before the layers, if it computes the weight of one."""
+        tensors = [node for node in self.inputs if isinstance(node.meta.get("example_value"), torch.Tensor)]
+        state = [node for node in tensors if is_of_a_module(node)]
+        found = computed_of_state(self.gm.graph, state, [node for node in tensors if node not in state])
+        weights = {
+            operand
+            for node in self.gm.graph.nodes
+            if _is_layer(node) and node not in found
+            for operand in node.all_input_nodes[1:]
+        }
+        return found if not found.isdisjoint(weights) else frozenset()
+
+    def _first_module(
+        self, autocasts: Mapping[fx.Node, Autocasts], most: Autocasts, results: Sequence[fx.Node]
+    ) -> fx.GraphModule:
+        for node in self.inputs:
+            self.value[node] = self._copied(node)
+        for node, under in autocasts.items():
+            if node in self.computed:
+                self.value[node] = self._call(node, under, most)
+        self.graph.output(tuple(self.value[node] for node in results))
+        first = fx.GraphModule(self.root, self.graph, "First")
+        self.value, self.graph = {}, fx.Graph()
+        return first
+
+    def _call(self, node: fx.Node, under: Autocasts, most: Autocasts) -> fx.Node:
+        """A copy of what is no call of a layer."""
+        if node not in self.computed or not switches_gradients(node):
+            _check(node, self.gm)
+        if node.op == "get_attr":
+            setattr(self.root, str(node.target), getattr(self.gm, str(node.target)))
+        is_own = under != most and is_affected(node)
+        if is_own and is_in_place(node):
+            raise Refused(f"{node.name} writes in place under an autocast of its own")
+        return run_under(node, under, self.value, self.graph) if is_own else self._copied(node)
 
     def _copied(self, node: fx.Node) -> fx.Node:
         return self.graph.node_copy(node, self.value.__getitem__)
 
+    def _result(self, node: fx.Node) -> fx.Node:
+        """The input of the graph that is a value computed before."""
+        result = self.graph.placeholder(node.name)
+        result.meta = {**node.meta, OF_PARAMETERS: True}
+        return result
+
     def _is_read(self, node: fx.Node, layer_calls: Mapping[fx.Node, tuple[str, fx.Node]]) -> bool:
         """Whether anything but layers reads an input, or a layer reads it as what it is called with."""
-        return not node.users or any(user not in layer_calls or layer_calls[user][1] is node for user in node.users)
+        readers = [user for user in node.users if user not in self.computed]
+        return not node.users or any(user not in layer_calls or layer_calls[user][1] is node for user in readers)
+
+    def _may_be_layer(self, node: fx.Node) -> bool:
+        return _is_layer(node) and node not in self.computed
 
     def _layer(self, node: fx.Node) -> tuple[str, fx.Node] | None:
         """The name of the layer that a node calls, and what it is called with."""
-        if not _is_layer(node):
-            return None
         return self._convolution(node) if node.target in _CONVOLUTIONS else self._batch_norm(node)
 
     def _convolution(self, node: fx.Node) -> tuple[str, fx.Node] | None:
         given = _arguments(node, _CONVOLUTION_ARGUMENTS, _CONVOLUTION_DEFAULTS)
-        if given is None or not self._are_inputs(given, "weight", "bias"):
+        if given is None or not self._are_known(given, "weight", "bias"):
             return None
         settings = [given[name] for name in ("stride", "padding", "dilation", "groups")]
         if any(isinstance(leaf, fx.Node) for leaf in _leaves(settings)):
@@ -191,7 +240,7 @@ class _LayeredReader:
         defaults = {"weight": None, "bias": None, "training": False, "momentum": 0.1, "eps": 1e-5}
         given = _arguments(node, _BATCH_NORM_ARGUMENTS, defaults)
         names = ("running_mean", "running_var", "weight", "bias")
-        if given is None or not self._are_inputs(given, *names):
+        if given is None or not self._are_known(given, *names):
             return None
         training, momentum, eps = given["training"], given["momentum"], given["eps"]
         dims = given["input"].meta["example_value"].dim()
@@ -234,7 +283,8 @@ class _LayeredReader:
 
     def _add(self, layer: nn.Module, source: fx.Node | None, node: fx.Node) -> str:
         """The layer's name in the model, where its parameters tell."""
-        path = module_path(str(getattr(getattr(source, "_dynamo_source", None), "name", ""))) or node.name
+        path = module_path(str(getattr(getattr(source, "_dynamo_source", None), "name", "")))
+        path = path or (layer_path(node) if source in self.computed else "") or node.name
         # A layer that a function holds has no path only of modules: `__dict__` may be on it.
         path = ".".join(f"{part}_" if hasattr(nn.Module, part) else part for part in path.split("."))
         name, number = path, 1
@@ -253,8 +303,8 @@ class _LayeredReader:
         module.add_module(last, layer)
         return name
 
-    def _are_inputs(self, given: Mapping[str, Any], *names: str) -> bool:
-        """Whether these are inputs of the graph, as parameters and buffers are, or None."""
+    def _are_known(self, given: Mapping[str, Any], *names: str) -> bool:
+        """Whether these are inputs of the graph, computed before the layers, or None."""
         return all(given[name] is None or given[name] in self.place for name in names)
 
 
@@ -326,9 +376,12 @@ class _Variant(nn.Module):
         self._source, self._rewritten, self._first = source, (rewritten,), first  # in a tuple, so that it is no child
 
     def forward(self, *inputs: Any) -> Any:
-        given = (*self._first, *(inputs[place] for place in self._source.places))
-        with _binding(self._source.bound, inputs):
-            return InterpreterUnder(self._rewritten[0], self._source.autocasts).run(*given)
+        source = self._source
+        if source.first is not None:
+            inputs = (*inputs, *InterpreterUnder(source.first, source.autocasts).run(*inputs))
+        given = (*self._first, *(inputs[place] for place in source.places))
+        with _binding(source.bound, inputs):
+            return InterpreterUnder(self._rewritten[0], source.autocasts).run(*given)
 
 
 @contextmanager

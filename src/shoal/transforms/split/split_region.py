@@ -23,6 +23,7 @@ from shoal.transforms.split.spatial_ops import (
 from shoal.transforms.writes import Writes
 
 AUTO = "auto"
+OF_PARAMETERS = "shoal_of_parameters"  # marks an input of a graph that was computed of parameters only
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,8 @@ def _is_for_all(operand: fx.Node, node: fx.Node, dims: int | None) -> bool:
 def _is_of_parameters(node: fx.Node) -> bool:
     """Whether it is a parameter, or computed only of parameters by an op of each element, or another shape of one."""
     if node.op in ("placeholder", "get_attr"):
-        return node.op == "get_attr" or isinstance(node.meta.get("example_value"), nn.Parameter)
+        is_marked = OF_PARAMETERS in node.meta or isinstance(node.meta.get("example_value"), nn.Parameter)
+        return node.op == "get_attr" or is_marked
     is_known = is_pointwise(node) or node.target in ("reshape", "view", "unsqueeze", torch.reshape, torch.unsqueeze)
     return is_known and bool(node.all_input_nodes) and all(map(_is_of_parameters, node.all_input_nodes))
 
