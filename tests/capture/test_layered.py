@@ -13,6 +13,7 @@ from torch import fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 from torch.nn import functional as F
+from torch.nn.utils import parametrizations
 
 from shoal.capture.autocast_regions import Under
 from shoal.capture.layered import Refused, as_dynamo_graph, layered
@@ -42,6 +43,21 @@ class Functional(nn.Module):
         return F.batch_norm(y, None, None, training=True, eps=0.1)
 
 
+class UnderAutocast(nn.Module):
+    """Computes a weight under one autocast and its scale under none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.low = parametrizations.weight_norm(nn.Conv2d(2, 4, 3)), nn.Parameter(torch.randn(4, 4))
+        self.last = nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = self.low @ self.low
+        with torch.autocast("cpu", torch.bfloat16):
+            y = F.conv2d(self.conv(x), self.last.weight + (scale @ self.low)[:, :, None, None])
+        return y.float()
+
+
 def trained(model: nn.Module, backend: Callable[..., Any] | None, *inputs: Any) -> list[torch.Tensor]:
     """The output, all gradients and buffers of one step."""
     run = model if backend is None else torch.compile(model, backend=backend, fullgraph=True)
@@ -66,6 +82,8 @@ def rebuilt(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         (nn.Sequential(nn.Flatten(), nn.Linear(8, 4), nn.BatchNorm1d(4)), (3, 2, 4)),
         (nn.Sequential(nn.Conv3d(2, 4, 2, dilation=2), nn.BatchNorm3d(4, momentum=0.5)), (2, 2, 5, 5, 5)),
         (nn.Sequential(nn.Conv2d(2, 4, 3, padding=1, padding_mode="circular"), nn.MaxPool2d(2)), (2, 2, 8, 8)),
+        (parametrizations.spectral_norm(nn.Conv2d(2, 4, 3)), (2, 2, 8, 8)),
+        (UnderAutocast(), (2, 2, 8, 8)),
     ],
 )
 def test_a_step_of_it_has_the_bits_of_the_model(model: nn.Module, shape: tuple[int, ...]) -> None:
@@ -115,6 +133,69 @@ def test_the_images_come_first() -> None:
     source = read(Functional(), torch.ones(2, 4, 8, 8))
     first = next(iter(source.graph.nodes))
     assert first.op == "placeholder" and first.meta["example_value"].shape == (2, 4, 8, 8)
+
+
+def test_layers_with_computed_weights_are_read_under_their_names() -> None:
+    inner = nn.Sequential(parametrizations.weight_norm(nn.Conv2d(2, 4, 3)), nn.BatchNorm2d(4))
+    source = read(nn.Sequential(inner, parametrizations.spectral_norm(nn.Conv2d(4, 4, 1))), torch.ones(2, 2, 8, 8))
+    assert [node.target for node in source.graph.find_nodes(op="call_module")] == ["0.0", "0.1", "1"]
+    assert source.root.get_submodule("1").weight.shape == (4, 4, 1, 1)
+    n_results = len(source.first.graph.find_nodes(op="output")[0].args[0])
+    assert n_results == 4  # two weights and the two vectors of a spectral norm, which are results of Dynamo's graph
+
+
+class ScaledResult(nn.Module):
+    """A layer's scale, as in ConvNeXt, computed of a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.scale = nn.Conv2d(4, 4, 1), nn.Parameter(torch.randn(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv(x) * (2 * self.scale).reshape(-1, 1, 1)
+
+
+@pytest.mark.parametrize("model", [Functional(), ScaledResult()])
+def test_what_else_is_computed_of_parameters_stays_where_it_is(model: nn.Module) -> None:
+    assert read(model, torch.ones(2, 4, 8, 8)).first is None
+
+
+class Reordered(nn.Module):
+    """A weight cannot be computed before the layers: running statistics, random numbers or buffers change meanwhile."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.norm, self.conv = kind, nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1)
+        self.scale = nn.Buffer(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.conv.weight
+        if self.kind == "statistics":
+            x = self.norm(x)
+            weight = weight * self.norm.running_var
+        elif self.kind == "random":
+            x, weight = F.dropout(x), F.dropout(weight)
+        elif self.kind == "read before":
+            x = x * self.scale.reshape(-1, 1, 1)
+            weight = weight * self.scale.mul_(2).sum()
+        else:
+            self.scale.copy_(x.mean((0, 2, 3)))
+            weight = weight * self.scale
+        return F.conv2d(x, weight)
+
+
+@pytest.mark.parametrize("kind", ["statistics", "random", "read before", "written of images"])
+def test_a_weight_that_would_be_computed_of_other_values_leaves_its_layer_as_it_is(kind: str) -> None:
+    torch.manual_seed(0)
+    model, x = Reordered(kind), torch.randn(2, 4, 8, 8)
+    assert read(copy.deepcopy(model), x).layers(nn.Conv2d) == []
+    torch._dynamo.reset()
+    torch.manual_seed(1)
+    ours = trained(copy.deepcopy(model), rebuilt, x)
+    torch.manual_seed(1)
+    theirs = trained(copy.deepcopy(model), None, x)
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(one, other)
 
 
 class Autocast(nn.Module):
