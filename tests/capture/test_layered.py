@@ -140,7 +140,7 @@ def test_layers_with_computed_weights_are_read_under_their_names() -> None:
     source = read(nn.Sequential(inner, parametrizations.spectral_norm(nn.Conv2d(4, 4, 1))), torch.ones(2, 2, 8, 8))
     assert [node.target for node in source.graph.find_nodes(op="call_module")] == ["0.0", "0.1", "1"]
     assert source.root.get_submodule("1").weight.shape == (4, 4, 1, 1)
-    n_results = len(source.first.graph.find_nodes(op="output")[0].args[0])
+    n_results = len(source.weights.graph.find_nodes(op="output")[0].args[0])
     assert n_results == 4  # two weights and the two vectors of a spectral norm, which are results of Dynamo's graph
 
 
@@ -157,7 +157,7 @@ class ScaledResult(nn.Module):
 
 @pytest.mark.parametrize("model", [Functional(), ScaledResult()])
 def test_what_else_is_computed_of_parameters_stays_where_it_is(model: nn.Module) -> None:
-    assert read(model, torch.ones(2, 4, 8, 8)).first is None
+    assert read(model, torch.ones(2, 4, 8, 8)).weights is None
 
 
 class Reordered(nn.Module):

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 from torch.nn import functional as F
 
+from shoal.capture.autocast_regions import autocasts_of
 from shoal.transforms.writes import Writes
 
 _DRAW = ("dropout", "attention", "gumbel")  # functions of torch.nn.functional that have no operator of their own
@@ -51,7 +52,7 @@ def computed_of_state(graph: fx.Graph, state: Iterable[fx.Node], images: Iterabl
             found.add(node)
     switches = [node for node in graph.nodes if switches_gradients(node)]
     is_enabled = True
-    for node in graph.nodes:
+    for node in autocasts_of(graph):  # each call, without those that enter and leave autocast
         if node in switches:
             is_enabled = node.args == (True,)
         elif not is_enabled and node not in found and node.op != "placeholder":

@@ -73,10 +73,10 @@ class LayeredGraph:
     Attributes:
         root: has the layers, under the names that they have in the model.
         graph: what is called; its inputs are those that no layer has. The images come first.
-        bound: which values the layers have: the inputs of Dynamo's graph, then the results of `first`.
+        bound: which values the layers have: the inputs of Dynamo's graph, then the results of `weights`.
         places: which of these values its inputs are.
         autocasts: what the graph runs under in addition to what its caller has entered.
-        first: what computes layers' weights, called with the inputs of Dynamo's graph; None if all of them are inputs.
+        weights: computes the weights of layers, of the inputs of Dynamo's graph; None if all of them are inputs.
     """
 
     root: nn.Module
@@ -84,7 +84,7 @@ class LayeredGraph:
     bound: tuple[_Bound, ...]
     places: tuple[int, ...]
     autocasts: Autocasts = ()
-    first: fx.GraphModule | None = None
+    weights: fx.GraphModule | None = None
 
     def layers(self, kind: type[nn.Module]) -> list[nn.Module]:
         """The layers of a kind, each once."""
@@ -127,7 +127,7 @@ class _LayeredReader:
         most = most_frequent(under for node, under in autocasts.items() if self._may_be_layer(node))
         results = [node for node in autocasts if node in self.computed and not self.computed.issuperset(node.users)]
         self.place |= {node: place for place, node in enumerate(results, len(self.inputs))}
-        first = self._first_module(autocasts, most, results) if results else None
+        weights = self._weights(autocasts, most, results) if results else None
         layer_calls = {
             node: found
             for node, under in autocasts.items()
@@ -151,10 +151,10 @@ class _LayeredReader:
                 self.value[node] = self._call(node, under, most)
         add_to_new_memory(self.root, self.graph)
         places = tuple(self.place[node] for node in needed)
-        return LayeredGraph(self.root, self.graph, tuple(self.bound), places, most, first)
+        return LayeredGraph(self.root, self.graph, tuple(self.bound), places, most, weights)
 
     def _computed(self) -> frozenset[fx.Node]:
-        """What runs before the layers, if it computes the weight of one."""
+        """What runs before the layers; nothing if it computes the weight of none."""
         tensors = [node for node in self.inputs if isinstance(node.meta.get("example_value"), torch.Tensor)]
         state = [node for node in tensors if is_of_a_module(node)]
         found = computed_of_state(self.gm.graph, state, [node for node in tensors if node not in state])
@@ -166,7 +166,7 @@ class _LayeredReader:
         }
         return found if not found.isdisjoint(weights) else frozenset()
 
-    def _first_module(
+    def _weights(
         self, autocasts: Mapping[fx.Node, Autocasts], most: Autocasts, results: Sequence[fx.Node]
     ) -> fx.GraphModule:
         for node in self.inputs:
@@ -175,9 +175,9 @@ class _LayeredReader:
             if node in self.computed:
                 self.value[node] = self._call(node, under, most)
         self.graph.output(tuple(self.value[node] for node in results))
-        first = fx.GraphModule(self.root, self.graph, "First")
+        weights = fx.GraphModule(self.root, self.graph, "Weights")
         self.value, self.graph = {}, fx.Graph()
-        return first
+        return weights
 
     def _call(self, node: fx.Node, under: Autocasts, most: Autocasts) -> fx.Node:
         """A copy of what is no call of a layer."""
@@ -377,8 +377,8 @@ class _Variant(nn.Module):
 
     def forward(self, *inputs: Any) -> Any:
         source = self._source
-        if source.first is not None:
-            inputs = (*inputs, *InterpreterUnder(source.first, source.autocasts).run(*inputs))
+        if source.weights is not None:
+            inputs = (*inputs, *InterpreterUnder(source.weights, source.autocasts).run(*inputs))
         given = (*self._first, *(inputs[place] for place in source.places))
         with _binding(source.bound, inputs):
             return InterpreterUnder(self._rewritten[0], source.autocasts).run(*given)

@@ -90,22 +90,23 @@ KINDS: dict[str, Callable[[Layer], Layer]] = {
 
 
 class Network(nn.Module):
-    """A residual block, one layer of which runs twice, a transposed convolution and a linear layer."""
+    """A residual block, a transposed convolution, two convolutions with one weight, and a linear layer."""
 
     def __init__(self, dims: int, kind: str) -> None:
         super().__init__()
         weights, name = KINDS.get(kind, lambda layer: layer), f"{dims}d"
         convolution, norm = getattr(nn, f"Conv{name}"), getattr(nn, f"BatchNorm{name}")
         self.first, self.second = weights(convolution(3, 4, 3, padding=1)), weights(convolution(4, 4, 3, padding=1))
-        self.twice = weights(convolution(4, 4, 1, bias=False))
+        self.convolve, self.short = getattr(F, f"conv{name}"), weights(convolution(4, 4, 1, bias=False))
         self.up = weights(getattr(nn, f"ConvTranspose{name}")(4, 4, 2, 2))
         self.norms = nn.ModuleList([norm(4), norm(4).eval().requires_grad_(False)])
         self.head = weights(nn.Linear(4, 2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = F.relu(self.norms[0](self.first(x)))
-        x = F.relu(self.norms[1](self.second(x)) + self.twice(x))
-        return self.head(self.twice(self.up(x)).relu().flatten(2).mean(2))
+        x = F.relu(self.norms[1](self.second(x)) + self.short(x))
+        convolve, weight = self.convolve, self.short.weight
+        return self.head(convolve(convolve(self.up(x), weight).relu(), weight).flatten(2).mean(2))
 
 
 VARIANTS = (
