@@ -3,7 +3,7 @@
 Dynamo has followed the model's own code, its hooks and its state, and guards all of it; a rewrite of its graph needs no
 guards of its own. Its graph calls functions (`F.batch_norm`) with parameters that are inputs of the graph, or that it
 computes of them, as `weight_norm` does. Here each convolution and each batch norm becomes a layer, whose parameters are
-those values while the rewritten graph is traced. What computes them runs first, once.
+those values while the rewritten graph is traced. What computes them runs once, before the layer.
 
 Where the model enters autocast, everything runs under what most layers run under. An op under another one stays a call
 that enters it by itself, which no rewrite takes apart.
@@ -30,7 +30,7 @@ from shoal.capture.autocast_regions import (
     most_frequent,
     run_under,
 )
-from shoal.capture.computed_weights import computed_of_state, switches_gradients
+from shoal.capture.computed_weights import computed_of_state, insert_weights, switches_gradients
 from shoal.capture.fx_nodes import layer_path, module_path
 from shoal.transforms.split.split_region import OF_PARAMETERS
 from shoal.transforms.tracing import add_to_new_memory
@@ -353,6 +353,19 @@ def as_dynamo_graph(
         rewritten: a graph of the same layers.
         first: values that `rewritten` takes before its inputs.
     """
+    if source.weights is not None:
+        results: Any = source.weights.graph.find_nodes(op="output")[0].args[0]
+        n_inputs = len(source.weights.graph.find_nodes(op="placeholder"))
+        given = rewritten.graph.find_nodes(op="placeholder")[len(first) :]
+        read = {
+            node: results[place - n_inputs]
+            for node, place in zip(given, source.places, strict=True)
+            if place >= n_inputs
+        }
+        bound = [
+            (one.layer, one.attribute, results[one.place - n_inputs]) for one in source.bound if one.place >= n_inputs
+        ]
+        insert_weights(rewritten, source.weights, read, bound)
     for node in rewritten.graph.find_nodes(op="call_module"):
         node.meta.setdefault("nn_module_stack", {"": (str(node.target), nn.Module)})  # for the layers' names
     graph = fx.Graph()
@@ -377,10 +390,9 @@ class _Variant(nn.Module):
 
     def forward(self, *inputs: Any) -> Any:
         source = self._source
-        if source.weights is not None:
-            inputs = (*inputs, *InterpreterUnder(source.weights, source.autocasts).run(*inputs))
-        given = (*self._first, *(inputs[place] for place in source.places))
+        known = [inputs[place] for place in source.places if place < len(inputs)]
         with _binding(source.bound, inputs):
+            given = *self._first, *known, *(inputs if source.weights is not None else ())
             return InterpreterUnder(self._rewritten[0], source.autocasts).run(*given)
 
 
@@ -388,7 +400,8 @@ class _Variant(nn.Module):
 def _binding(bound: Sequence[_Bound], inputs: Sequence[Any]) -> Iterator[None]:
     examples = [getattr(one.layer, one.attribute) for one in bound]
     for one in bound:
-        object.__setattr__(one.layer, one.attribute, inputs[one.place])
+        if one.place < len(inputs):  # what is computed is bound when it is
+            object.__setattr__(one.layer, one.attribute, inputs[one.place])
     try:
         yield
     finally:
