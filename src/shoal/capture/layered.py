@@ -119,7 +119,7 @@ class _LayeredReader:
         self.bound: list[_Bound] = []
         self.names: set[str] = set()
         self.known: dict[Any, str] = {}  # layers that are called more than once
-        self.computed = frozenset[fx.Node]()  # what runs before the layers
+        self.computed = frozenset[fx.Node]()  # what computes weights
 
     def read(self) -> LayeredGraph:
         autocasts = autocasts_of(self.gm.graph)
@@ -154,7 +154,7 @@ class _LayeredReader:
         return LayeredGraph(self.root, self.graph, tuple(self.bound), places, most, weights)
 
     def _computed(self) -> frozenset[fx.Node]:
-        """What runs before the layers; nothing if it computes the weight of none."""
+        """What computes weights; nothing if these are of no layer."""
         tensors = [node for node in self.inputs if isinstance(node.meta.get("example_value"), torch.Tensor)]
         state = [node for node in tensors if is_of_a_module(node)]
         found = computed_of_state(self.gm.graph, state, [node for node in tensors if node not in state])
@@ -194,7 +194,7 @@ class _LayeredReader:
         return self.graph.node_copy(node, self.value.__getitem__)
 
     def _result(self, node: fx.Node) -> fx.Node:
-        """The input of the graph that is a value computed before."""
+        """The input of the graph that a computed value replaces."""
         result = self.graph.placeholder(node.name)
         result.meta = {**node.meta, OF_PARAMETERS: True}
         return result
@@ -304,7 +304,7 @@ class _LayeredReader:
         return name
 
     def _are_known(self, given: Mapping[str, Any], *names: str) -> bool:
-        """Whether these are inputs of the graph, computed before the layers, or None."""
+        """Whether these are inputs of the graph, computed of these only, or None."""
         return all(given[name] is None or given[name] in self.place for name in names)
 
 
