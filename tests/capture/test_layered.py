@@ -43,6 +43,20 @@ class Functional(nn.Module):
         return F.batch_norm(y, None, None, training=True, eps=0.1)
 
 
+class Counting(nn.Module):
+    """Moves buffers without gradients, under an autocast of its own, and has a computed weight in its last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.last = nn.Conv2d(2, 4, 3), parametrizations.spectral_norm(nn.Linear(6, 2))
+        self.steps = nn.Buffer(torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            self.steps.add_(1).mul_(2)
+        return self.last(self.conv(x))
+
+
 class UnderAutocast(nn.Module):
     """Computes a weight under one autocast and its scale under none."""
 
@@ -84,6 +98,7 @@ def rebuilt(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         (nn.Sequential(nn.Conv2d(2, 4, 3, padding=1, padding_mode="circular"), nn.MaxPool2d(2)), (2, 2, 8, 8)),
         (parametrizations.spectral_norm(nn.Conv2d(2, 4, 3)), (2, 2, 8, 8)),
         (UnderAutocast(), (2, 2, 8, 8)),
+        (Counting(), (2, 2, 8, 8)),
     ],
 )
 def test_a_step_of_it_has_the_bits_of_the_model(model: nn.Module, shape: tuple[int, ...]) -> None:
@@ -133,6 +148,11 @@ def test_the_images_come_first() -> None:
     source = read(Functional(), torch.ones(2, 4, 8, 8))
     first = next(iter(source.graph.nodes))
     assert first.op == "placeholder" and first.meta["example_value"].shape == (2, 4, 8, 8)
+
+
+def test_buffers_that_are_moved_without_gradients_are_no_obstacle() -> None:
+    source = read(Counting(), torch.ones(2, 2, 8, 8))
+    assert [node.target for node in source.graph.find_nodes(op="call_module")] == ["conv"]
 
 
 def test_layers_with_computed_weights_are_read_under_their_names() -> None:

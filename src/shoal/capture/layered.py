@@ -32,6 +32,7 @@ from shoal.capture.autocast_regions import (
 )
 from shoal.capture.computed_weights import computed_of_state, insert_weights, switches_gradients
 from shoal.capture.fx_nodes import layer_path, module_path
+from shoal.transforms.split.spatial_ops import is_transposed
 from shoal.transforms.split.split_region import OF_PARAMETERS
 from shoal.transforms.tracing import add_to_new_memory
 from shoal.transforms.writes import is_in_place
@@ -127,7 +128,7 @@ class _LayeredReader:
         most = most_frequent(under for node, under in autocasts.items() if self._may_be_layer(node))
         results = [node for node in autocasts if node in self.computed and not self.computed.issuperset(node.users)]
         self.place |= {node: place for place, node in enumerate(results, len(self.inputs))}
-        weights = self._weights(autocasts, most, results) if results else None
+        weights = self._weights(autocasts, most, results) if self.computed else None
         layer_calls = {
             node: found
             for node, under in autocasts.items()
@@ -154,17 +155,15 @@ class _LayeredReader:
         return LayeredGraph(self.root, self.graph, tuple(self.bound), places, most, weights)
 
     def _computed(self) -> frozenset[fx.Node]:
-        """What computes weights; nothing if these are of no layer."""
+        """What computes weights, if a convolution or a batch norm has one of these, or gradients are off for some."""
+        nodes = self.gm.graph.nodes
+        readers = [node for node in nodes if _is_layer(node) or is_transposed(node)]
+        weights = {one for node in readers for one in node.all_input_nodes[1:] if one.op != "placeholder"}
+        if not weights and not any(map(switches_gradients, nodes)):
+            return frozenset()
         tensors = [node for node in self.inputs if isinstance(node.meta.get("example_value"), torch.Tensor)]
         state = [node for node in tensors if is_of_a_module(node)]
-        found = computed_of_state(self.gm.graph, state, [node for node in tensors if node not in state])
-        weights = {
-            operand
-            for node in self.gm.graph.nodes
-            if _is_layer(node) and node not in found
-            for operand in node.all_input_nodes[1:]
-        }
-        return found if not found.isdisjoint(weights) else frozenset()
+        return computed_of_state(self.gm.graph, state, [node for node in tensors if node not in state])
 
     def _weights(
         self, autocasts: Mapping[fx.Node, Autocasts], most: Autocasts, results: Sequence[fx.Node]
@@ -181,12 +180,13 @@ class _LayeredReader:
 
     def _call(self, node: fx.Node, under: Autocasts, most: Autocasts) -> fx.Node:
         """A copy of what is no call of a layer."""
-        if node not in self.computed or not switches_gradients(node):
-            _check(node, self.gm)
+        if node in self.computed and switches_gradients(node):
+            return self._copied(node)
+        _check(node, self.gm)
         if node.op == "get_attr":
             setattr(self.root, str(node.target), getattr(self.gm, str(node.target)))
         is_own = under != most and is_affected(node)
-        if is_own and is_in_place(node):
+        if is_own and is_in_place(node) and node not in self.computed:
             raise Refused(f"{node.name} writes in place under an autocast of its own")
         return run_under(node, under, self.value, self.graph) if is_own else self._copied(node)
 
