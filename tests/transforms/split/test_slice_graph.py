@@ -117,6 +117,81 @@ class ChannelsBehind(nn.Module):
         return self.head(x + y * (2 * self.scale).reshape(1, -1, 1, 1))
 
 
+class Frames(nn.Module):
+    """Of five videos; channels are shuffled, scaled by what all frames have, and a head reads each sample's means."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.norm = nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+        self.gate, self.head, self.weight = nn.Conv2d(4, 4, 1), nn.Conv1d(4, 2, 1), nn.Parameter(torch.randn(2, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x.view(15, 3, 8, 8))
+        x = F.relu(self.norm(x.view(15, 2, 2, 6, 6).transpose(1, 2).reshape((15, 4, 6, 6))))
+        x = self.second(x) * self.gate(x.mean((2, 3), keepdim=True)).softmax(1)
+        y = self.head(x.reshape(5, 3, 4, -1).mean(3).transpose(1, 2))
+        return F.linear(torch.flatten(y, 1).unflatten(1, (2, -1)).sum(2), self.weight)
+
+
+def test_frames_of_a_sample_stay_together() -> None:
+    torch.manual_seed(0)
+    network, x = Frames().double(), torch.randn(5, 3, 3, 8, 8, dtype=torch.float64)
+    graph = traced(network, x)
+    region = region_of(graph, network, 1.0)
+    assert {"reshape", "batch norm"} < set(region.nodes.values()) and [node.name for node in region.leaving] == [
+        "linear"
+    ]
+    sliced = slice_graph(network, graph, region, 5, 3)
+    whole = copy.deepcopy(network)
+    weights = torch.randn(5, 2, dtype=torch.float64)
+    torch.testing.assert_close(sliced(x), whole(x), rtol=0, atol=1e-12)
+    ours, theirs = (
+        torch.autograd.grad((one(x) * weights).sum(), of.parameters())
+        for one, of in ((sliced, network), (whole, whole))
+    )
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-11)
+    torch.testing.assert_close(dict(network.named_buffers()), dict(whole.named_buffers()), rtol=0, atol=1e-12)
+
+
+class SamplesMeet(nn.Module):
+    """Of as many samples as channels: axes of a sum meet others, or a reshape, a mean or a softmax mixes samples."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.first, self.second = kind, nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if self.kind == "fewer axes":
+            x = x * x.sum(1)
+        elif self.kind == "first axis":
+            x = x - x.mean((0, 2), keepdim=True)
+        elif self.kind == "softmax":
+            x = x.softmax(-4)
+        elif self.kind == "swapped":
+            x = x.transpose(0, 1)
+        elif self.kind == "another first axis":
+            x = x.reshape(2, 8, 4, 4)[:, :4]
+        elif self.kind == "written through a view":
+            y = x.view(4, 4, 16)
+            y.mul_(2)
+        return self.second(x)
+
+
+@pytest.mark.parametrize(
+    "kind", ["fewer axes", "first axis", "softmax", "swapped", "another first axis", "written through a view"]
+)
+def test_what_mixes_samples_ends_the_slices(kind: str) -> None:
+    torch.manual_seed(0)
+    network, x = SamplesMeet(kind).double(), torch.randn(4, 3, 4, 4, dtype=torch.float64)
+    graph = traced(network, x)
+    expected = network(x)
+    region = choose_region(graph, dict(network.named_modules()), dims=None, depth=1.0, join="auto")
+    assert region is None or [node.name for node in region.leaving] == ["first"]
+    if region is not None:
+        torch.testing.assert_close(slice_graph(network, graph, region, 4, 2)(x), expected, rtol=0, atol=1e-12)
+
+
 def traced(network: nn.Module, x: torch.Tensor) -> fx.Graph:
     """Its graph, with the values of a run in its notes, as Dynamo has them."""
     graph = fx.Tracer().trace(network)

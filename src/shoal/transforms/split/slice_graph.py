@@ -135,6 +135,11 @@ class _SliceGraphBuilder(PartGraphBuilder):
             self.slice_of[node, number] = self.out.call_function(convolve_parts, arguments)
         elif node in self.done:
             self.slice_of[node, number] = operand(node.all_input_nodes[0])
+        elif self.region.nodes[node] == "reshape":
+            begin, end = self.spans[number]
+            rows, *others = node.meta["example_value"].shape
+            sizes = rows * (end - begin) // self.spans[-1][1], *others
+            self.slice_of[node, number] = self.out.call_method("reshape", (operand(source), sizes))
         elif self.spans[number][1] - self.spans[number][0] == 1 and self._is_norm(node):
             read = operand(node.all_input_nodes[0])
             strided = self.out.call_function(with_strides, (read,))

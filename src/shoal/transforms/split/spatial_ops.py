@@ -17,7 +17,7 @@ from shoal.kernels.batch_norm_vectors import measures
 from shoal.transforms.invert.inverted_graph import inverted
 from shoal.transforms.split.sliding_window import SlidingWindow
 
-SpatialKind = Literal["convolution", "pooling", "padding", "batch norm", "pointwise", "concatenation"]
+SpatialKind = Literal["convolution", "pooling", "padding", "batch norm", "pointwise", "concatenation", "reshape"]
 
 _PADDINGS: dict[str, str] = {
     "ZeroPad": "constant",
@@ -82,6 +82,8 @@ _BY_SAMPLE_NAMES = {
     *(*_TRANSPOSED, "interpolate", "pad"),
     *("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d"),
 }
+_REDUCTIONS = ("mean", "sum", "amax", "amin", "softmax", "log_softmax")
+_RESHAPES = ("view", "reshape", "flatten", "unflatten")
 _DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
 _ALONE = (F.group_norm, F.prelu, torch.prelu)
 _POOLS: dict[Callable[..., Any], type[nn.Module]] = {
@@ -166,11 +168,17 @@ def is_pointwise(node: fx.Node) -> bool:
     return known or node.target in (F.prelu, torch.prelu) or _drops_nothing(node)
 
 
-def kind_by_sample(node: fx.Node, modules: Mapping[str, nn.Module]) -> SpatialKind | None:
+def kind_by_sample(node: fx.Node, modules: Mapping[str, nn.Module], samples: int = 0) -> SpatialKind | None:
     """What the op is to a batch; None where a sample's result depends on others, or on random numbers.
 
     "pointwise" are also a batch norm that does not train, an instance norm without running statistics, a group or layer
-    norm, a linear layer, another order of axes after the first, and a dropout that drops nothing.
+    norm, a linear layer, a mean, a sum or a softmax within a sample, another order of axes after the first, and a
+    dropout that drops nothing. "reshape" has a multiple of the samples along its first axis, as frames of videos.
+
+    Args:
+        node: an op.
+        modules: by name.
+        samples: in the batch; 0 where that is not known.
     """
     layer = layer_of(node, modules)
     if isinstance(layer, _BatchNorm):
@@ -189,6 +197,11 @@ def kind_by_sample(node: fx.Node, modules: Mapping[str, nn.Module]) -> SpatialKi
         return "concatenation" if isinstance(dim, int) and dim > 0 else None
     if node.target in _ALONE or _normalises_samples(node) or _drops_nothing(node) or _leaves_samples_apart(node):
         return "pointwise"
+    if samples and name in _RESHAPES:
+        rows = [*_shape(node)[:1], *_shape(node.all_input_nodes[0])[:1]]
+        is_whole = len(rows) == 2 and all(isinstance(one, int) and one % samples == 0 for one in rows)
+        is_cast = any(isinstance(one, torch.dtype) for one in (*node.args, *node.kwargs.values()))  # `x.view(dtype)`
+        return "reshape" if is_whole and not is_cast and all(isinstance(size, int) for size in _shape(node)) else None
     known = (_POINTWISE_NAMES | _BY_SAMPLE_NAMES) if node.op == "call_function" else _POINTWISE_NAMES
     return "pointwise" if name.removesuffix("_") in known else None
 
@@ -218,13 +231,30 @@ def _leaves_samples_apart(node: fx.Node) -> bool:
     if node.target in ("permute", torch.permute):
         axes: Any = _setting(node, 1, "dims", ())
         return (axes[0] if isinstance(axes, Sequence) else axes) in (0, -_dims_read(node))
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if name in _REDUCTIONS:
+        return _are_within_samples(node, _setting(node, 1, "dim", None))
+    if name in ("transpose", "swapaxes"):
+        return _are_within_samples(node, (_setting(node, 1, "dim0", 0), _setting(node, 2, "dim1", 0)))
     return False
+
+
+def _are_within_samples(node: fx.Node, axes: Any) -> bool:
+    """Whether these are axes after the first of what a node reads."""
+    dims = _dims_read(node)
+    listed = axes if isinstance(axes, Sequence) else (axes,)
+    return bool(listed) and all(isinstance(axis, int) and axis % max(1, dims) > 0 for axis in listed)
 
 
 def _dims_read(node: fx.Node) -> int:
     """Of the first tensor that it reads; 0 where that is not known."""
-    value = node.all_input_nodes[0].meta.get("example_value") if node.all_input_nodes else None
-    return value.dim() if isinstance(value, torch.Tensor) else 0
+    return len(_shape(node.all_input_nodes[0])) if node.all_input_nodes else 0
+
+
+def _shape(node: fx.Node) -> tuple[Any, ...]:
+    """Of its result; nothing where that is not known."""
+    value = node.meta.get("example_value")
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
 
 
 def _drops_nothing(node: fx.Node) -> bool:

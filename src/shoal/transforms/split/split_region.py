@@ -125,6 +125,7 @@ def _pass(
     whole: set[fx.Node],
 ) -> dict[fx.Node, SpatialKind]:
     found: dict[fx.Node, SpatialKind] = {}
+    samples = _samples(source)
     for node in order:
         operands = [n for n in node.all_input_nodes if n is source or n in found]
         others = [n for n in node.all_input_nodes if n is not source and n not in found]
@@ -139,10 +140,28 @@ def _pass(
                 f"{node.target} is a {type(layer).__name__}, but grid has {dims} numbers; give one number for each of "
                 f"its {bound} dimensions"
             )
-        kind = kind_of(node, modules, dims) if dims is not None else kind_by_sample(node, modules)
+        kind = kind_of(node, modules, dims) if dims is not None else kind_by_sample(node, modules, samples)
+        if dims is None and (not _has_samples_first(operands, node) or (kind == "reshape" and writes.all_over(node))):
+            continue
         if kind is not None and writes.is_unnoticed(node) and writes.other_readers(node) <= found.keys():
             found[node] = kind
     return found
+
+
+def _samples(source: fx.Node) -> int:
+    """In the batch; 0 where its size is not known, or is a symbol."""
+    value = source.meta.get("example_value")
+    rows = value.shape[0] if isinstance(value, torch.Tensor) and value.dim() else 0
+    return rows if isinstance(rows, int) else 0
+
+
+def _has_samples_first(operands: Sequence[fx.Node], node: fx.Node) -> bool:
+    """Whether no operand has fewer axes than the result, whose first axis would not meet that of the samples."""
+    values = [one.meta.get("example_value") for one in (node, *operands)]
+    if not all(isinstance(value, torch.Tensor) for value in values):
+        return True
+    result, *read = (value.dim() for value in values)
+    return len(operands) == 1 or min(read) >= result
 
 
 def _is_for_all(operand: fx.Node, node: fx.Node, dims: int | None) -> bool:
