@@ -12,15 +12,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
 from shoal.capture.autocast_regions import autocasts_of
 from shoal.transforms.live_graph import attribute_at
+from shoal.transforms.split.spatial_ops import draws
 from shoal.transforms.writes import Writes
-
-_DRAW = ("dropout", "attention", "gumbel")  # functions of torch.nn.functional that have no operator of their own
 
 
 def computed_of_state(graph: fx.Graph, state: Iterable[fx.Node], images: Iterable[fx.Node]) -> frozenset[fx.Node]:
@@ -39,10 +37,10 @@ def computed_of_state(graph: fx.Graph, state: Iterable[fx.Node], images: Iterabl
 
     >>> graph = fx.Graph()
     >>> weight, x = graph.placeholder("weight"), graph.placeholder("x")
-    >>> scaled = graph.call_function(torch.mul, (weight, 2.0))
-    >>> output = graph.output(graph.call_function(torch.matmul, (x, scaled)))
+    >>> positive = graph.call_function(F.relu, (weight,))
+    >>> output = graph.output(graph.call_function(F.linear, (x, positive)))
     >>> computed_of_state(graph, [weight], [x])
-    frozenset({mul})
+    frozenset({relu})
     """
     of_state, of_images = set(state), set(images)
     for node in graph.nodes:
@@ -155,7 +153,7 @@ def _is_noticed(graph: fx.Graph, found: set[fx.Node]) -> bool:
         return True
     if any(not found.isdisjoint(statistics.users) for node in others for statistics in _moved_statistics(node)):
         return True
-    return any(map(_draws, found)) and any(map(_draws, others))
+    return all(any(draws(node, {}) for node in nodes) for nodes in (found, others))
 
 
 def _moved_statistics(node: fx.Node) -> list[fx.Node]:
@@ -165,14 +163,3 @@ def _moved_statistics(node: fx.Node) -> list[fx.Node]:
     given = {**dict(zip(("input", "running_mean", "running_var"), node.args, strict=False)), **node.kwargs}
     statistics = (given.get(name) for name in ("running_mean", "running_var"))
     return [one for one in statistics if isinstance(one, fx.Node)]
-
-
-def _draws(node: fx.Node) -> bool:
-    """Whether it may draw random numbers."""
-    if node.op not in ("call_function", "call_method"):
-        return False
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    packet = getattr(torch.ops.aten, name, None)
-    overloads = packet.overloads() if packet is not None else ()
-    is_tagged = any(torch.Tag.nondeterministic_seeded in getattr(packet, overload).tags for overload in overloads)
-    return is_tagged or any(part in name for part in _DRAW)

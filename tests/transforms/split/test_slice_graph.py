@@ -153,6 +153,38 @@ def test_frames_of_a_sample_stay_together() -> None:
     torch.testing.assert_close(dict(network.named_buffers()), dict(whole.named_buffers()), rtol=0, atol=1e-12)
 
 
+class Dropping(nn.Module):
+    """Drops channels twice, once in place, and single elements elsewhere: before that, or after."""
+
+    def __init__(self, before: bool) -> None:
+        super().__init__()
+        self.before, self.first, self.norm = before, nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+        self.second, self.head = nn.Conv2d(4, 4, 1), nn.Conv2d(4, 2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        other = F.dropout(x, 0.5) if self.before else x
+        x = F.relu(self.norm(F.dropout2d(self.first(x), 0.3)))
+        x = F.dropout2d(self.second(x), 0.5, True, True)
+        return self.head(x).mean((2, 3)) + F.dropout(other, 0.5).mean((1, 2, 3)).unsqueeze(1)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_channels_are_dropped_as_those_of_the_whole_batch(before: bool) -> None:
+    torch.manual_seed(0)
+    network, x = Dropping(before).double(), torch.randn(5, 3, 8, 8, dtype=torch.float64)
+    whole = copy.deepcopy(network)
+    graph = traced(copy.deepcopy(network), x)
+    region = region_of(graph, network, 0.34 if before else 1.0)
+    assert ("feature dropout" in region.nodes.values()) != before
+    sliced = slice_graph(network, graph, region, 5, 3)
+    results = []
+    for run, of in ((sliced, network), (whole, whole)):
+        torch.manual_seed(1)
+        y = run(x)
+        results.append([y, *torch.autograd.grad(y.square().sum(), of.parameters()), *of.buffers()])
+    torch.testing.assert_close(*results, rtol=0, atol=1e-11)
+
+
 class SamplesMeet(nn.Module):
     """Of as many samples as channels: axes of a sum meet others, or a reshape, a mean or a softmax mixes samples."""
 

@@ -21,20 +21,19 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from shoal.kernels.batch_norm_vectors import measures
 from shoal.transforms.split.part_graph import PartGraphBuilder
-from shoal.transforms.split.slice_graph import activation_behind
+from shoal.transforms.split.slice_graph import activation_behind, ones_of_channels
 from shoal.transforms.split.sliced_batch_norm import (
     measure,
     measure_samples,
     slab_instance_norm,
     sliced_batch_norm,
 )
-from shoal.transforms.split.spatial_ops import is_pointwise, is_transposed, windows_of
+from shoal.transforms.split.spatial_ops import is_feature_dropout, is_pointwise, is_transposed, windows_of
 from shoal.transforms.writes import Writes, is_told_in_place, write_to_new_memory
 
 _ROWS = 2  # the dimension that is cut
 _LARGE = 1 / 6  # of the largest map
 _CONVOLUTIONS = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}
-_FEATURE_DROPOUTS = (F.dropout2d, F.dropout3d)
 _INSTANCE_NORM = ("input", "running_mean", "running_var", "weight", "bias", "use_input_stats", "momentum", "eps")
 _TRANSPOSED = ("input", "weight", "bias", "stride", "padding", "output_padding", "groups", "dilation")
 
@@ -121,9 +120,8 @@ def _kind(node: fx.Node, modules: Mapping[str, nn.Module]) -> str:
     if node.target in (torch.cat, torch.concat, torch.concatenate):
         dim = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else 0)
         return "pointwise" if dim == 1 else ""
-    if node.target in _FEATURE_DROPOUTS and (node.target is F.dropout3d) == (_dims(node) == 3):
-        training = node.kwargs.get("training", node.args[2] if len(node.args) > 2 else True)
-        return "feature dropout" if training is True else ""
+    if is_feature_dropout(node):
+        return "feature dropout"
     if node.op == "call_method" and node.target == "repeat":
         times: Any = node.args[1] if isinstance(node.args[1], (list, tuple)) else node.args[1:]
         same_dims = len(times) == _dims(node) + 2 and isinstance(node.args[0], fx.Node)
@@ -318,12 +316,7 @@ class _SlabGraphBuilder(PartGraphBuilder):
         source: Any = node.args[0]
         begin, end = self._bounds(node)[0]
         x = self._rows(source, begin, end)
-        ones = self.out.call_function(ones_of_channels, (x,))
+        ones = self.out.call_function(ones_of_channels, (x, int(source.meta["example_value"].shape[0])))
         probability = node.args[1] if len(node.args) > 1 else node.kwargs.get("p", 0.5)
         dropout: Any = node.target
         self.masks[node] = self.out.call_function(dropout, (ones, probability, True))
-
-
-def ones_of_channels(x: torch.Tensor) -> torch.Tensor:
-    """Ones of (N, C, 1, ...), as `x` is."""
-    return x.new_ones((*x.shape[:2], *[1] * (x.dim() - 2)))

@@ -78,12 +78,18 @@ def activation_behind(node: fx.Node) -> tuple[fx.Node | None, str]:
     return (reader, f"{name} {float(number)}") if positive else (None, "")
 
 
+def ones_of_channels(x: torch.Tensor, samples: int) -> torch.Tensor:
+    """Ones of (samples, C, 1, ...), as `x` is, which has that many samples or some of them."""
+    return x.new_ones((samples, x.shape[1], *[1] * (x.dim() - 2)))
+
+
 class _SliceGraphBuilder(PartGraphBuilder):
     def __init__(self, root: nn.Module, graph: fx.Graph, region: SplitRegion, spans: list[tuple[int, int]]) -> None:
         super().__init__(root, graph)
         self.region, self.spans = region, spans
         self.outside: dict[fx.Node, fx.Node] = {}
         self.slice_of: dict[tuple[fx.Node, int], fx.Node] = {}
+        self.factors: dict[fx.Node, fx.Node] = {}  # of dropouts
         self.done: set[fx.Node] = set()  # ReLUs that a batch norm does
         self.in_parts = {node for node in region.nodes if self._is_convolved_in_parts(node)}
 
@@ -135,6 +141,14 @@ class _SliceGraphBuilder(PartGraphBuilder):
             self.slice_of[node, number] = self.out.call_function(convolve_parts, arguments)
         elif node in self.done:
             self.slice_of[node, number] = operand(node.all_input_nodes[0])
+        elif self.region.nodes[node] == "feature dropout":
+            begin, end = (
+                at * int(node.meta["example_value"].shape[0]) // self.spans[-1][1] for at in self.spans[number]
+            )
+            if number == 0:
+                self.factors[node] = self._drawn(node, operand(source))
+            factors = self.out.call_function(torch.narrow, (self.factors[node], 0, begin, end - begin))
+            self.slice_of[node, number] = self.out.call_function(operator.mul, (operand(source), factors))
         elif self.region.nodes[node] == "reshape":
             begin, end = self.spans[number]
             rows, *others = node.meta["example_value"].shape
@@ -148,6 +162,11 @@ class _SliceGraphBuilder(PartGraphBuilder):
             self.slice_of[node, number] = self.out.call_function(with_strides, (norm, by_sample))
         else:
             self.slice_of[node, number] = self.out.node_copy(node, operand)
+
+    def _drawn(self, node: fx.Node, like: fx.Node) -> fx.Node:
+        """What a dropout multiplies the channels of all samples with, drawn as it does."""
+        ones = self.out.call_function(ones_of_channels, (like, int(node.meta["example_value"].shape[0])))
+        return self.out.node_copy(node, lambda _: ones)
 
     def _is_norm(self, node: fx.Node) -> bool:
         called = self.modules.get(str(node.target)) if node.op == "call_module" else node.target

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -17,7 +18,9 @@ from shoal.kernels.batch_norm_vectors import measures
 from shoal.transforms.invert.inverted_graph import inverted
 from shoal.transforms.split.sliding_window import SlidingWindow
 
-SpatialKind = Literal["convolution", "pooling", "padding", "batch norm", "pointwise", "concatenation", "reshape"]
+SpatialKind = Literal[
+    "convolution", "pooling", "padding", "batch norm", "pointwise", "concatenation", "reshape", "feature dropout"
+]
 
 _PADDINGS: dict[str, str] = {
     "ZeroPad": "constant",
@@ -85,6 +88,8 @@ _BY_SAMPLE_NAMES = {
 _REDUCTIONS = ("mean", "sum", "amax", "amin", "softmax", "log_softmax")
 _RESHAPES = ("view", "reshape", "flatten", "unflatten")
 _DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
+_FEATURE_DROPOUTS: dict[Any, int] = {F.dropout1d: 1, F.dropout2d: 2, F.dropout3d: 3}
+_DRAW = ("dropout", "attention", "gumbel")  # functions of torch.nn.functional that have no operator of their own
 _ALONE = (F.group_norm, F.prelu, torch.prelu)
 _POOLS: dict[Callable[..., Any], type[nn.Module]] = {
     F.max_pool1d: nn.MaxPool1d,
@@ -173,7 +178,8 @@ def kind_by_sample(node: fx.Node, modules: Mapping[str, nn.Module], samples: int
 
     "pointwise" are also a batch norm that does not train, an instance norm without running statistics, a group or layer
     norm, a linear layer, a mean, a sum or a softmax within a sample, another order of axes after the first, and a
-    dropout that drops nothing. "reshape" has a multiple of the samples along its first axis, as frames of videos.
+    dropout that drops nothing. A "feature dropout" draws one number a channel, those of all samples at once. "reshape"
+    has a multiple of the samples along its first axis, as frames of videos.
 
     Args:
         node: an op.
@@ -186,7 +192,7 @@ def kind_by_sample(node: fx.Node, modules: Mapping[str, nn.Module], samples: int
     if isinstance(layer, _ConvNd):
         return "convolution"
     if draws(node, modules):
-        return None
+        return "feature dropout" if is_feature_dropout(node) else None
     if layer is not None:
         return _kind_of_layer(layer)
     if node.op not in ("call_function", "call_method"):
@@ -212,7 +218,24 @@ def draws(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
     layer = layer_of(node, modules)
     if layer is not None:
         return "Dropout" in type(layer).__name__ or isinstance(layer, nn.RReLU)
-    return "dropout" in getattr(node.target, "__name__", "") and not _drops_nothing(node)
+    if node.op not in ("call_function", "call_method") or _drops_nothing(node):
+        return False
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return any(part in name for part in _DRAW) or _is_seeded(name)
+
+
+@cache
+def _is_seeded(name: str) -> bool:
+    """Whether an operator of that name draws from a generator."""
+    packet: Any = getattr(torch.ops.aten, name, None)
+    overloads = packet.overloads() if hasattr(packet, "overloads") else ()
+    return any(torch.Tag.nondeterministic_seeded in getattr(packet, overload).tags for overload in overloads)
+
+
+def is_feature_dropout(node: fx.Node) -> bool:
+    """Whether it is a dropout of whole channels of a batch, called as a function, that trains."""
+    dims = _FEATURE_DROPOUTS.get(node.target)
+    return dims is not None and len(_shape(node)) == dims + 2 and _setting(node, 2, "training", True) is True
 
 
 def _normalises_samples(node: fx.Node) -> bool:

@@ -111,6 +111,11 @@ def _splittable(
     while True:
         found = _pass(order, source, modules, dims, writes, whole)
         more = {node for node in found if not set(writes.all_over(node)) <= found.keys()}
+        first = next((node for node in order if node not in found and draws(node, modules)), None)
+        if first is not None:  # random numbers are drawn in the order of the whole
+            more |= {
+                node for node, kind in found.items() if kind == "feature dropout" and writes.is_before(first, node)
+            }
         if not more:
             return found
         whole |= more
@@ -158,10 +163,8 @@ def _samples(source: fx.Node) -> int:
 def _has_samples_first(operands: Sequence[fx.Node], node: fx.Node) -> bool:
     """Whether no operand has fewer axes than the result, whose first axis would not meet that of the samples."""
     values = [one.meta.get("example_value") for one in (node, *operands)]
-    if not all(isinstance(value, torch.Tensor) for value in values):
-        return True
-    result, *read = (value.dim() for value in values)
-    return len(operands) == 1 or min(read) >= result
+    dims = [value.dim() for value in values if isinstance(value, torch.Tensor)]
+    return len(operands) == 1 or len(dims) < len(values) or min(dims) == dims[0]
 
 
 def _is_for_all(operand: fx.Node, node: fx.Node, dims: int | None) -> bool:
