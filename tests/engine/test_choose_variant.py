@@ -48,9 +48,9 @@ def test_where_convolutions_may_be_in_pieces_it_is_traced_once(traces: list[str]
     batch = [torch.randn(1, 1, 32, 32, 32, generator=torch.Generator().manual_seed(1))]
     # Which pieces have the same bits, and so how little is enough, differs by processor. With more, one form is enough.
     with pytest.raises(BudgetError) as refused:
-        shoal.plan(volumes(), *batch, budget=1)
+        shoal.plan(volumes(), *batch, budget=1, allow="bitwise")
     traces.clear()
-    model = shoal.compile(volumes(), budget=refused.value.least_feasible_bytes)
+    model = shoal.compile(volumes(), budget=refused.value.least_feasible_bytes, allow="bitwise")
     found = train(model, batch)
     assert traces == ["compiled"]
     assert model.shoal.plan.candidates and not differences(found, train(volumes(), batch))

@@ -235,7 +235,7 @@ def test_an_infeasible_budget_names_what_would_do_and_nothing_is_run() -> None:
     net, batches = classifier(3, 8, 8), images(2, 4, 3, 8, 8)
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
     generator = torch.get_rng_state()
-    planned = shoal.compile(copy.deepcopy(net), budget="30KiB", name="small net")
+    planned = shoal.compile(copy.deepcopy(net), budget="30KiB", allow="bitwise", name="small net")
     with raising(BudgetError, "small net", "30.00 KiB") as caught:
         planned(batches[0])
     error = caught.value
@@ -246,18 +246,18 @@ def test_an_infeasible_budget_names_what_would_do_and_nothing_is_run() -> None:
     assert len(error.largest) == 3
     assert all(layer in dict(net.named_modules()) and nbytes > 0 for _, layer, nbytes in error.largest)
 
-    enough = shoal.compile(copy.deepcopy(net), budget=error.least_feasible_bytes)
+    enough = shoal.compile(copy.deepcopy(net), budget=error.least_feasible_bytes, allow="bitwise")
     enough(batches[0]).square().mean().backward()
     assert enough.shoal.repairs == 0
     assert enough.shoal.measured_peak_bytes <= error.least_feasible_bytes
-    less = shoal.compile(copy.deepcopy(net), budget=int(0.9 * error.least_feasible_bytes))
+    less = shoal.compile(copy.deepcopy(net), budget=int(0.9 * error.least_feasible_bytes), allow="bitwise")
     with pytest.raises(BudgetError):
         less(batches[0])
 
 
 def test_a_batch_too_large_for_the_budget_is_refused_and_the_others_go_on() -> None:
     net, batches, (large,) = nn.Sequential(*blocks(3, 8, 8)), images(3, 4, 3, 8, 8), images(1, 64, 3, 8, 8)
-    planned = compiled(net, budget="200KiB", planner="joint")
+    planned = compiled(net, budget="200KiB", allow="bitwise", planner="joint")
     with costs_that_do_not_matter():
         train(planned, batches)
         with pytest.raises(BudgetError):
