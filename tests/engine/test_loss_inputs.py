@@ -83,10 +83,10 @@ def test_what_the_loss_is_given_counts(loss: Loss, given_bytes: int) -> None:
 def test_the_minimum_that_is_named_has_room_for_it(loss: Loss, given_bytes: int) -> None:
     batch = torch.randn(IMAGE)
     with pytest.raises(BudgetError) as refused:
-        loss(shoal.compile(network(), budget=distinct_bytes(network().parameters()) + 100)(batch))
+        loss(shoal.compile(network(), budget=distinct_bytes(network().parameters()) + 100, allow="bitwise")(batch))
     budget = refused.value.least_feasible_bytes
     assert budget is not None
-    model = shoal.compile(network(), budget=budget)
+    model = shoal.compile(network(), budget=budget, allow="bitwise")
     for _ in range(4):
         loss(model(batch)).backward()
         assert bytes_of_a_step(model, batch, loss) + given_bytes <= budget

@@ -139,14 +139,14 @@ def test_encoding_makes_the_faster_plan_and_the_exact_one_where_there_is_room() 
     net, batches = large_enough()
     plain = peak_of_a_step(copy.deepcopy(net), batches[0])
     with codecs_of_no_time():
-        exact = shoal.plan(net, batches[0], int(0.5 * plain))
+        exact = shoal.plan(net, batches[0], int(0.5 * plain), allow="bitwise")
         lossy = shoal.plan(net, batches[0], int(0.5 * plain), allow=ENCODE)
         roomy = shoal.plan(net, batches[0], 2 * plain, allow=ENCODE)
     assert lossy.encoded and lossy.predicted_seconds < exact.predicted_seconds
     assert lossy.plain_seconds == pytest.approx(exact.plain_seconds)
     assert lossy.plain_peak_bytes == exact.plain_peak_bytes
     assert lossy.predicted_peak_bytes <= lossy.budget_bytes
-    assert not roomy.encoded and roomy == shoal.plan(net, batches[0], 2 * plain)
+    assert not roomy.encoded and roomy == shoal.plan(net, batches[0], 2 * plain, allow="bitwise")
 
 
 @needs_compiler

@@ -158,13 +158,13 @@ class Budget:
         steps = self._steps
         known_bytes = budget_bytes(self._asked, device) if self.budget_bytes is None else self.budget_bytes
         options = CompileOptions.of(budget=known_bytes, allow=allow, offload_to=offload_to, options=asked)
+        if steps is not None and asked.plan != steps.session.ready_plan:  # first: a plan decides what is allowed
+            raise InputError("all models of a shoal.Budget run by one plan: give options=shoal.Options(plan=) of each")
         if steps is not None and (options != self._options or device != self._device):
             raise InputError(
                 "all models of a shoal.Budget have the same planner=, allow=, kernels= and offload_to=, on one device: "
                 f"got {_words(options, device)} where the others have {_words(self._options or options, self._device)}"
             )
-        if steps is not None and asked.plan != steps.session.ready_plan:
-            raise InputError("all models of a shoal.Budget run by one plan: give options=shoal.Options(plan=) of each")
         if steps is None:
             session = Session(
                 Status(known_bytes), options, ready_plan=asked.plan, offloading=options.offloading(device.type)
