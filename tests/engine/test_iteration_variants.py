@@ -14,6 +14,7 @@ from torch import nn
 import shoal
 from shoal.core.variant import Variant
 from shoal.engine.iteration import variants
+from shoal.engine.search import split_forms
 from shoal.engine.search.search_state import Best
 from shoal.errors import BudgetError
 from tests.engine.several_graphs import Chain, breaks
@@ -29,6 +30,23 @@ VARIANTS = {
     "slices": Variant(depth=1.0, slices=4),
     "patches": Variant(depth=0.5, grid=(2, 2)),
 }
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def divides(x: torch.Tensor) -> torch.Tensor:
+    return x / torch.tensor(2.0)  # not a number: the backward pass reads it
+
+
+class Divided(Chain):
+    """Three graphs, of which the first does not read its result in the backward pass if it runs on slices."""
+
+    def __init__(self) -> None:
+        super().__init__(divides, blocks(3, 16, 16, 16), 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for stage in self.stages[:2]:
+            x = self.then(stage(x))
+        return self.head(self.then(self.stages[2](x)).mean((2, 3)))
 
 
 def two_graphs() -> nn.Module:
@@ -189,6 +207,23 @@ def test_graphs_that_are_followed_by_others_now_and_then_stay_as_they_are() -> N
     for name, p in model.named_parameters():
         if (expected := plain.get_parameter(name).grad) is not None:
             torch.testing.assert_close(p.grad, expected, rtol=1e-3, atol=1e-5)
+
+
+@needs_little_scratch
+def test_the_minimum_that_is_named_is_met_by_the_first_iteration_of_another_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In more bytes a graph that ran on slices runs unmodified at first, and keeps its result."""
+    monkeypatch.setattr(split_forms, "_PARTS", ())
+    monkeypatch.setattr(split_forms, "_SLICES", (4,))
+    torch.manual_seed(0)
+    plain = Divided()
+    with pytest.raises(BudgetError) as refused:
+        gradients(shoal.compile(copy.deepcopy(plain), "1100KiB"), of_two_graphs, 2)
+    assert "variant with the minimum" in refused.value.details
+    model = shoal.compile(copy.deepcopy(plain), refused.value.least_feasible_bytes)
+    gradients(model, of_two_graphs, 3)
+    assert model.shoal.measured_peak_bytes <= refused.value.least_feasible_bytes and not model.shoal.repairs
 
 
 def deep() -> nn.Module:

@@ -164,7 +164,9 @@ def most_bytes() -> int:
 def test_a_device_that_is_not_here_offloads_only_what_it_may(offload_to: str | None, host_budget: str | None) -> None:
     net, most = classifier(3, 8, 8, 8, 8), most_bytes()
     options = shoal.Options(host_budget=host_budget)
-    plan = shoal.plan(net, BATCH, int(0.7 * most), hardware=P100, offload_to=offload_to, options=options)
+    plan = shoal.plan(
+        net, BATCH, int(0.7 * most), hardware=P100, allow="bitwise", offload_to=offload_to, options=options
+    )
     assert plan.recomputed
     assert plan.host_bytes <= (8192 if offload_to else 0)
 

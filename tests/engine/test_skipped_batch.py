@@ -12,6 +12,7 @@ from torch import nn
 import shoal
 from tests.engine.session_loops import true_peak
 from tests.engine.training_laws import classifier
+from tests.float32_rule import too_far
 
 BATCHES = torch.randn(7, 4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 SKIPPED = 3
@@ -30,8 +31,14 @@ def loop(model: nn.Module, batches: torch.Tensor = BATCHES) -> list[torch.Tensor
     return gradients
 
 
+def beyond_rounding(found: list[torch.Tensor], net: nn.Module) -> object:
+    """Of the gradients of a planned loop, those that are further from float64 than plain float32's."""
+    exact = loop(copy.deepcopy(net).double(), BATCHES.double())
+    return too_far(*(dict(zip("abcdef", one, strict=True)) for one in (found, loop(copy.deepcopy(net)), exact)))
+
+
 def least_budget(net: nn.Module) -> int:
-    refused = shoal.compile(copy.deepcopy(net), "100KiB")
+    refused = shoal.compile(copy.deepcopy(net), "100KiB", allow="bitwise")
     with pytest.raises(shoal.BudgetError) as error:
         refused(BATCHES[0])
     return int(error.value.least_feasible_bytes or 0)
@@ -45,8 +52,7 @@ def network() -> nn.Module:
 def test_it_does_not_count_in_later_steps() -> None:
     plain = network()
     ours = shoal.compile(copy.deepcopy(plain), "1GiB")
-    expected, found = loop(plain), loop(ours)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert not beyond_rounding(loop(ours), plain)
     assert ours.shoal.captures == 1
     alone = shoal.compile(copy.deepcopy(plain), "1GiB")
     loop(alone, BATCHES[:SKIPPED])
@@ -58,7 +64,7 @@ def test_where_no_plan_has_room_for_it_training_goes_on_and_the_bytes_are_said(
 ) -> None:
     plain = network()
     budget_bytes = int(1.02 * least_budget(plain))
-    ours = shoal.compile(copy.deepcopy(plain), budget_bytes)
+    ours = shoal.compile(copy.deepcopy(plain), budget_bytes, allow="bitwise")
     with caplog.at_level(logging.WARNING, "shoal"):
         found = loop(ours)
     assert all(torch.equal(a, b) for a, b in zip(found, loop(plain), strict=True))
@@ -87,7 +93,7 @@ def test_a_loop_that_comes_to_call_twice_is_planned_for_two() -> None:
     for _ in range(3):
         ours.zero_grad()
         (ours(BATCHES[0]).square().mean() + ours(BATCHES[1]).square().mean()).backward()
-    assert ours.shoal.predicted_peak_bytes > 1.3 * once_bytes
+    assert ours.shoal.predicted_peak_bytes > 1.2 * once_bytes
 
 
 class Breaking(nn.Module):
@@ -107,12 +113,12 @@ def test_in_a_model_of_several_graphs_it_does_not_change_the_plan_either(
 ) -> None:
     torch.manual_seed(0)
     plain = Breaking()
-    expected = loop(plain)
+    loop(plain)
     budget_bytes = int(share * true_peak(plain, lambda: loop(plain, BATCHES[:SKIPPED]), [BATCHES]))
     ours = shoal.compile(copy.deepcopy(plain), budget_bytes)
     loop(ours, BATCHES[:SKIPPED])
     plans = ours.shoal.plans
-    assert all(torch.equal(a, b) for a, b in zip(loop(ours), expected, strict=True))
+    assert not beyond_rounding(loop(ours), plain)
     assert ours.shoal.plans == plans
     said = [record for record in caplog.records if record.funcName == "left_over"]
     assert len(said) == (share < 1)

@@ -11,7 +11,7 @@ import torch
 
 from shoal.core.over_budget import over_budget
 from shoal.core.plan import Plan
-from shoal.core.residence import Residence
+from shoal.core.residence import Keep, Residence
 from shoal.core.simulate import simulate
 from shoal.core.step import Op, StepGraph, StorageKind
 from shoal.cost.measure import measure
@@ -131,9 +131,11 @@ def in_first_run(graph: StepGraph, in_use_bytes: int) -> StepGraph:
 
 
 def waits_bytes(graph: StepGraph, residences: Mapping[str, Residence]) -> int:
-    """What is in use between the two passes of a graph, other than its results."""
+    """What is in use between the two passes of a graph, other than results that only later graphs read."""
     moments = simulate(_with_loss(graph, 0), residences).moments
-    return next(moment.total_bytes for moment in moments if moment.phase == "loss")
+    kept = {s for s in graph.saved if isinstance(residences.get(graph.storages[s].name, Keep()), Keep)}
+    handed_on_bytes = sum(s.nbytes for s in graph.storages if s.kind == "output" and s.id not in kept)
+    return next(moment.total_bytes for moment in moments if moment.phase == "loss") - handed_on_bytes
 
 
 def _peak_bytes(graph: StepGraph, residences: Mapping[str, Residence], device: torch.device, in_use_bytes: int) -> int:

@@ -67,6 +67,7 @@ class DynamoGraph:
     autocast: Mapping[str, torch.dtype]
     unmodified: Captured | None = None  # its step as its author wrote it, once it is compiled
     first: GraphVariant | None = None  # in which it fits before its iteration is known, if it does not unmodified
+    too_large: StepGraph | None = None  # its step unmodified, if there is such a variant
     steps: weakref.WeakSet[GraphStep] = field(default_factory=weakref.WeakSet)  # as it is compiled by now
 
     @cached_property
@@ -407,6 +408,7 @@ class GraphSequence(ABC):
         except BudgetError:
             if node.share is not None or not self.may_vary(node):
                 raise
+            part.too_large = None if node.step is None else node.step.graph
             with no_memory_limit():
                 part.first = self.first_variant(part, node.in_use_bytes)
             self.compile(node)

@@ -33,36 +33,41 @@ FIRST_RUN = {
 _ROUNDS = 4  # of looking for a budget in which a first iteration runs
 
 
-def first_run_bytes(nodes: Sequence[Node], peak_bytes: int, beside_bytes: int = 0) -> int:
+def first_run_bytes(nodes: Sequence[Node], peak_bytes: int, beside_bytes: int = 0, later_bytes: int = 0) -> int:
     """A budget in which an iteration runs before it is planned.
 
     A graph that does not fit with the minimum, as far as can be told before what follows it is known, keeps more to
     need less itself: what it keeps more counts. With a budget in which each of them is expected to fit, all run again
-    as they did.
+    as they did, unless one ran in another variant: in a larger budget it runs unmodified if it fits so, and keeps more.
 
     Args:
         nodes: its graphs, as they ran with the minimum.
         peak_bytes: what was measured then.
         beside_bytes: in use throughout, in addition to what was.
+        later_bytes: a budget in which later iterations run.
     """
-    needed_bytes = peak_bytes = peak_bytes + beside_bytes
+    peak_bytes += beside_bytes
+    needed_bytes = max(peak_bytes, later_bytes)
     trained = [(node, node.step) for node in nodes if node.step is not None and node.step.trains]
+    unmodified = {node: node.part.too_large for node, _ in trained if node.part and node.part.too_large}
     expected = (least_bytes(step.graph, step.device, node.in_use_bytes + beside_bytes) for node, step in trained)
     enough_bytes = max(peak_bytes, *expected) if trained else peak_bytes
-    for _ in range(_ROUNDS):
+    for _ in range(_ROUNDS + len(unmodified)):
         more_bytes = 0
         for node, step in trained:
             in_use_bytes = node.in_use_bytes + beside_bytes + more_bytes
-            try:
-                share = first_share(step.graph, step.device, in_use_bytes, needed_bytes, keeps_little=True)
-            except BudgetError:
-                continue  # it runs with the minimum, as it did
             own = step.share.alone(step.graph)
-            more_bytes += waits_bytes(step.graph, share) - waits_bytes(own.in_order(step.graph), own.residences)
+            for graph in (unmodified[node], step.graph) if node in unmodified else (step.graph,):
+                try:
+                    share = first_share(graph, step.device, in_use_bytes, needed_bytes, keeps_little=True)
+                except BudgetError:
+                    continue  # it runs in its variant; with the minimum, as it did
+                more_bytes += waits_bytes(graph, share) - waits_bytes(own.in_order(step.graph), own.residences)
+                break
         if peak_bytes + more_bytes <= needed_bytes:
             break
         needed_bytes = peak_bytes + more_bytes
-    return min(needed_bytes, enough_bytes)
+    return needed_bytes if unmodified else min(needed_bytes, enough_bytes)
 
 
 @dataclass(eq=False)
@@ -241,7 +246,8 @@ class KnownIteration:
         steps = [(node.step, node.in_use_bytes) for node in self.nodes if node.step is not None]
         beside_bytes = max(0, self.grown_bytes - self.held_bytes) + self.learnt_bytes
         if self.first_bytes:
-            first_bytes = first_run_bytes(self.nodes, self.first_bytes, beside_bytes)
+            later_bytes = error.least_feasible_bytes or 0
+            first_bytes = first_run_bytes(self.nodes, self.first_bytes, beside_bytes, later_bytes)
         else:
             first_bytes = max(least_bytes(step.graph, step.device, own + beside_bytes) for step, own in steps)
         if error.least_feasible_bytes is None or first_bytes <= error.least_feasible_bytes:

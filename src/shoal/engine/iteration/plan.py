@@ -32,7 +32,6 @@ from shoal.core.joined_step import (
     with_held,
 )
 from shoal.core.order import op_names
-from shoal.core.over_budget import over_budget
 from shoal.core.plan import Plan
 from shoal.core.residence import Keep, Residence
 from shoal.core.shares import Share
@@ -588,35 +587,52 @@ def _planned(
     lower_bound_seconds: float | None = None
     aim_bytes = budget_bytes
     for left in reversed(range(_ROUNDS)):
-        is_smallest = False
+        refused: BudgetError | None = None
         try:
             plan = planner(graph, hardware, aim_bytes if left else 1)
         except BudgetError as error:
-            if lower_bound_seconds is None or error.least_feasible_bytes is None:
-                raise
-            plan, is_smallest = planner(graph, hardware, error.least_feasible_bytes), True
+            refused, plan = error, _smallest(planner, graph, hardware, error)
         if lower_bound_seconds is None:
             lower_bound_seconds = plan.lower_bound_seconds
         shares, captured = _shares(measured, plan, apart=apart), plan.captured_graph
         residences, ordered = measured.residences_in(shares), in_order_of_shares(captured, shares)
         retained_bytes = _retained_bytes(ordered, residences) if retains else 0
-        over_bytes = simulate(ordered, residences).peak_bytes + retained_bytes - budget_bytes
+        plan = replace(
+            plan,
+            graph=replace(ordered, static_bytes=ordered.static_bytes + retained_bytes),
+            captured_order=op_names(captured) if ordered is not captured else (),
+            residences=residences,
+        )
+        over_bytes = plan.predicted_peak_bytes - budget_bytes
         if not budget_bytes or over_bytes <= 0:
             break
-        if is_smallest or not left:
-            raise over_budget(graph.model, budget_bytes + over_bytes, budget_bytes)
+        if refused is not None and refused.least_feasible_bytes == plan.predicted_peak_bytes:
+            raise refused
+        if refused is not None or not left:
+            raise infeasible(plan, budget_bytes)
         aim_bytes -= over_bytes
     plan = replace(
         plan,
-        graph=replace(ordered, static_bytes=ordered.static_bytes + retained_bytes),
-        captured_order=op_names(captured) if ordered is not captured else (),
-        residences=residences,
         budget_bytes=budget_bytes,
         lower_bound_seconds=lower_bound_seconds or 0.0,
         is_at_most=any(measured.sizes),
     )
     check_own_plan(plan.captured_graph, plan.graph, plan.residences, budget_bytes)
     return replace(plan, planning_seconds=time.perf_counter() - started, options=options.to_json())
+
+
+def _smallest(planner: Planner, graph: StepGraph, hardware: Hardware, refused: BudgetError) -> Plan:
+    """The plan of the minimum that a refusal names: as its graphs run it, each in its own order, it may need more.
+
+    Raises:
+        BudgetError: the refusal, if the planner makes no such plan.
+    """
+    if refused.least_feasible_bytes is None:
+        raise refused
+    try:
+        return planner(graph, hardware, refused.least_feasible_bytes)
+    except BudgetError:
+        raise refused from None
 
 
 def _shares(measured: MeasuredStep, plan: Plan, *, apart: bool = False) -> tuple[Share, ...]:
