@@ -279,7 +279,7 @@ def test_two_calls_before_a_backward_pass_share_the_budget() -> None:
 def test_a_budget_in_which_no_step_fits_is_refused_before_anything_is_lost() -> None:
     model = Looping(prints, [nn.Sequential(*blocks(c, 8, 8)) for c in (3, 8)], channels=8)
     before = copy.deepcopy(model.state_dict())
-    shoal.compile(model, budget=200_000)
+    shoal.compile(model, budget=200_000, allow="bitwise")
     with costs_that_do_not_matter(), pytest.raises(BudgetError):
         model(*images(1, 8, 3, 32, 32))
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
@@ -294,7 +294,7 @@ def takes_much(x: torch.Tensor) -> torch.Tensor:
 def test_a_first_step_over_the_budget_says_so_and_what_eager_code_needs_is_refused(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    model, (x,) = shoal.compile(Chain(takes_much), budget="3MiB"), images(1, 2, 3, 8, 8)
+    model, (x,) = shoal.compile(Chain(takes_much), budget="3MiB", allow="bitwise"), images(1, 2, 3, 8, 8)
     with pytest.raises(BudgetError) as caught:  # before an optimizer changes a weight
         mean_square(model, x)
     (said,) = [record.getMessage() for record in caplog.records if "over the budget" in record.getMessage()]
@@ -304,7 +304,7 @@ def test_a_first_step_over_the_budget_says_so_and_what_eager_code_needs_is_refus
     least = caught.value.least_feasible_bytes
     assert caught.value.op.startswith("eager") and least is not None and least > 1 << 22
     budget = least + (1 << 15)  # for what capturing allocates in the first step
-    model = shoal.compile(Chain(takes_much), budget=budget)
+    model = shoal.compile(Chain(takes_much), budget=budget, allow="bitwise")
     for _ in range(3):
         mean_square(model, x)
         model.zero_grad()
@@ -344,7 +344,7 @@ def test_graphs_that_run_back_in_between_are_measured_and_what_does_not_fit_is_r
 
 def test_after_a_refusal_the_next_model_is_planned_and_metered() -> None:
     with pytest.raises(BudgetError), costs_that_do_not_matter():
-        shoal.compile(Chain(breaks), budget=10_000)(*images(1, 8, 3, 32, 32))
+        shoal.compile(Chain(breaks), budget=10_000, allow="bitwise")(*images(1, 8, 3, 32, 32))
     model = shoal.compile(Chain(breaks), budget="1GiB")
     with costs_that_do_not_matter():
         train(model, images(1, 2, 3, 8, 8))
@@ -445,7 +445,7 @@ def test_what_eager_code_needs_once_the_graphs_have_gone_back_is_refused_where_i
 
     model = Wide(prints)
     plain_bytes, _ = peaks_of(copy.deepcopy(model))
-    shoal.compile(model, budget=int(0.7 * plain_bytes))
+    shoal.compile(model, budget=int(0.7 * plain_bytes), allow="bitwise")
     with pytest.raises(BudgetError):
         peaks_of(model)
 
