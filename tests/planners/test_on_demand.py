@@ -16,6 +16,7 @@ from shoal.core.schedule import schedule
 from shoal.core.simulate import peak_and_seconds
 from shoal.core.step import StepGraph
 from shoal.core.validate_plan import check_order, check_plan
+from shoal.engine.loop_memory import by_itself
 from shoal.planners.keep_all import keep_all
 from shoal.planners.limits import DEFAULT, Effort, Guard, Limits
 from shoal.planners.on_demand import (
@@ -54,7 +55,7 @@ def split_vgg() -> StepGraph:
         head = [*conv_bn_relu(16, 32), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(32 * 144, 64)]
         model = shoal.split(nn.Sequential(*wide, *head), depth=0.6, grid=(2, 2), halo="exact")
         images = torch.empty(4, 3, 96, 96)
-    return shoal.plan(model, images, hardware="p100-nvlink", offload_to=None).graph
+    return by_itself(shoal.plan(model, images, hardware="p100-nvlink", offload_to=None).graph)
 
 
 @given(steps(), seeds)
