@@ -53,7 +53,7 @@ def infeasible(least: Plan, budget_bytes: int, *, searched: bool = True) -> Budg
         stopped = ", ".join(least.stopped_early)
         details["stopped early"] = f"{stopped}: by a time limit; searched again, less may be enough"
     if not searched:
-        details["searched"] = "no; a budget of the minimum is searched in full, and so is shoal.plan"
+        details["searched"] = "no; a budget above the persistent bytes is searched in full"
     return over_budget(
         graph.model,
         peak_bytes,
