@@ -29,7 +29,7 @@ from bench.tables import cells, new_table
 from examples import networks as models
 from examples.networks.densenet import DenseNet
 from shoal.cost import profile
-from shoal.engine import pricing, step_planning
+from shoal.engine import pricing, session, step_planning
 from shoal.errors import BudgetError
 
 HARDWARE = "v100-nvlink2"
@@ -221,7 +221,7 @@ def step_rows(run: Run, name: str, network: _Network) -> list[dict[str, Any]]:
             torch.manual_seed(0)
             net, example = network.make(), network.example()
             compiled = shoal.compile(net, budget=budget_bytes, allow="bitwise")
-            phases = ((step_planning, "profile_step"), (profile, "_measure_each"), (step_planning, "remembered"))
+            phases = ((session, "profile_step"), (profile, "_measure_each"), (step_planning, "remembered"))
             with timed(run.clock, *phases) as spent:
                 started = run.clock()
                 take_step(compiled, example)
