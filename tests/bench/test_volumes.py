@@ -105,7 +105,7 @@ def test_what_budgets_add_is_beside_plain_pytorchs_step_and_the_least_share_is_b
 
 def test_the_largest_patch_of_shoal_is_a_cube_and_larger(monkeypatch: pytest.MonkeyPatch) -> None:
     card = presets.get("rtx-3060-12gb")
-    card = replace(card, device=replace(card.device, memory_bytes=2**28))
+    card = replace(card, device=replace(card.device, memory_bytes=400 << 20))
     monkeypatch.setattr(presets, "get", lambda name: card)
     found = largest_patch(ENTRY, "rtx-3060-12gb", "recompute", 0, 40.0)
     plain, ours = found["plain"], found["shoal"]
