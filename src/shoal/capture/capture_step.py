@@ -40,12 +40,7 @@ _NO_STEP = "no output of the model needs a gradient, so there is no training ste
 
 
 def capture_step(
-    model: nn.Module,
-    example: Example,
-    *,
-    name: str,
-    runs_here: bool = True,
-    rewrites: bool = True,
+    model: nn.Module, example: Example, *, name: str, runs_here: bool = True, rewrites: bool = True
 ) -> tuple[Captured, torch.device]:
     """The step of `model` at the shape of `example`, captured in training mode and not run.
 
@@ -66,11 +61,7 @@ def capture_step(
 
 
 def in_dynamo(
-    model: nn.Module,
-    example: Example,
-    read: Callable[[fx.GraphModule, Sequence[Any]], Result],
-    *,
-    name: str,
+    model: nn.Module, example: Example, read: Callable[[fx.GraphModule, Sequence[Any]], Result], *, name: str
 ) -> Result:
     """What `read` makes of the graph that Dynamo captures of a training step, which is not compiled or run.
 

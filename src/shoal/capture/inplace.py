@@ -16,14 +16,7 @@ from torch import fx
 
 from shoal.capture.fx_nodes import held_bytes
 from shoal.capture.symbolic_sizes import at_numbers, expression_of
-from shoal.kernels import (
-    batch_norm,
-    direct_convolution,
-    group_norm,
-    layer_norm,
-    norm_pieces,
-    prelu,
-)
+from shoal.kernels import batch_norm, direct_convolution, group_norm, layer_norm, norm_pieces, prelu
 from shoal.kernels.compiled_region import CompiledRegion
 from shoal.kernels.dropout import dropout, dropout_, dropout_backward, dropout_backward_
 from shoal.kernels.encoded_activation import relu_backward as encoded_relu_backward

@@ -71,10 +71,7 @@ _PRESERVED = (None, torch.preserve_format)
 _OF_SLICES = (torch.ops.shoal.sliced_norm.default, torch.ops.shoal.sliced_norm_gradient.default)
 _WITH_SLICES = (_aten.convolution.default, _aten.constant_pad_nd.default, _aten.cat.default)
 _COPIES: dict[Any, int] = {_aten.clone.default: 0, _aten.copy.default: 1}  # → place of what is copied
-_POOL_BACKWARDS = {
-    _aten.max_pool2d_with_indices_backward.default: 2,
-    _aten.max_pool3d_with_indices_backward.default: 3,
-}
+_POOL_BACKWARDS = {_aten.max_pool2d_with_indices_backward.default: 2, _aten.max_pool3d_with_indices_backward.default: 3}
 
 
 def save_fewer_bytes(joint: fx.GraphModule, backward: set[fx.Node], *, cpu_kernels: bool = True) -> None:

@@ -61,9 +61,6 @@ def _in_parts(
     for start in range(0, length * (segments - 1), length):
         end = start + length
         input = checkpoint(
-            part(start, end),
-            input,
-            use_reentrant=use_reentrant is not False,
-            preserve_rng_state=preserve_rng_state,
+            part(start, end), input, use_reentrant=use_reentrant is not False, preserve_rng_state=preserve_rng_state
         )
     return part(end, len(layers))(input)

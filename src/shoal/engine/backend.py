@@ -88,11 +88,7 @@ def _compile_as_asked(
     parameters = [value for value in example_inputs if isinstance(value, torch.nn.Parameter)]
     reject_copy(optimizer, parameters)
     session = Session(
-        Status(
-            options.budget_bytes,
-            budget_of=options.budget_of,
-            expandable_segments=grow_segments(device, options),
-        ),
+        Status(options.budget_bytes, budget_of=options.budget_of, expandable_segments=grow_segments(device, options)),
         options,
         StaticMemory(optimizer=optimizer, parameters=parameters),
         offloading=options.offloading(device.type),
@@ -142,12 +138,7 @@ class PlannedStep:
             step in that form too.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        places: InputPlaces,
-        form: CompiledVariant | Choose,
-    ) -> None:
+    def __init__(self, session: Session, places: InputPlaces, form: CompiledVariant | Choose) -> None:
         self.session = session
         self.places = places
         self.form = form if isinstance(form, CompiledVariant) else WHOLE_FORM

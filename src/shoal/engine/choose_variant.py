@@ -290,10 +290,7 @@ def _found(
 
 
 def form_prices(
-    of: Planning,
-    means: frozenset[str],
-    loops: _Loops,
-    plannings: dict[str, StepPlanning],
+    of: Planning, means: frozenset[str], loops: _Loops, plannings: dict[str, StepPlanning]
 ) -> Prices[PlannedForm]:
     """What the forms of a step cost in whichever of some loops.
 

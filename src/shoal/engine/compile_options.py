@@ -230,12 +230,7 @@ class CompileOptions:
             "host_budget_bytes": offload.host_budget_bytes,
             "rehearse": offload.rehearse and offload.rehearse.name,
             "codec": lossy
-            and {
-                "name": lossy.codec,
-                "block": lossy.block_elems,
-                "seed": lossy.seed,
-                "exempt": sorted(lossy.exempt),
-            },
+            and {"name": lossy.codec, "block": lossy.block_elems, "seed": lossy.seed, "exempt": sorted(lossy.exempt)},
             "means": sorted(self.means),
             "budget_of": self.budget_of,
             "cuda_graphs": self.cuda_graphs,
@@ -253,11 +248,7 @@ def _without_offload(offload: OffloadOptions, means: Collection[str], single: Co
 
 
 def _means(
-    allow: str | Iterable[str] | None,
-    budget_bytes: int | None,
-    planner: str | planners.Planner,
-    *,
-    has_plan: bool,
+    allow: str | Iterable[str] | None, budget_bytes: int | None, planner: str | planners.Planner, *, has_plan: bool
 ) -> tuple[frozenset[str], frozenset[str]]:
     """What `allow=`, or SHOAL_ALLOW where it is not given, stands for; and what of that is named by itself."""
     if allow is not None and (budget_bytes is None or has_plan):

@@ -73,9 +73,7 @@ def observe_loop(
             scratch_bytes = measured.loss_bytes + awaited_bytes - rest_bytes - kept_bytes
             loss_shares.append(max(0, scratch_bytes) / gradient_bytes)
     return replace(
-        seen,
-        loss_share=max(loss_shares, default=loop.loss_share),
-        kept_share=max(kept_shares, default=loop.kept_share),
+        seen, loss_share=max(loss_shares, default=loop.loss_share), kept_share=max(kept_shares, default=loop.kept_share)
     )
 
 

@@ -27,10 +27,7 @@ _ROUNDS = 12
 
 
 def within_reserved(
-    made: Planned,
-    again: Callable[[int], Planned],
-    look: Callable[[Planned], Reserved],
-    budget_bytes: int,
+    made: Planned, again: Callable[[int], Planned], look: Callable[[Planned], Reserved], budget_bytes: int
 ) -> tuple[Planned, Reserved]:
     """The plan that the allocator reserves no more for than the budget, and what it reserves.
 

@@ -283,10 +283,7 @@ class Status:
         )
 
     def describes(
-        self,
-        model: nn.Module,
-        compiled: Callable[[nn.Module, Plan], nn.Module],
-        lossy: LossyOptions | None,
+        self, model: nn.Module, compiled: Callable[[nn.Module, Plan], nn.Module], lossy: LossyOptions | None
     ) -> None:
         """Tell whose status this is, how a copy of it runs under a plan, and what may be encoded."""
         self._model, self._compiled, self._lossy = weakref.ref(model), compiled, lossy
@@ -331,12 +328,7 @@ class Status:
         return self.plan.least_added_seconds if self.plan else None
 
     def lossy_report(
-        self,
-        example: Example,
-        options: Options | None = None,
-        *,
-        loss: Loss | None = None,
-        plan: Plan | None = None,
+        self, example: Example, options: Options | None = None, *, loss: Loss | None = None, plan: Plan | None = None
     ) -> LossyReport:
         """Train one step on one batch twice, exactly and with encoded convolution inputs, and compare the gradients.
 

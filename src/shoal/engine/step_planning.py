@@ -257,9 +257,7 @@ class StepPlanning:
         return limited_step(self._options.means, in_loop(self._costs_of(self._captured), loop, self.outputs))
 
     def in_loops(
-        self,
-        loops: Sequence[LoopMemory],
-        made: Callable[[StepPlanning, Encoding], tuple[Made, Plan]],
+        self, loops: Sequence[LoopMemory], made: Callable[[StepPlanning, Encoding], tuple[Made, Plan]]
     ) -> Priced[Made]:
         """What the step costs, in whichever of some loops.
 

@@ -206,13 +206,7 @@ class KnownIteration:
         shares = tuple(taken.get(run, share) for run, share in enumerate(measured.shares))
         try:
             planned = plan_iteration(
-                measured,
-                around,
-                self.models,
-                fixed=fixed or bool(taken),
-                shares=shares,
-                apart=apart,
-                choose=choose,
+                measured, around, self.models, fixed=fixed or bool(taken), shares=shares, apart=apart, choose=choose
             )
         except BudgetError as error:
             if taken:
@@ -257,11 +251,7 @@ class KnownIteration:
             self.name,
             first_bytes,
             error.budget_bytes,
-            details={
-                **error.details,
-                "minimum of later iterations": later,
-                **FIRST_RUN,
-            },
+            details={**error.details, "minimum of later iterations": later, **FIRST_RUN},
             persistent_bytes=error.persistent_bytes,
             op=error.op,
             phase=error.phase,

@@ -612,10 +612,7 @@ def _planned(
             raise infeasible(plan, budget_bytes)
         aim_bytes -= over_bytes
     plan = replace(
-        plan,
-        budget_bytes=budget_bytes,
-        lower_bound_seconds=lower_bound_seconds or 0.0,
-        is_at_most=any(measured.sizes),
+        plan, budget_bytes=budget_bytes, lower_bound_seconds=lower_bound_seconds or 0.0, is_at_most=any(measured.sizes)
     )
     check_own_plan(plan.captured_graph, plan.graph, plan.residences, budget_bytes)
     return replace(plan, planning_seconds=time.perf_counter() - started, options=options.to_json())

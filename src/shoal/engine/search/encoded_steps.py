@@ -29,10 +29,7 @@ class EncodedSteps:
     """
 
     def __init__(
-        self,
-        graphs: Mapping[str, Captured],
-        lossy: LossyOptions,
-        timed: Callable[[Mapping[str, Captured]], StepGraph],
+        self, graphs: Mapping[str, Captured], lossy: LossyOptions, timed: Callable[[Mapping[str, Captured]], StepGraph]
     ) -> None:
         self.graphs, self.lossy = graphs, lossy
         self._timed = timed

@@ -18,11 +18,7 @@ from shoal.transforms.split.patches import Region, at, crop
 
 
 def joint_batch_norm(
-    patches: Sequence[torch.Tensor],
-    layer: _BatchNorm,
-    have: Region,
-    core: Region,
-    places: Sequence[Sequence[int]],
+    patches: Sequence[torch.Tensor], layer: _BatchNorm, have: Region, core: Region, places: Sequence[Sequence[int]]
 ) -> tuple[torch.Tensor, ...]:
     """Normalise every patch by the mean and variance of all.
 

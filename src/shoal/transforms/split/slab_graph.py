@@ -22,12 +22,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from shoal.kernels.batch_norm_vectors import measures
 from shoal.transforms.split.part_graph import PartGraphBuilder
 from shoal.transforms.split.slice_graph import activation_behind, ones_of_channels
-from shoal.transforms.split.sliced_batch_norm import (
-    measure,
-    measure_samples,
-    slab_instance_norm,
-    sliced_batch_norm,
-)
+from shoal.transforms.split.sliced_batch_norm import measure, measure_samples, slab_instance_norm, sliced_batch_norm
 from shoal.transforms.split.spatial_ops import is_feature_dropout, is_pointwise, is_transposed, windows_of
 from shoal.transforms.writes import Writes, is_told_in_place, write_to_new_memory
 

@@ -143,13 +143,7 @@ class SplitModule(StandIn):
         graph = traced(model, fx.Tracer(), training=True, instead="split a part of it")
         modules = dict(model.named_modules())
         region = choose_region(
-            graph,
-            modules,
-            dims=len(grid),
-            depth=depth,
-            join=join,
-            exact=exact,
-            before_pooling=stochastic is not None,
+            graph, modules, dims=len(grid), depth=depth, join=join, exact=exact, before_pooling=stochastic is not None
         )
         if region is not None and any(parts > 1 for parts in grid):
             self._plan = plan_split(region, modules, grid, exact=exact)

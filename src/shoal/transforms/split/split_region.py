@@ -100,11 +100,7 @@ def _source(graph: fx.Graph) -> fx.Node:
 
 
 def _splittable(
-    order: Sequence[fx.Node],
-    source: fx.Node,
-    modules: Mapping[str, nn.Module],
-    dims: int | None,
-    whole: set[fx.Node],
+    order: Sequence[fx.Node], source: fx.Node, modules: Mapping[str, nn.Module], dims: int | None, whole: set[fx.Node]
 ) -> dict[fx.Node, SpatialKind]:
     """What can run patch by patch, and is written over by nothing else: that runs later, on tensors that are joined."""
     writes = Writes(source.graph, modules)
