@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import logging
 import threading
+import weakref
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import shoal
 from tests.engine.training_laws import (
@@ -122,3 +124,17 @@ def test_what_changes_in_every_call_makes_no_new_graph() -> None:
     planned = assert_same_training(Counting(), images(3, 2, 3, 8, 8))
     assert planned.shoal.plan.breaks
     assert planned.calls == 3
+
+
+def test_a_tensor_that_a_captured_call_replaces_is_freed_by_it() -> None:
+    """The weight of a pruned layer is an attribute of it, and another one after each call."""
+    net = nn.Sequential(prune.l1_unstructured(nn.Linear(8, 8), "weight", 0.5), nn.ReLU(), nn.Linear(8, 1))
+    model = shoal.compile(net, "1GiB", optimizer="sgd", allow="bitwise")
+    captures = []
+    for batch in (4, 4, 6, 9):
+        replaced = weakref.ref(net[0].weight)
+        loss = model(torch.randn(batch, 8)).square().mean()
+        assert replaced() is None
+        loss.backward()
+        captures.append(model.shoal.captures)
+    assert captures[0] < captures[-1]  # other sizes were captured again

@@ -48,7 +48,7 @@ from shoal.engine.options import Options, name_of, options_of
 from shoal.engine.repair import run_again_where_repaired
 from shoal.engine.reserved_budget import grow_segments
 from shoal.engine.session import Session
-from shoal.engine.set_up import SetUp
+from shoal.engine.set_up import SetUp, has_tensor_attributes
 from shoal.engine.shared_budget import Budget
 from shoal.engine.snapshot import Snapshot
 from shoal.engine.status import Status
@@ -269,17 +269,26 @@ class _Caller(ModelCall):
                     drawn = drawn_for(model, args)
                     strict, kwargs = self._strict or bool(drawn), {**kwargs, **drawn}
                     return self._iterations.call(self.session.name, self._planned, kind, args, kwargs, strict=strict)
-                planned = self._planned.get(kind)
-                if planned is not None:
-                    return planned(*args, **kwargs, **drawn_for(model, args))
-                name, record = self.session.name, self.session.status.prepared
-                with preparing(name, why=self._why(kind), record=record):
-                    doing("capture")
-                    planned = self._planned[kind] = capturing(model, self._backend(), name, record)
-                    return planned(*args, **kwargs, **drawn_for(model, args))
+                return self._call_planned(kind, args, {**kwargs, **drawn_for(model, args)})
         except (GraphBreak, ModelRaised) as failure:
             why = failure.with_traceback(None)
         return self._train_otherwise(why, kind, args, kwargs)
+
+    def _call_planned(self, kind: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Call the model of one graph, captured if it is not."""
+        model, status, planned = self.model, self.session.status, self._planned.get(kind)
+        captures = status.captures
+        if planned is not None:
+            outputs = planned(*args, **kwargs)
+        else:
+            name, record = self.session.name, status.prepared
+            with preparing(name, why=self._why(kind), record=record):
+                doing("capture")
+                planned = self._planned[kind] = capturing(model, self._backend(), name, record)
+                outputs = planned(*args, **kwargs)
+        if status.captures > captures and has_tensor_attributes(model):
+            gc.collect()  # cycles of Dynamo's hold those that the call has replaced
+        return outputs
 
     def _train_otherwise(
         self, why: GraphBreak | ModelRaised, kind: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]

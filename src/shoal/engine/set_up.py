@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 _OURS = ("_compiled_call_impl", "_call_impl", "shoal")
@@ -35,6 +36,12 @@ class SetUp:
         return isinstance(other, SetUp) and self._layers == other._layers
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def has_tensor_attributes(model: nn.Module) -> bool:
+    """Whether a layer has tensors that are no parameters and no buffers, as the weight of a pruned one."""
+    values = (value for module in model.modules() for value in vars(module).values())
+    return any(isinstance(value, torch.Tensor) for value in values)
 
 
 def _has(module: nn.Module) -> tuple[Any, ...]:
