@@ -137,7 +137,7 @@ class _AnyFormSearch(Generic[Graph, Made]):
         if variant in self._norms:
             return not self._worth.most_slices  # they need whole tensors
         try:
-            return not self._worth.why_not(variant, self._variants.work(variant), [])
+            return not self._worth.why_not(variant, self._variants.work(variant))
         except Refused:
             return False
 

@@ -6,12 +6,11 @@ Convolutions in pieces take less scratch and mostly more time, so the forms are 
 slowed down, or do not fit; a form that fits is planned with them only if that lowers its bound. Likewise with what
 waits in the backward pass shrunk, which takes an op each time. Only direct kernels may be faster than the library's,
 so forms that are not slowed down are looked at with these. Overlapping patches compute their halos besides what the
-network computes, so they are looked at where the other forms are slowed down by more than that. All numbers of slices
-are bounded before any is planned; fewer than fit are planned only if their bound is lower, and more are captured only
-where fewer are short of room by their bound. Where the bounds of all forms that do not run part by part say that they
-are slowed down, those on slices are bounded before any of them is planned: a plan takes longer than all these bounds,
-and the fastest plan leaves no need of the others. Storages are encoded last, in the forms of which the bound says that
-they may be faster so than the best plan that encodes nothing. Counts of ops end the search, never a clock.
+network computes, so they are looked at where the other forms are slowed down by more than that. Fewer slices are
+planned before more are captured. Where the bounds of all forms that do not run part by part say that they are slowed
+down, those on the fewest are bounded before any of them is planned: a plan takes longer than all these bounds, and the
+fastest plan leaves no need of the others. Storages are encoded last, in the forms of which the bound says that they
+may be faster so than the best plan that encodes nothing. Counts of ops end the search, never a clock.
 """
 
 from __future__ import annotations
@@ -232,30 +231,33 @@ class _BestVariantSearch(Generic[Graph, Made]):
     def consider_split(self) -> None:
         """On slices of the batch; then on slabs and patches."""
         state = self.state
-        plan_forms(state, self._sliced_forms())
+        while state.is_slowed and (forms := self._sliced_forms()):
+            plan_forms(state, forms)
         self.consider_shrunk()
         if self._worth.most_slices and state.is_slowed:
             self.consider_pieces()
         for variant in self._variants.split():
-            if not variant.slices and self._is_worth_capturing(variant, []):
+            if not variant.slices and self._is_worth_capturing(variant):
                 try_forms(state, self._form(variant))
                 if variant.slabs and state.best is None:
                     self.consider_pieces()
 
     def _sliced_forms(self, least_seconds: float = math.inf) -> Bounded[Graph, Made]:
-        """On slices of the batch, each number bounded before more are captured, but for those that were asked already.
+        """On the fewest slices of the batch that fit by their bound, but for those that were asked already.
+
+        More are asked for once these are planned: they have several times as many ops, and take longer to be captured
+        than fewer to be planned.
 
         Args:
-            least_seconds: the lowest bound of other forms. Where it leaves little to be gained, or is below the bound
-                on some slices, more are asked for after plans of these forms.
+            least_seconds: the lowest bound of other forms. If it leaves little to be gained, none are asked for.
         """
         bounded: Bounded[Graph, Made] = []
-        while self._unasked_slices and all(seconds < least_seconds for seconds, _ in bounded):
+        while self._unasked_slices and not bounded:
             variant = self._unasked_slices[0]
             if not self._may_gain_on_slices(variant, least_seconds):
                 break
             del self._unasked_slices[0]
-            if self._is_worth_capturing(variant, bounded):
+            if self._is_worth_capturing(variant):
                 bounded += bound_forms(self.state, self._form(variant))
         return bounded
 
@@ -265,10 +267,10 @@ class _BestVariantSearch(Generic[Graph, Made]):
         except Refused:
             return True  # the table says so
 
-    def _is_worth_capturing(self, variant: Variant, bounded: Bounded[Graph, Made]) -> bool:
+    def _is_worth_capturing(self, variant: Variant) -> bool:
         """Whether a form may be the fastest, and is not too large; the table says why not."""
         try:
-            reason = self._worth.why_not(variant, self._variants.work(variant), bounded)
+            reason = self._worth.why_not(variant, self._variants.work(variant))
         except Refused as refused:
             reason = str(refused)
         if reason:

@@ -134,8 +134,6 @@ def _why_not(state: SearchState[Graph, Made], row: Candidate, bound_seconds: flo
     plainer = {one for one in _plainer(variant) if variant.slices or one.shrunk == variant.shrunk or state.is_near(one)}
     if _fits_as(state, plainer, bound_seconds):
         return f"fits without {'pieces' if variant.pieces else 'being shrunk'}, and gains nothing by its bound"
-    if variant.slices and _fits_on_more(state, variant, bound_seconds):
-        return "fits on more slices, and gains nothing by its bound"
     if (variant.slices or variant.grid) and state.must_come_nearer(bound_seconds):
         return "faster only if planned twice as near to its bound as the unmodified step"
     return ""
@@ -157,12 +155,3 @@ def _plainer(variant: Variant) -> set[Variant]:
 def _fits_as(state: SearchState[Graph, Made], others: Collection[Variant], bound_seconds: float) -> bool:
     """Whether one of other forms has a plan, and a lower bound that is hardly higher."""
     return any(_gains_nothing(bound_seconds, row) for row in state.rows if row.variant in others)
-
-
-def _fits_on_more(state: SearchState[Graph, Made], variant: Variant, bound_seconds: float) -> bool:
-    """Whether the step on more slices has a plan, and a lower bound that is hardly higher."""
-    return any(
-        _gains_nothing(bound_seconds, row)
-        for row in state.rows
-        if row.variant.slices > variant.slices and not row.variant.pieces
-    )

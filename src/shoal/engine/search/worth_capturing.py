@@ -6,14 +6,11 @@ import math
 from dataclasses import replace
 from typing import Generic
 
-from shoal.core.simulate import simulate
 from shoal.core.step import StepGraph
 from shoal.core.variant import WHOLE, Candidate, Variant
-from shoal.engine.search.nearest_first import PricedVariant
 from shoal.engine.search.priced import Made, expected_ops, why_too_many
 from shoal.engine.search.search_state import GOOD_ENOUGH, WORTH_A_PLAN, SearchState
 from shoal.engine.search.split_forms import PatchWork
-from shoal.engine.search.try_forms import Bounded
 from shoal.engine.search.variants import Graph
 from shoal.planners.estimates import about_least_bytes
 
@@ -35,13 +32,12 @@ class WorthCapturing(Generic[Graph, Made]):
         self._about_bytes: dict[Variant, int] = {}  # what each form needs, where nothing fits in any
         self._no_lower: set[Variant] = set()  # of these on patches, those that need no fewer than the ones before
 
-    def why_not(self, variant: Variant, work: PatchWork, bounded: Bounded[Graph, Made]) -> str:
+    def why_not(self, variant: Variant, work: PatchWork) -> str:
         """Why a form cannot be the fastest, or is too large; "" where it is worth it.
 
         Args:
             variant: the form.
             work: what it takes.
-            bounded: forms on fewer slices that are not planned yet.
         """
         state = self._state
         self._note_what_is_needed()
@@ -54,9 +50,9 @@ class WorthCapturing(Generic[Graph, Made]):
         one_after_another = variant.slices or variant.slabs
         if one_after_another and not self.is_slow_enough(work, state.best_seconds):
             return "the other forms are slowed down little"
-        if variant.slices and self._kept_seconds_on(variant.slices, bounded) > state.best_seconds:
+        if variant.slices and self._kept_seconds_on(variant.slices) > state.best_seconds:
             return "more slices take longer than the best, with everything kept"
-        if any(_has_room(seconds, form, whole) for seconds, form in bounded):
+        if variant.slices and any(_has_room(row, whole) for row in state.rows):
             return "fewer slices are not short of room, by their bound"
         if variant.twice and state.best is not None:
             return "another form fits and measures nothing twice"
@@ -105,12 +101,11 @@ class WorthCapturing(Generic[Graph, Made]):
             if row.bound_seconds is not None and _is_in_parts(row)
         )
 
-    def _kept_seconds_on(self, slices: int, bounded: Bounded[Graph, Made]) -> float:
+    def _kept_seconds_on(self, slices: int) -> float:
         """About the step with everything kept, from forms on fewer slices: each slice more takes as much more."""
         rows = self._state.rows
         known = {1: self._state.whole.plain_seconds}
         known |= {row.variant.slices: row.plain_seconds for row in rows if row.n_ops and _is_on_slices(row)}
-        known |= {form.variant.slices: simulate(form.priced.graph, {}).seconds for _, form in bounded}
         (few, fast), *more = sorted(known.items())
         if not more:
             return 0.0
@@ -124,10 +119,11 @@ class WorthCapturing(Generic[Graph, Made]):
         return max((max(form.variant.slices, form.variant.slabs) for form in forms), default=0)
 
 
-def _has_room(bound_seconds: float, form: PricedVariant[Graph, Made], whole: StepGraph) -> bool:
+def _has_room(row: Candidate, whole: StepGraph) -> bool:
     """Whether a form on slices is hardly slowed down for lack of room by its bound; each slice more takes longer."""
-    kept_seconds = simulate(form.priced.graph, {}).seconds
-    return kept_seconds >= whole.plain_seconds and bound_seconds <= (1 + WORTH_A_PLAN) * kept_seconds
+    if not _is_on_slices(row) or row.bound_seconds is None or row.plain_seconds < whole.plain_seconds:
+        return False
+    return row.bound_seconds <= (1 + WORTH_A_PLAN) * row.plain_seconds
 
 
 def _is_on_slices(row: Candidate) -> bool:
