@@ -11,7 +11,7 @@ from torch import nn
 
 import shoal
 from shoal.core.variant import WHOLE
-from shoal.engine import backend, choose_variant
+from shoal.engine import backend, best_form
 from shoal.engine.search.search_state import Best
 from shoal.errors import BudgetError
 from tests.engine.search.test_best_variant import FUSED, batches, normalised, share_of_plain, step
@@ -70,7 +70,7 @@ def test_where_its_own_form_is_chosen_that_is_traced_once(traces: list[str], mon
         price(variants.graph(FUSED))
         return Best(WHOLE, variants.own, *price(variants.own).plan(budget_bytes))
 
-    monkeypatch.setattr(choose_variant, "fitting_variant", own)
+    monkeypatch.setattr(best_form, "fitting_variant", own)
     budget_bytes = share_of_plain(normalised, 0.9)
     model = shoal.compile(normalised(), budget=budget_bytes, allow="recompute, fuse")
     found = train(model, batches(1))

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Collection, Hashable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -20,21 +16,14 @@ from shoal.capture.layered import Refused, is_of_a_module
 from shoal.capture.pieces import in_pieces
 from shoal.capture.shrunk import shrunk
 from shoal.core.plan import Plan
-from shoal.core.step import StepGraph
-from shoal.core.variant import WHOLE, Variant
+from shoal.core.variant import Variant
 from shoal.engine import form_cache
-from shoal.engine.compile_options import CompileOptions
-from shoal.engine.loop_memory import LoopMemory
+from shoal.engine.best_form import best_form
 from shoal.engine.plan_kernels import check_kernels
-from shoal.engine.refusal_hints import with_optimistic
-from shoal.engine.search.best_variant import best_variant, fitting_variant
-from shoal.engine.search.encoding import Encoding
-from shoal.engine.search.priced import InVariant, Priced, Prices
-from shoal.engine.search.search_state import Best
-from shoal.engine.search.variants import Forms, OwnForm, Variants
+from shoal.engine.search.variants import OwnForm, Variants
 from shoal.engine.search.without_effect import without_effect
 from shoal.engine.session import Session
-from shoal.engine.step_planning import WHOLE_FORM, CompiledVariant, Planned, StepPlanning
+from shoal.engine.step_planning import WHOLE_FORM, CompiledVariant
 from shoal.errors import BudgetError, PlanError
 from shoal.lowlevel.torch_state import autocast_state, autocasting
 from shoal.memory.limit import no_memory_limit
@@ -43,62 +32,6 @@ _WORTH_SECONDS = 0.5  # a form that is found faster is searched for again
 
 log = logging.getLogger("shoal")
 Compiled = Callable[..., Any]
-_Graph = TypeVar("_Graph", bound=Hashable)
-_Loops = Callable[[Collection[int]], Sequence[LoopMemory]]
-
-
-class Planning(Protocol):
-    """Whose steps are planned, and for what.
-
-    Attributes:
-        options: what the plans are to be.
-        name: the model's.
-        runs_here: whether they run on this machine.
-    """
-
-    @property
-    def options(self) -> CompileOptions: ...
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def runs_here(self) -> bool: ...
-
-    def in_regions(self, captured: Captured) -> Captured:
-        """A step with the ops that are launched where it runs."""
-
-    def in_traced_layouts(self, captured: Captured) -> Captured:
-        """A step whose results are laid out as they were traced."""
-
-    def planning(self, captured: Captured) -> StepPlanning:
-        """A step, with what it costs and ready to be planned."""
-
-    def loops(self, places: Collection[int]) -> tuple[LoopMemory, ...]:
-        """What the training loop of a step with outputs at these places may hold, from the most to the least."""
-
-    def try_to_plan(
-        self, planning: StepPlanning, loops: Sequence[LoopMemory], encoding: Encoding
-    ) -> tuple[Planned, LoopMemory]:
-        """See `StepPlanning.plan_in_any`."""
-
-
-@dataclass(frozen=True)
-class PlannedForm:
-    """A step in one form, and its plan.
-
-    Attributes:
-        captured: the step. laid_out: so that its results are laid out as traced.
-        planned: its plan.
-        loop: that the plan is for.
-    """
-
-    captured: Captured
-    laid_out: Captured
-    planned: Planned
-    loop: LoopMemory
-
-
 Choose = Callable[[Captured], tuple[CompiledVariant, Captured]]
 CompileForm = Callable[[fx.GraphModule, CompiledVariant | Choose], Compiled]
 
@@ -223,105 +156,6 @@ class _Other(Exception):
 
     def __init__(self, graph: fx.GraphModule, form: CompiledVariant) -> None:
         self.graph, self.form = graph, form
-
-
-def best_form(
-    of: Planning, variants: Forms[_Graph], capture: Callable[[_Graph], Captured], means: frozenset[str]
-) -> tuple[_Graph, CompiledVariant, Captured]:
-    """The form in which a step trains fastest: its graph, its plan, and the step in it.
-
-    A form in which the step fits whatever the loop holds is taken before a faster one that only may.
-
-    Args:
-        of: whose step it is.
-        variants: its forms.
-        capture: a graph → its training step, captured and not run.
-        means: techniques that change its ops.
-
-    Raises:
-        BudgetError: no form fits.
-    """
-    started = time.perf_counter()
-    plannings: dict[str, StepPlanning] = {}
-    budget_bytes = of.options.budget_bytes or 0
-    captured = cache(capture)
-
-    def price(loops: _Loops) -> Callable[[_Graph], Priced[PlannedForm]]:
-        prices = form_prices(of, means, loops, plannings)
-        return lambda graph: prices.price(InVariant(captured(graph)))
-
-    found = _found(of, variants, price, budget_bytes)
-    made = found.made
-    candidates = found.plan.candidates if len(found.plan.candidates) > 1 else ()  # else there was no choice
-    written = None
-    if found.variant != WHOLE:
-        whole = of.in_traced_layouts(captured(variants.graph(WHOLE))).graph.fingerprint
-        if whole in plannings:
-            written = plannings[whole].unplanned.with_static(-made.planned.basis.graph.static_bytes)
-    form = CompiledVariant(found.variant, candidates, time.perf_counter() - started, written)
-    return found.graph, replace(form, found=(made.laid_out, made.planned, made.loop)), made.captured
-
-
-def _found(
-    of: Planning,
-    variants: Forms[_Graph],
-    price: Callable[[_Loops], Callable[[_Graph], Priced[PlannedForm]]],
-    budget_bytes: int,
-) -> Best[_Graph, PlannedForm]:
-    """The form that fits whatever the loop holds; else one that fits if the loop holds less; else what they need."""
-
-    def in_some(part: slice) -> Callable[[_Graph], Priced[PlannedForm]]:
-        return price(lambda places: of.loops(places)[part])
-
-    most, less, least = in_some(slice(1)), in_some(slice(1, None)), in_some(slice(-1, None))
-    if len(of.loops(())) == 1:
-        return best_variant(variants, most, budget_bytes, of.name)
-    for loops in (most, less):
-        with suppress(BudgetError):  # a hopeless budget is refused for all loops
-            if (found := fitting_variant(variants, loops, budget_bytes, of.name)) is not None:
-                return found
-    try:
-        return best_variant(variants, most, budget_bytes, of.name)
-    except BudgetError as refused:
-        try:
-            return best_variant(variants, least, budget_bytes, of.name)
-        except BudgetError as optimistic:
-            raise with_optimistic(refused, optimistic) from None
-
-
-def form_prices(
-    of: Planning, means: frozenset[str], loops: _Loops, plannings: dict[str, StepPlanning]
-) -> Prices[PlannedForm]:
-    """What the forms of a step cost in whichever of some loops.
-
-    Args:
-        of, means: as of `best_form`.
-        loops: of a step, by the places of its outputs.
-        plannings: by fingerprint, the steps that were priced; filled in.
-    """
-
-    def planning_of(captured: Captured) -> StepPlanning:
-        with unset_fake_temporarily():
-            return of.planning(of.in_traced_layouts(captured))
-
-    def timed(captured: Captured) -> StepGraph:
-        planning = planning_of(captured)
-        return planning.priced(loops(planning.outputs)[-1])
-
-    def costs(steps: Sequence[InVariant]) -> tuple[Priced[PlannedForm], Sequence[StepGraph]]:
-        captured, laid_out = steps[0].captured, of.in_traced_layouts(steps[0].captured)
-        with unset_fake_temporarily():
-            planning = of.planning(laid_out)
-
-        def made(one: StepPlanning, how: Encoding) -> tuple[PlannedForm, Plan]:
-            planned, loop = of.try_to_plan(one, loops(one.outputs), how)
-            return PlannedForm(captured, laid_out, planned, loop), planned.plan
-
-        plannings[planning.fingerprint] = planning
-        priced = planning.in_loops(loops(planning.outputs), made)
-        return priced, [priced.graph]
-
-    return Prices(means, of.in_regions, timed, costs, of.runs_here)
 
 
 def _compile_as_planned(plan: Plan, variants: Variants, compile_form: CompileForm) -> Compiled:

@@ -15,7 +15,7 @@ from shoal.capture.call_arguments import Example
 from shoal.capture.capture_step import InputRefused, in_dynamo
 from shoal.core.hardware import Hardware
 from shoal.core.plan import Plan
-from shoal.engine.choose_variant import best_form
+from shoal.engine.best_form import best_form
 from shoal.engine.forward_on_meta import sizes_that_would_do
 from shoal.engine.options import Options
 from shoal.engine.plan_kernels import kernels_of
@@ -113,8 +113,7 @@ def plan_of(pricing: Pricing, example: Example) -> Plan:
         lines = pricing.say_without_effect(variants)
         _, form, _ = best_form(pricing, variants, pricing.capture(gm, inputs), options.form_means)
         assert form.found is not None
-        _, planned, loop = form.found
-        return replace(form.described(planned, loop, options), without_effect=lines)
+        return replace(form.described(form.found.planned, form.found.loop, options), without_effect=lines)
 
     found = _captured(pricing, example, read)
     if pricing.target is None:

@@ -23,7 +23,7 @@ from shoal.cost.measure import measure
 from shoal.cost.measure_links import link_to
 from shoal.cost.profile import profile_step
 from shoal.cost.roofline import roofline
-from shoal.engine.choose_variant import PlannedForm, form_prices
+from shoal.engine.best_form import form_prices
 from shoal.engine.compile_options import CompileOptions
 from shoal.engine.compiled_regions import in_unmeasured_regions
 from shoal.engine.launched_step import as_launched
@@ -34,7 +34,7 @@ from shoal.engine.search.encoding import Encoding
 from shoal.engine.search.priced import InVariant, Priced
 from shoal.engine.search.variants import Variants
 from shoal.engine.search.without_effect import without_effect
-from shoal.engine.step_planning import CountedStep, Planned, StepCosts, StepPlanning
+from shoal.engine.step_planning import CountedStep, Planned, PlannedForm, StepCosts, StepPlanning
 from shoal.errors import BudgetError, InputError
 from shoal.kernels.generator import state_bytes
 from shoal.memory.budget import budget_bytes as allowed_bytes

@@ -54,6 +54,22 @@ class Planned:
 
 
 @dataclass(frozen=True)
+class PlannedForm:
+    """A step in one form, and its plan.
+
+    Attributes:
+        captured: the step. laid_out: so that its results are laid out as traced.
+        planned: its plan.
+        loop: that the plan is for.
+    """
+
+    captured: Captured
+    laid_out: Captured
+    planned: Planned
+    loop: LoopMemory
+
+
+@dataclass(frozen=True)
 class CompiledVariant:
     """In which form a step is compiled.
 
@@ -63,27 +79,26 @@ class CompiledVariant:
         seconds: how long that took.
         written: what is known of the step in the form in which its author wrote it, if this is another; its static
             bytes are those in addition to this form's.
-        found: the step as it was captured to be considered, its plan, and the loop that the plan is for; None where
-            nothing was considered.
+        found: the step as it was captured to be considered, and its plan; None where nothing was considered.
     """
 
     variant: Variant = WHOLE
     candidates: tuple[Candidate, ...] = ()
     seconds: float = 0.0
     written: Basis | None = None
-    found: tuple[Captured, Planned, LoopMemory] | None = None
+    found: PlannedForm | None = None
 
     def planned_for(self, captured: Captured) -> tuple[Planned, LoopMemory] | None:
         """The plan that was found, for the same step as it is captured to be run; None where it has to be made.
 
         A step that encodes storages is another one than was captured, and is planned again.
         """
-        if self.found is None:
+        found = self.found
+        if found is None or found.planned.captured is not found.laid_out:
             return None
-        considered, planned, loop = self.found
-        if planned.captured is not considered or considered.graph.fingerprint != captured.graph.fingerprint:
+        if found.laid_out.graph.fingerprint != captured.graph.fingerprint:
             return None
-        return replace(planned, captured=captured), loop
+        return replace(found.planned, captured=captured), found.loop
 
     def basis(self, made: Basis) -> Basis:
         """What a plan was made for, with the form in which the author wrote the step."""
