@@ -12,7 +12,8 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 import shoal
-from shoal.capture.inverted_norms import applied, with_inverted_norms
+from shoal.capture.inverted_norms import with_inverted_norms
+from shoal.kernels.invertible_norm.inverted_norm import inverted_norm_in
 
 
 def block(before: int, after: int, norm: nn.Module, activation: nn.Module | None = None) -> nn.Sequential:
@@ -35,7 +36,7 @@ def inverted_ops(net: nn.Module, *inputs: torch.Tensor) -> list[Any]:
 
     def backend(gm: fx.GraphModule, example: Any) -> Any:
         changed = with_inverted_norms(gm)
-        found.extend(node.args[3:] for node in changed.graph.nodes if node.target is applied)
+        found.extend(node.args[3:] for node in changed.graph.nodes if node.target is inverted_norm_in)
         return changed
 
     torch.compiler.reset()

@@ -15,7 +15,7 @@ from torch import fx
 from torch.nn import functional as F
 
 from shoal.capture.layered import Refused
-from shoal.kernels.invertible_norm.inverted_norm import inverted_norm
+from shoal.kernels.invertible_norm.inverted_norm import inverted_norm_in
 
 _NORMS: dict[
     Any, tuple[str, tuple[str, ...], dict[str, Any]]
@@ -85,25 +85,12 @@ def _one_call(graph: fx.Graph, pair: _Pair, copies: dict[fx.Node, fx.Node]) -> f
     )
     dtype = pair.norm.meta["example_value"].dtype
     eps = pair.given["eps"]
-    call = graph.call_function(applied, (x, weight, bias, pair.groups, eps, pair.activation, pair.slope, dtype))
+    call = graph.call_function(
+        inverted_norm_in, (x, weight, bias, pair.groups, eps, pair.activation, pair.slope, dtype)
+    )
     call.meta.update(pair.norm.meta)
     call.meta["example_value"] = pair.reader.meta.get("example_value")
     return call
-
-
-def applied(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    groups: int,
-    eps: float,
-    activation: str,
-    slope: float,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """Norm and activation of `x`, in the dtype that autocast gave the norm."""
-    y: torch.Tensor = inverted_norm(x.to(dtype), weight, bias, groups, eps, activation, slope)[0]
-    return y
 
 
 def _pair(node: fx.Node) -> _Pair | str:

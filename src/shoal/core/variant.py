@@ -1,4 +1,7 @@
-"""In which form a step is computed: as the model says it, with batch norms fused, on patches, in pieces."""
+"""In which form a step is computed: as the model says it, with batch norms fused, on patches, in pieces, or several.
+
+How norms are computed and which layers run part by part combine: what is not cut has its norms fused or inverted.
+"""
 
 from __future__ import annotations
 
@@ -44,6 +47,7 @@ class Variant:
 
     Attributes:
         fuse: the level at which batch norms are done by their neighbours (`shoal.fuse_batchnorm`); "" for not at all.
+            Of a step whose first layers run part by part, it is said of the others.
         large_only: whether small maps are left to PyTorch's own layers there.
         up_to: share of the largest map that a batch norm normalises: maps larger than that are left to them too.
         invert: whether instance and group norms save only the result of the activation after them.
@@ -58,6 +62,8 @@ class Variant:
 
     >>> print(Variant(), Variant(fuse="icf"), Variant(depth=0.5, grid=(2, 2)), sep="; ")
     unmodified; batch norm fused (icf); 50 % of the convolutions in 2 x 2 overlapping patches
+    >>> print(Variant(depth=0.25, slices=4).with_norms(Variant(fuse="bnff")))
+    batch norm fused (bnff), 25 % of the convolutions on 4 slices of the batch
     """
 
     fuse: str = ""
@@ -87,21 +93,22 @@ class Variant:
             return cut if others == WHOLE else f"{others}, {cut}"
         if self.shrunk:
             return f"{replace(self, shrunk=False)}, compact saved tensors"
+        said = []
         if self.fuse:
             maps = ", large maps" if self.large_only else ""
             if self.up_to < 1:
-                maps += f", maps up to {self.up_to:.0%} of the largest".replace("%", " %")
-            return f"batch norm fused ({self.fuse}{maps})"
+                maps += f", maps up to {_percent(self.up_to)} of the largest"
+            said.append(f"batch norm fused ({self.fuse}{maps})")
         if self.invert:
-            return "instance and group norms inverted"
+            said.append("instance and group norms inverted")
         if self.slabs:
-            return f"large layers on {self.slabs} slabs{', measured first' if self.twice else ''}"
-        if not self.depth:
-            return "unmodified"
-        if self.slices:
-            return f"{self.depth:.0%} of the convolutions on {self.slices} slices of the batch".replace("%", " %")
-        patches = f"{' x '.join(map(str, self.grid))} {'overlapping' if self.exact else 'independent'} patches"
-        return f"{self.depth:.0%} of the convolutions in {patches}".replace("%", " %")
+            said.append(f"large layers on {self.slabs} slabs{', measured first' if self.twice else ''}")
+        elif self.slices:
+            said.append(f"{_percent(self.depth)} of the convolutions on {self.slices} slices of the batch")
+        elif self.depth:
+            patches = f"{' x '.join(map(str, self.grid))} {'overlapping' if self.exact else 'independent'} patches"
+            said.append(f"{_percent(self.depth)} of the convolutions in {patches}")
+        return ", ".join(said) or "unmodified"
 
     @property
     def means(self) -> frozenset[str]:
@@ -109,11 +116,29 @@ class Variant:
         used = {"direct" if one.direct or one.parts or one.reordered else "pieces" for one in self.pieces}
         if self.fuse:
             used.add("fuse")
-        elif self.invert:
+        if self.invert:
             used.add("invert")
-        elif self.depth or self.slabs:
+        if self.depth or self.slabs:
             used.add("exact_split" if self.exact else "split")
         return frozenset(used)
+
+    @property
+    def norms(self) -> Variant:
+        """How it computes norms, and nothing else of it."""
+        return Variant(fuse=self.fuse, large_only=self.large_only, up_to=self.up_to, invert=self.invert)
+
+    @property
+    def parts(self) -> Variant:
+        """What of it runs part by part, and nothing else."""
+        return replace(self, fuse="", large_only=False, up_to=1.0, invert=False, shrunk=False, pieces=())
+
+    def with_norms(self, norms: Variant) -> Variant:
+        """The same with norms computed as in another."""
+        return replace(self, fuse=norms.fuse, large_only=norms.large_only, up_to=norms.up_to, invert=norms.invert)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g} %"
 
 
 def _kind_of(op: str) -> str:

@@ -131,6 +131,7 @@ class _Listed:
 
     of_norms: tuple[Variant, ...]
     split: tuple[Variant, ...]
+    of_fewer_layers: tuple[Variant, ...]
     norm_elems: tuple[int, ...]
     works: dict[Variant, PatchWork | str]
     sliced_depth: float
@@ -143,12 +144,10 @@ class _Listed:
         return tuple(one for one in self.split if not one.slices)
 
     @property
-    def calls_a_slice(self) -> int:
-        """Layers that run slice by slice."""
-        calls = (
-            work.n_calls // one.slices for one, work in self.works.items() if one.slices and not isinstance(work, str)
-        )
-        return next(calls, 0)
+    def on_one_slice(self) -> dict[float, PatchWork]:
+        """What a slice of the batch takes, by the share of the layers that are cut."""
+        works = ((one, work) for one, work in self.works.items() if one.slices and not isinstance(work, str))
+        return {one.depth: replace(work, n_calls=work.n_calls // one.slices) for one, work in works}
 
 
 class _CapturedForms:
@@ -169,9 +168,12 @@ class _CapturedForms:
             split = tuple(variants.split())
             for variant in (WHOLE, *of_norms):
                 self._graphs[variant] = _captured(variants, step, variant)
-            works = {one: _work(variants, one) for one in split}
+            sliced = (one for one in split[:1] if one.slices)
+            fewer = tuple(each for one in sliced for each in variants.of_fewer_layers(one))
+            works = {one: _work(variants, one) for one in (*split, *fewer)}
             lines = self._pricing.say_without_effect(variants)
-            return _Listed(of_norms, split, variants.norm_elems, works, variants.sliced_depth, variants.samples, lines)
+            elems, depth, samples = variants.norm_elems, variants.sliced_depth, variants.samples
+            return _Listed(of_norms, split, fewer, elems, works, depth, samples, lines)
 
         return self._read(read)
 
@@ -184,8 +186,11 @@ class _CapturedForms:
     def split(self) -> Iterator[Variant]:
         return iter(self.listed.split)
 
+    def of_fewer_layers(self, sliced: Variant) -> Iterator[Variant]:
+        return iter(self.listed.of_fewer_layers)
+
     def work(self, variant: Variant) -> PatchWork:
-        return _unless_refused(self.listed.works[variant])
+        return _unless_refused(self.listed.works[variant.parts])
 
     def graph(self, variant: Variant) -> Counted:
         if variant not in self._graphs:
@@ -245,10 +250,14 @@ class _ScaledForms:
             yield from sliced_forms(self.listed.sliced_depth, self._samples)
         yield from self.listed.patches
 
+    def of_fewer_layers(self, sliced: Variant) -> Iterator[Variant]:
+        return (replace(sliced, depth=one.depth) for one in self.listed.of_fewer_layers)
+
     def work(self, variant: Variant) -> PatchWork:
         if variant.slices:
-            return PatchWork(0.0, variant.slices * self.listed.calls_a_slice)
-        one, *others = (forms.listed.works[variant] for forms in self._known.values())
+            work = self.listed.on_one_slice[variant.depth]
+            return replace(work, n_calls=variant.slices * work.n_calls)
+        one, *others = (forms.listed.works[variant.parts] for forms in self._known.values())
         for other in others:
             if isinstance(one, str) or isinstance(other, str):
                 is_alike = one == other

@@ -35,6 +35,9 @@ class Refusing:
     def split(self) -> Iterator[Variant]:
         return iter(())
 
+    def of_fewer_layers(self, sliced: Variant) -> Iterator[Variant]:
+        return iter(())
+
     def work(self, variant: Variant) -> PatchWork:
         raise Refused(f"{variant} is not on patches")
 

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.capture.layered import Refused
 from shoal.core.plan import Plan
 from shoal.core.simulate import simulate
 from shoal.core.step import Op, StepGraph, Storage
@@ -78,11 +79,16 @@ class Forms:
     def split(self) -> Iterator[Variant]:
         return (variant for variant in self.steps if variant.depth)
 
+    def of_fewer_layers(self, sliced: Variant) -> Iterator[Variant]:
+        return iter(())
+
     def work(self, variant: Variant) -> PatchWork:
-        more = self.steps[variant].plain_seconds / self.steps[WHOLE].plain_seconds - 1 if variant.grid else 0.0
+        more = self.steps[variant.parts].plain_seconds / self.steps[WHOLE].plain_seconds - 1 if variant.grid else 0.0
         return PatchWork(more if variant.exact else 0.0, 1)
 
     def graph(self, variant: Variant) -> Any:
+        if variant not in self.steps:
+            raise Refused("fused and in parts at once")
         return variant
 
     def price(self, variant: Any) -> Priced[None]:

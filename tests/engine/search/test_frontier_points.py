@@ -44,10 +44,15 @@ class Forms:
     def split(self) -> Iterator[Variant]:
         return (variant for variant in self.steps if variant.depth)
 
+    def of_fewer_layers(self, sliced: Variant) -> Iterator[Variant]:
+        return iter(())
+
     def work(self, variant: Variant) -> PatchWork:
         return PatchWork(0.0, 1)
 
     def graph(self, variant: Variant) -> Any:
+        if variant not in self.steps:
+            raise Refused("fused and in parts at once")
         return variant
 
     def price(self, variant: Any) -> Priced[None]:

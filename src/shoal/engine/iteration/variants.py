@@ -66,8 +66,11 @@ class IterationVariants:
             found[_of_any_depth(own)] = max(own, found.get(_of_any_depth(own), own), key=lambda variant: variant.depth)
         return iter(found.values())
 
+    def of_fewer_layers(self, sliced: Variant) -> Iterator[Variant]:
+        return iter(())  # each graph has slices of a depth of its own
+
     def work(self, variant: Variant) -> PatchWork:
-        found = [one.variants.work(own) for one, own in self._own(variant).items()]
+        found = [one.variants.work(own) for one, own in self._own(variant.parts).items()]
         return PatchWork(max(work.more_share for work in found), sum(work.n_calls for work in found))
 
     def graph(self, variant: Variant) -> _Changed:
@@ -85,14 +88,17 @@ class IterationVariants:
         return found
 
     def _own(self, variant: Variant) -> dict[DynamoGraph, Variant]:
-        """The same variant of each graph that has it."""
-        if not (variant.depth or variant.slabs):
-            return dict.fromkeys(self._graphs, variant)
+        """The same variant of each graph that has it; of a graph that cannot run in these parts, with these norms."""
+        norms = variant.norms
+        if variant.parts == WHOLE:
+            return dict.fromkeys(self._graphs, norms)
         pairs = ((one, own) for one in self._graphs for own in one.variants.split())
-        found = {one: own for one, own in pairs if _of_any_depth(own) == _of_any_depth(variant)}
+        found = {one: own for one, own in pairs if _of_any_depth(own) == _of_any_depth(variant.parts)}
         if not found:
             raise Refused("no graph of it can run part by part in this way")
-        return found
+        if norms == WHOLE:
+            return found
+        return {one: found[one].with_norms(norms) if one in found else norms for one in self._graphs}
 
 
 def _of_any_depth(variant: Variant) -> Variant:

@@ -19,7 +19,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from itertools import takewhile
+from functools import cached_property
 from typing import Generic
 
 from shoal.capture.layered import Refused
@@ -31,7 +31,7 @@ from shoal.engine.search.priced import Made, Priced, captured_form
 from shoal.engine.search.search_state import WORTH_A_PLAN, Best, SearchState
 from shoal.engine.search.try_forms import Bounded, bound_forms, plan_forms, try_forms
 from shoal.engine.search.unfit_forms import nearest, plan_unfit
-from shoal.engine.search.variants import Forms, Graph
+from shoal.engine.search.variants import Forms, Graph, in_parts, norms_of_the_rest
 from shoal.engine.search.worth_capturing import WorthCapturing
 from shoal.planners.infeasible import is_hopeless
 
@@ -77,7 +77,6 @@ class _BestVariantSearch(Generic[Graph, Made]):
         self._worth = WorthCapturing(self.state)
         self._cut: set[str] = set()  # forms that were asked for pieces
         self._shrunk: set[str] = set()  # forms that were asked to be shrunk
-        self._unasked_slices = list(takewhile(lambda one: one.slices, variants.split()))
 
     def run(self, name: str, *, for_the_minimum: bool) -> Best[Graph, Made] | None:
         """The fastest form; None if there is none.
@@ -236,11 +235,22 @@ class _BestVariantSearch(Generic[Graph, Made]):
         self.consider_shrunk()
         if self._worth.most_slices and state.is_slowed:
             self.consider_pieces()
-        for variant in self._variants.split():
+        for variant in self._in_parts:
             if not variant.slices and self._is_worth_capturing(variant):
                 try_forms(state, self._form(variant))
                 if variant.slabs and state.best is None:
                     self.consider_pieces()
+
+    @cached_property
+    def _in_parts(self) -> list[Variant]:
+        """The forms in parts, once those of norms are captured: what is not cut has the best of these."""
+        forms = ((form.variant, form.priced.graph) for form in self.state.forms.values())
+        norms, needs_more = norms_of_the_rest(forms)
+        return list(in_parts(self._variants, norms, needs_more=needs_more))
+
+    @cached_property
+    def _unasked_slices(self) -> list[Variant]:
+        return [variant for variant in self._in_parts if variant.slices]
 
     def _sliced_forms(self, least_seconds: float = math.inf) -> Bounded[Graph, Made]:
         """On the fewest slices of the batch that fit by their bound, but for those that were asked already.

@@ -8,7 +8,7 @@ lower bound there is below the fastest plan that is known to fit. Storages are e
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -24,7 +24,7 @@ from shoal.core.variant import WHOLE, Variant
 from shoal.engine.search.choose_encoded import BOUNDING_SHARES
 from shoal.engine.search.encoding import IF_FASTER, EncodeBelow, NotFaster
 from shoal.engine.search.priced import Priced, captured_form, why_too_many
-from shoal.engine.search.variants import Variants
+from shoal.engine.search.variants import Variants, in_parts, norms_of_the_rest
 from shoal.errors import BudgetError
 from shoal.planners.estimates import least_peak_bytes, least_seconds, quick_least
 
@@ -209,7 +209,12 @@ def _priced_forms(
     of_norms = tuple(variants.of_norms())
     all_fused = (one for one in of_norms if one.fuse and not one.large_only)
     of_smaller_maps = chain.from_iterable(map(variants.of_smaller_maps, all_fused))
-    for variant in (WHOLE, *of_norms, *of_smaller_maps, *variants.split()):
+
+    def on_parts() -> Iterator[Variant]:
+        norms, needs_more = norms_of_the_rest((form.variant, form.priced.graph) for form in forms)
+        yield from in_parts(variants, norms, needs_more=needs_more)
+
+    for variant in chain((WHOLE, *of_norms, *of_smaller_maps), on_parts()):
         trying(f"the {variant} step" if variant == WHOLE else str(variant))
         try:
             if variant.depth:

@@ -84,12 +84,11 @@ class SearchState(Generic[Graph, Made]):
         return row.seconds - row.bound_seconds <= DEFAULT.far_off * self.whole.plain_seconds
 
     def must_come_nearer(self, bound_seconds: float) -> bool:
-        """Whether a form is the fastest only if its plan is much nearer to its bound than that of the step as it is."""
-        whole = self.row(WHOLE)
-        if self.best is None or whole is None or whole.seconds is None or not whole.bound_seconds:
-            return False
-        gap = whole.seconds / whole.bound_seconds - 1
-        return not self.may_gain(bound_seconds * (1 + gap / 2))
+        """Whether a form in parts is the fastest only if its plan is much nearer to its bound than those of other forms
+        in parts, or than that of the step as it is."""
+        planned = [row for row in self.rows if row.seconds is not None and row.bound_seconds]
+        ratios = [row.seconds / row.bound_seconds for row in planned if row.variant == WHOLE or row.variant.slices]  # type: ignore[operator]
+        return self.best is not None and bool(ratios) and not self.may_gain(bound_seconds * (1 + max(ratios)) / 2)
 
     def may_fit(self, form: PricedVariant[Graph, Made]) -> bool:
         """Whether the budget has room for what every plan of a form needs."""

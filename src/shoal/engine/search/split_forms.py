@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import fx
 from torch.nn.modules.conv import _ConvNd
 
-from shoal.capture.layered import LayeredGraph, Refused, as_dynamo_graph
+from shoal.capture.layered import LayeredGraph, Refused
 from shoal.capture.symbolic_sizes import expression_of
 from shoal.core.variant import Variant
 from shoal.engine.search.pieces_of_a_graph import VOLUME, bytes_of
@@ -31,6 +32,7 @@ _SLICES = (4, 16)  # of the batch, at most
 _SLABS = ((8, False), (8, True), (16, True))  # how many, and whether what norms measure is computed twice
 _WORTH_SLABS_BYTES = 16 << 20  # of the largest tensor
 _SLICED_DEPTHS = (0.25, 0.5, 0.75, 1.0)
+_OF_FULL_DEPTH = (0.25, 0.5)  # of the layers that are cut to save most bytes: half as many take half the ops
 _SMALL_BEHIND = 1 / 3  # of the largest tensor: after slices no tensor should be larger
 
 
@@ -41,23 +43,24 @@ class PatchWork:
     Attributes:
         more_share: how much more the convolutions of the network compute, for what overlaps.
         n_calls: layers that are called, times patches.
+        left: names of layers that would be cut at the full depth, and are not.
     """
 
     more_share: float
     n_calls: int
+    left: frozenset[str] = frozenset()
 
 
 class SplitForms:
     """Those of one step.
 
     Args:
-        own: Dynamo's graph.
         source: its layers; None where they cannot be taken apart.
         means: what may be used, of `shoal.core.means`.
     """
 
-    def __init__(self, own: fx.GraphModule, source: LayeredGraph | None, means: frozenset[str]) -> None:
-        self._own, self._source, self._means = own, source, means
+    def __init__(self, source: LayeredGraph | None, means: frozenset[str]) -> None:
+        self._source, self._means = source, means
 
     def __iter__(self) -> Iterator[Variant]:
         """On slices of the batch, then on slabs, then on patches, the fewest first."""
@@ -93,6 +96,19 @@ class SplitForms:
         largest = max(_elems(node) for node in source.graph.nodes)
         return next((d for d in _SLICED_DEPTHS if self._elems_behind(d) <= _SMALL_BEHIND * largest), 1.0)
 
+    def of_fewer_layers(self, sliced: Variant) -> Iterator[Variant]:
+        """On as many slices with fewer layers cut, the fewest first: less is slowed down, and fewer bytes are saved."""
+        n_before, n_most = 0, self._n_cut(sliced.depth)
+        for share in _OF_FULL_DEPTH:
+            n_cut = self._n_cut(share * sliced.depth)
+            if n_before < n_cut < n_most:
+                yield replace(sliced, depth=share * sliced.depth)
+            n_before = n_cut
+
+    def _n_cut(self, depth: float) -> int:
+        region = None if self._source is None else _sliced_region(self._source, depth)
+        return 0 if region is None else len(region.nodes)
+
     @property
     def samples(self) -> int:
         """In the batch; 0 where there are no convolutions of images."""
@@ -122,40 +138,30 @@ class SplitForms:
         behind = [node for node in source.graph.nodes if node not in region.nodes and node.op != "placeholder"]
         return max(map(_elems, [*behind, *region.leaving]), default=0)
 
-    def graph(self, source: LayeredGraph, variant: Variant) -> fx.GraphModule:
-        """A graph with the calling convention of Dynamo's.
+    def graph(self, source: LayeredGraph, variant: Variant) -> tuple[fx.GraphModule, tuple[Any, ...]]:
+        """The layers of the step in a form, and the values that its graph takes before its inputs.
 
         Args:
-            source: the layers of the step, a copy that may be changed.
-            variant: one of `split`.
+            source: the layers, a copy that may be changed.
+            variant: one of `split`, or with fewer layers.
 
         Raises:
             Refused: the step does not have that form.
         """
         if variant.slices:
-            return self._slice_graph(source, variant)
+            region = _sliced_region(source, variant.depth)
+            if region is None:
+                raise Refused("nothing in it can run on slices of the batch")
+            images = next(iter(source.graph.nodes)).meta["example_value"]
+            return slice_graph(source.root, source.graph, region, int(images.shape[0]), variant.slices), ()
         if variant.slabs:
-            return self._slab_graph(source, variant)
-        return self._split_graph(source, variant)
-
-    def _slice_graph(self, source: LayeredGraph, variant: Variant) -> fx.GraphModule:
-        region = _sliced_region(source, variant.depth)
-        if region is None:
-            raise Refused("nothing in it can run on slices of the batch")
-        images = next(iter(source.graph.nodes)).meta["example_value"]
-        rewritten = slice_graph(source.root, source.graph, region, int(images.shape[0]), variant.slices)
-        return as_dynamo_graph(self._own, source, rewritten)
-
-    def _slab_graph(self, source: LayeredGraph, variant: Variant) -> fx.GraphModule:
-        region = self._slab_region(source, variant.slabs)
-        if region is None:
-            raise Refused("no large layer of it can run on slabs")
-        return as_dynamo_graph(self._own, source, slab_graph(source.root, source.graph, region, twice=variant.twice))
-
-    def _split_graph(self, source: LayeredGraph, variant: Variant) -> fx.GraphModule:
+            slabs = self._slab_region(source, variant.slabs)
+            if slabs is None:
+                raise Refused("no large layer of it can run on slabs")
+            return slab_graph(source.root, source.graph, slabs, twice=variant.twice), ()
         cut = _cut(source, variant)
         rewritten = split_graph(source.root, source.graph, cut.region, cut.plan, joint=variant.exact)
-        return as_dynamo_graph(self._own, source, rewritten, (cut.regions, cut.cores))
+        return rewritten, (cut.regions, cut.cores)
 
     def work(self, variant: Variant) -> PatchWork:
         """What a form on patches takes, known before it is captured.
@@ -166,8 +172,8 @@ class SplitForms:
         source = self._source
         assert source is not None
         if variant.slices:
-            region = _sliced_region(source, variant.depth)
-            return PatchWork(0.0, variant.slices * len(region.nodes if region is not None else ()))
+            sliced, most = (_layers_on_slices(source, depth) for depth in (variant.depth, self.sliced_depth))
+            return PatchWork(0.0, variant.slices * self._n_cut(variant.depth), most - sliced)
         if variant.slabs:
             slabs = self._slab_region(source, variant.slabs)
             return PatchWork(0.0, variant.slabs * len(slabs.kinds if slabs is not None else ()))
@@ -223,6 +229,11 @@ def _sliced_region(source: LayeredGraph, depth: float) -> SplitRegion | None:
         return choose_region(source.graph, dict(source.root.named_modules()), dims=None, depth=depth, join="auto")
     except CaptureError:
         return None
+
+
+def _layers_on_slices(source: LayeredGraph, depth: float) -> frozenset[str]:
+    region = _sliced_region(source, depth)
+    return frozenset(str(node.target) for node in region.nodes if node.op == "call_module") if region else frozenset()
 
 
 def spatial_dims(source: LayeredGraph) -> int:

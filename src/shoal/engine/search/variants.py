@@ -5,7 +5,7 @@ That convolutions are computed in pieces changes the traced step, not the graph:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Protocol, TypeVar
@@ -17,9 +17,11 @@ from torch.nn.modules.conv import _ConvNd
 from shoal.capture.inverted_norms import with_inverted_norms
 from shoal.capture.layered import LayeredGraph, Refused, as_dynamo_graph, layered
 from shoal.core.means import KERNEL_MEANS
+from shoal.core.step import StepGraph
 from shoal.core.variant import WHOLE, Variant
 from shoal.engine.search.pieces_of_a_graph import PiecesOfAGraph
 from shoal.engine.search.split_forms import MAX_DIMS, MIN_DIMS, PatchWork, SplitForms, spatial_dims
+from shoal.planners.estimates import about_least_bytes
 from shoal.transforms.fuse.fuse_graph import fuse_graph, highest_level
 from shoal.transforms.fuse.fusion_size import MIN_ELEMS, FusionSize
 
@@ -39,6 +41,9 @@ class Forms(Protocol[_Graph]):
 
     def split(self) -> Iterator[Variant]:
         """On slices of the batch, then on slabs, then on patches, the fewest first."""
+
+    def of_fewer_layers(self, sliced: Variant) -> Iterator[Variant]:
+        """On as many slices of the batch with fewer layers cut, the fewest first."""
 
     def work(self, variant: Variant) -> PatchWork:
         """What a form on slices or patches takes; raises Refused."""
@@ -60,6 +65,9 @@ class OwnForm:
         return iter(())
 
     def split(self) -> Iterator[Variant]:
+        return iter(())
+
+    def of_fewer_layers(self, sliced: Variant) -> Iterator[Variant]:
         return iter(())
 
     def work(self, variant: Variant) -> PatchWork:
@@ -98,7 +106,7 @@ class Variants:
 
     @cached_property
     def _splits(self) -> SplitForms:
-        return SplitForms(self.own, self._source, self._means)
+        return SplitForms(self._source, self._means)
 
     @property
     def has_other_graphs(self) -> bool:
@@ -179,27 +187,37 @@ class Variants:
         Raises:
             Refused: the step does not have that form.
         """
-        if replace(variant, pieces=(), shrunk=False) == WHOLE:
-            return self.own
-        if variant.invert:
-            return with_inverted_norms(self.own)
-        source = layered(self.own)  # a copy of its own: transforms change graphs
+        own = with_inverted_norms(self.own) if variant.invert else self.own
+        is_in_parts = variant.parts != WHOLE
+        if not (variant.fuse or is_in_parts):
+            return own
+        source = layered(own)  # a copy of its own: transforms change graphs
+        rewritten, first = fx.GraphModule(source.root, source.graph), ()
+        if is_in_parts:
+            rewritten, first = self._splits.graph(source, variant.parts)
         if variant.fuse:
-            if variant.large_only and self._every_size is not None and self._every_size.all_large:
-                raise Refused("all maps are large")
-            size = FusionSize("large" if variant.large_only else "always", self._most_elems(variant))
-            if not variant.large_only and variant.up_to == 1:
-                self._every_size = size  # tells when that graph has been traced
-            rewritten, summary = fuse_graph(source.root, source.graph, variant.fuse, size)  # type: ignore[arg-type]
-            if not summary.fused:
-                raise Refused("no batch norm can be fused")
-            return as_dynamo_graph(self.own, source, rewritten)
-        return self._splits.graph(source, variant)
+            rewritten = self._fused_graph(rewritten, variant)
+        return as_dynamo_graph(own, source, rewritten, first)
+
+    def _fused_graph(self, layers: fx.GraphModule, variant: Variant) -> fx.GraphModule:
+        if variant.large_only and self._every_size is not None and self._every_size.all_large:
+            raise Refused("all maps are large")
+        size = FusionSize("large" if variant.large_only else "always", self._most_elems(variant))
+        if variant == Variant(fuse=variant.fuse):
+            self._every_size = size  # tells when that graph has been traced
+        rewritten, summary = fuse_graph(layers, layers.graph, variant.fuse, size)  # type: ignore[arg-type]
+        if not summary.fused:
+            raise Refused("no batch norm can be fused" if variant.parts == WHOLE else "no norm behind it can be fused")
+        return rewritten
 
     def split(self) -> Iterator[Variant]:
         """On slices of the batch, then on slabs, then on patches, the fewest first."""
         if {"exact_split", "split"} & self._means:
             yield from self._splits
+
+    def of_fewer_layers(self, sliced: Variant) -> Iterator[Variant]:
+        """On as many slices of the batch with fewer layers cut, the fewest first."""
+        yield from self._splits.of_fewer_layers(sliced)
 
     def work(self, variant: Variant) -> PatchWork:
         """What one of these takes, known before it is captured.
@@ -218,6 +236,48 @@ class Variants:
     def samples(self) -> int:
         """In the batch; 0 where there are no convolutions of images."""
         return self._splits.samples
+
+
+def in_parts(variants: Forms[Any], norms: Variant, *, needs_more: bool) -> Iterator[Variant]:
+    """The forms in parts, with norms computed in another way in the layers that are not cut.
+
+    On slices of the batch fewer layers are cut first. If norms need more bytes so, each comes with norms as they are
+    too.
+
+    Args:
+        variants: of a step.
+        norms: how norms are computed.
+        needs_more: whether the step needs more bytes with these.
+    """
+    parts = list(variants.split())
+    sliced = [one for one in parts if one.slices]
+    for place, one in enumerate(sliced):
+        fewer = variants.of_fewer_layers(one) if place == 0 else ()
+        for each in (*fewer, one):
+            yield each.with_norms(norms)
+            if needs_more:
+                yield each
+    yield from (one if needs_more else one.with_norms(norms) for one in parts if not one.slices)
+
+
+def norms_of_the_rest(forms: Iterable[tuple[Variant, StepGraph]]) -> tuple[Variant, bool]:
+    """How norms are computed in layers that are not cut, and whether the step needs more bytes so.
+
+    Batch norms are fused if that is faster with everything kept, other norms are inverted if that needs fewer bytes.
+
+    Args:
+        forms: of the whole step, the unmodified one among them, with what they cost.
+    """
+    graphs = dict(forms)
+    whole, inverted = graphs[WHOLE], Variant(invert=True)
+    whole_bytes, found, needs_more = about_least_bytes(whole), WHOLE, False
+    fused = [one for one in graphs if one.fuse and one == one.norms and one.up_to == 1]
+    fastest = min(fused, key=lambda one: graphs[one].plain_seconds, default=WHOLE)
+    if graphs[fastest].plain_seconds < whole.plain_seconds:
+        found, needs_more = fastest, about_least_bytes(graphs[fastest]) > whole_bytes
+    if inverted in graphs and about_least_bytes(graphs[inverted]) < whole_bytes:
+        found = replace(found, invert=True)
+    return found, needs_more
 
 
 def fused_forms(level: str, norm_elems: Sequence[int]) -> Iterator[Variant]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Generic
 
@@ -13,6 +14,7 @@ from shoal.engine.search.search_state import GOOD_ENOUGH, WORTH_A_PLAN, SearchSt
 from shoal.engine.search.split_forms import PatchWork
 from shoal.engine.search.variants import Graph
 from shoal.planners.estimates import about_least_bytes
+from shoal.planners.infeasible import fewest_bytes
 
 _ENOUGH_SLICES = 4  # with which patches that overlap are left out once a form fits
 _SURE = 0.9  # of what the step on more slices is expected to take
@@ -47,10 +49,14 @@ class WorthCapturing(Generic[Graph, Made]):
         whole = state.whole
         # An op that a clock cannot time takes 0 s, and so may a whole small step.
         slowed_share = state.best_seconds / whole.plain_seconds - 1 if whole.plain_seconds else 0.0
+        if work.left and state.best is None and self._needs_too_much(work.left):
+            return "a layer that is not cut needs more than the budget"
+        if variant.slices and variant.norms == WHOLE and any(_has_same_parts(row, variant) for row in state.rows):
+            return "it fits with norms fused in the other layers"
         one_after_another = variant.slices or variant.slabs
         if one_after_another and not self.is_slow_enough(work, state.best_seconds):
             return "the other forms are slowed down little"
-        if variant.slices and self._kept_seconds_on(variant.slices) > state.best_seconds:
+        if variant.slices and self._kept_seconds_on(variant) > state.best_seconds:
             return "more slices take longer than the best, with everything kept"
         if variant.slices and any(_has_room(row, whole) for row in state.rows):
             return "fewer slices are not short of room, by their bound"
@@ -101,16 +107,19 @@ class WorthCapturing(Generic[Graph, Made]):
             if row.bound_seconds is not None and _is_in_parts(row)
         )
 
-    def _kept_seconds_on(self, slices: int) -> float:
+    def _kept_seconds_on(self, variant: Variant) -> float:
         """About the step with everything kept, from forms on fewer slices: each slice more takes as much more."""
-        rows = self._state.rows
-        known = {1: self._state.whole.plain_seconds}
-        known |= {row.variant.slices: row.plain_seconds for row in rows if row.n_ops and _is_on_slices(row)}
-        (few, fast), *more = sorted(known.items())
-        if not more:
+        rows = (row for row in self._state.rows if row.n_ops and _is_on_slices(row))
+        known = {row.variant.slices: row.plain_seconds for row in rows if row.variant.depth == variant.depth}
+        if not known:
             return 0.0
-        many, slow = more[-1]
-        return _SURE * (fast + (slow - fast) * (slices - few) / (many - few))
+        many, fast = max(known), self._state.whole.plain_seconds
+        return _SURE * (fast + (known[many] - fast) * (variant.slices - 1) / (many - 1))
+
+    def _needs_too_much(self, layers: Collection[str]) -> bool:
+        """Whether an op of one of these layers needs more than the budget by itself."""
+        whole = self._state.whole
+        return not self._state.fits(fewest_bytes(replace(whole, ops=tuple(o for o in whole.ops if o.layer in layers))))
 
     @property
     def most_slices(self) -> int:
@@ -124,6 +133,11 @@ def _has_room(row: Candidate, whole: StepGraph) -> bool:
     if not _is_on_slices(row) or row.bound_seconds is None or row.plain_seconds < whole.plain_seconds:
         return False
     return row.bound_seconds <= (1 + WORTH_A_PLAN) * row.plain_seconds
+
+
+def _has_same_parts(row: Candidate, variant: Variant) -> bool:
+    """Whether a form that has a plan is the same in parts, with norms computed in another way."""
+    return row.seconds is not None and row.variant.norms != WHOLE and row.variant.parts == variant.parts
 
 
 def _is_on_slices(row: Candidate) -> bool:

@@ -199,3 +199,18 @@ def reconstruction_error(weight: Tensor, bias: Tensor | None, activation: str, d
     """
     scale = at_least(weight.detach().double())
     return error_of(scale, None if bias is None else bias.detach().double(), activation, dtype)
+
+
+def inverted_norm_in(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    groups: int,
+    eps: float,
+    activation: str,
+    slope: float,
+    dtype: torch.dtype,
+) -> Tensor:
+    """`inverted_norm` of `x` in the dtype that autocast gave the norm."""
+    y: Tensor = inverted_norm(x.to(dtype), weight, bias, groups, eps, activation, slope)[0]
+    return y

@@ -15,6 +15,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.modules.pooling import _AvgPoolNd, _MaxPoolNd
 
 from shoal.kernels.batch_norm_vectors import measures
+from shoal.kernels.invertible_norm.inverted_norm import inverted_norm_in
 from shoal.transforms.invert.inverted_graph import inverted
 from shoal.transforms.split.sliding_window import SlidingWindow
 
@@ -90,7 +91,7 @@ _RESHAPES = ("view", "reshape", "flatten", "unflatten")
 _DROPOUTS = (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout)
 _FEATURE_DROPOUTS: dict[Any, int] = {F.dropout1d: 1, F.dropout2d: 2, F.dropout3d: 3}
 _DRAW = ("dropout", "attention", "gumbel")  # functions of torch.nn.functional that have no operator of their own
-_ALONE = (F.group_norm, F.prelu, torch.prelu)
+_ALONE = (F.group_norm, F.prelu, torch.prelu, inverted_norm_in)
 _POOLS: dict[Callable[..., Any], type[nn.Module]] = {
     F.max_pool1d: nn.MaxPool1d,
     F.max_pool2d: nn.MaxPool2d,
