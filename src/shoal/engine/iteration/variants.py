@@ -33,7 +33,7 @@ from shoal.engine.search.encoded_steps import EncodedSteps
 from shoal.engine.search.encoding import EncodeBelow, EncodeIfFaster
 from shoal.engine.search.priced import Encodable, InVariant, Priced, Prices
 from shoal.engine.search.split_forms import PatchWork
-from shoal.engine.search.variants import forms_up_to
+from shoal.engine.search.variants import forms_up_to, without_norms
 from shoal.engine.step_planning import allowed
 from shoal.kernels.generator import state_bytes
 from shoal.memory.limit import no_memory_limit
@@ -79,10 +79,12 @@ class IterationVariants:
         found: dict[DynamoGraph, tuple[fx.GraphModule, Variant]] = {}
         reason = ""
         for one, own in self._own(variant).items():
-            try:
-                found[one] = one.variants.graph(own), own
-            except Refused as refused:
-                reason = str(refused)
+            for each in (own, *without_norms(own)):
+                try:
+                    found[one] = one.variants.graph(each), each
+                    break
+                except Refused as refused:
+                    reason = str(refused)
         if not found:
             raise Refused(reason)
         return found

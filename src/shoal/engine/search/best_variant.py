@@ -31,7 +31,7 @@ from shoal.engine.search.priced import Made, Priced, captured_form
 from shoal.engine.search.search_state import WORTH_A_PLAN, Best, SearchState
 from shoal.engine.search.try_forms import Bounded, bound_forms, plan_forms, try_forms
 from shoal.engine.search.unfit_forms import nearest, plan_unfit
-from shoal.engine.search.variants import Forms, Graph, in_parts, norms_of_the_rest
+from shoal.engine.search.variants import Forms, Graph, in_parts, norms_of_the_rest, without_norms
 from shoal.engine.search.worth_capturing import WorthCapturing
 from shoal.planners.infeasible import is_hopeless
 
@@ -104,12 +104,12 @@ class _BestVariantSearch(Generic[Graph, Made]):
         return best
 
     def _form(self, variant: Variant) -> list[PricedVariant[Graph, Made]]:
-        """The form, captured and priced; none where the step does not have it."""
+        """The form, captured and priced; none where the step does not have it, or has it `without_norms` already."""
         try:
             graph, priced = captured_form(self._variants, self._price, variant)
         except Refused as reason:
             self.state.leave_out(variant, str(reason))
-            return []
+            return [form for other in without_norms(variant) for form in self._form(other)]
         return [PricedVariant(variant, graph, priced)]
 
     def consider_norms(self) -> None:

@@ -24,7 +24,7 @@ from shoal.core.variant import WHOLE, Variant
 from shoal.engine.search.choose_encoded import BOUNDING_SHARES
 from shoal.engine.search.encoding import IF_FASTER, EncodeBelow, NotFaster
 from shoal.engine.search.priced import Priced, captured_form, why_too_many
-from shoal.engine.search.variants import Variants, in_parts, norms_of_the_rest
+from shoal.engine.search.variants import Variants, in_parts, norms_of_the_rest, without_norms
 from shoal.errors import BudgetError
 from shoal.planners.estimates import least_peak_bytes, least_seconds, quick_least
 
@@ -214,7 +214,8 @@ def _priced_forms(
         norms, needs_more = norms_of_the_rest((form.variant, form.priced.graph) for form in forms)
         yield from in_parts(variants, norms, needs_more=needs_more)
 
-    for variant in chain((WHOLE, *of_norms, *of_smaller_maps), on_parts()):
+    asked: Iterator[Variant] = chain((WHOLE, *of_norms, *of_smaller_maps), on_parts())
+    while (variant := next(asked, None)) is not None:
         trying(f"the {variant} step" if variant == WHOLE else str(variant))
         try:
             if variant.depth:
@@ -227,6 +228,7 @@ def _priced_forms(
             _, priced = captured_form(variants, price, variant)
         except Refused as reason:
             left_out.append((str(variant), str(reason)))
+            asked = chain(without_norms(variant), asked)
             continue
         n_ops += len(priced.graph.ops)
         if all(form.priced.graph.fingerprint != priced.graph.fingerprint for form in forms):

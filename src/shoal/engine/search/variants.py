@@ -206,8 +206,9 @@ class Variants:
         if variant == Variant(fuse=variant.fuse):
             self._every_size = size  # tells when that graph has been traced
         rewritten, summary = fuse_graph(layers, layers.graph, variant.fuse, size)  # type: ignore[arg-type]
-        if not summary.fused:
-            raise Refused("no batch norm can be fused" if variant.parts == WHOLE else "no norm behind it can be fused")
+        # In parts a ReLU may be left to convolutions with no batch norm before it.
+        if not any(one.statistics or variant.parts == WHOLE for one in summary.fused):
+            raise Refused("no batch norm can be fused")
         return rewritten
 
     def split(self) -> Iterator[Variant]:
@@ -236,6 +237,11 @@ class Variants:
     def samples(self) -> int:
         """In the batch; 0 where there are no convolutions of images."""
         return self._splits.samples
+
+
+def without_norms(variant: Variant) -> tuple[Variant, ...]:
+    """What takes the place of a form in parts that the step does not have: norms as they are, if all are cut."""
+    return () if WHOLE in (variant.norms, variant.parts) else (variant.parts,)
 
 
 def in_parts(variants: Forms[Any], norms: Variant, *, needs_more: bool) -> Iterator[Variant]:

@@ -51,8 +51,8 @@ class WorthCapturing(Generic[Graph, Made]):
         slowed_share = state.best_seconds / whole.plain_seconds - 1 if whole.plain_seconds else 0.0
         if work.left and state.best is None and self._needs_too_much(work.left):
             return "a layer that is not cut needs more than the budget"
-        if variant.slices and variant.norms == WHOLE and any(_has_same_parts(row, variant) for row in state.rows):
-            return "it fits with norms fused in the other layers"
+        if variant.slices and any(_has_same_parts(row, variant) and state.is_near(row.variant) for row in state.rows):
+            return "with norms fused in the other layers its plan is near to its bound"
         one_after_another = variant.slices or variant.slabs
         if one_after_another and not self.is_slow_enough(work, state.best_seconds):
             return "the other forms are slowed down little"
@@ -136,8 +136,8 @@ def _has_room(row: Candidate, whole: StepGraph) -> bool:
 
 
 def _has_same_parts(row: Candidate, variant: Variant) -> bool:
-    """Whether a form that has a plan is the same in parts, with norms computed in another way."""
-    return row.seconds is not None and row.variant.norms != WHOLE and row.variant.parts == variant.parts
+    """Whether a form is the same in parts, with norms computed in another way."""
+    return variant.norms == WHOLE != row.variant.norms and row.variant.parts == variant.parts
 
 
 def _is_on_slices(row: Candidate) -> bool:
