@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import fx
 
-from shoal.capture.op_counts import flops, moved_bytes
 from shoal.core.hardware import Device, Hardware, Link, MeasuredLink
 from shoal.cost import measure, measure_links, profile
 from shoal.cost.in_turns import Timing
 from shoal.cost.random_operands import OperandFactory
+from shoal.graph.op_counts import flops, moved_bytes
 from shoal.offload import policy
 
 SLAB = MeasuredLink("host slab", 4e9, 3e9, 1e-5, 1e-5, 1e-4)

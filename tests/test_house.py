@@ -23,6 +23,8 @@ FLOORS = (
     ("codecs", "memory", "offload"),
     ("kernels",),
     ("transforms",),
+    ("graph",),
+    ("rewrites",),
     ("capture", "report"),
     ("cost",),
     ("engine", "distributed"),
@@ -49,6 +51,7 @@ PRIVATE_NAMES = {
 PRIVATE_TRADES = {
     "lowlevel": ("torch",),
     "capture": ("torch._dynamo", "torch._functorch", "torch.utils._sympy"),
+    "graph": ("torch._functorch", "torch.utils._sympy"),
     "engine": (
         "torch._dynamo",
         "torch._guards",

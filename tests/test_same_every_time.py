@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from shoal.capture.op_counts import signature
 from shoal.core.files import cache_dir
 from shoal.cost import profile as profiling
 from shoal.cost.measure import measure
 from shoal.cost.measure_links import measure_links
 from shoal.cost.profile import profile
+from shoal.graph.op_counts import signature
 from tests import made_up_machine
 
 USUAL = settings.get_profile("usual")

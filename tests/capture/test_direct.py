@@ -12,7 +12,7 @@ from torch import fx, nn
 import shoal
 from shoal.capture.capture_step import capture_step
 from shoal.capture.captured import Captured
-from shoal.capture.direct import choose_direct, computed_directly
+from shoal.capture.direct import choose_direct
 from shoal.capture.pieces import in_pieces
 from shoal.core.simulate import simulate
 from shoal.core.step import StepGraph
@@ -84,7 +84,7 @@ def test_what_is_slower_is_chosen_only_for_the_scratch_that_it_saves(captured: C
 @pytest.mark.skipif(not direct_convolution.applies(), reason="the native library was not built")
 def test_a_concatenation_that_they_read_is_not_computed(captured: Captured) -> None:
     cost = costed(0.5)
-    direct = computed_directly(captured, choose_direct(captured, cost(captured), cost))
+    direct = in_pieces(captured, choose_direct(captured, cost(captured), cost))
     assert "aten.cat.default" in {op.target for op in captured.graph.ops}
     assert "aten.cat.default" not in {op.target for op in direct.graph.ops}
     parts = [op.name for op in direct.graph.ops if "_of_" in op.name]
@@ -98,7 +98,7 @@ def test_the_gradient_of_a_weight_keeps_the_strides_of_the_trace() -> None:
     net = nn.Sequential(nn.Conv3d(8, 6, 3, padding=2, dilation=2), nn.Tanh())
     x = torch.randn(2, 6, 5, 4, 8).movedim(-1, 1)
     whole = capture_step(net, x, name="volumes")[0]
-    direct = computed_directly(whole, [Pieces(node.name, direct=True) for node in able(whole)])
+    direct = in_pieces(whole, [Pieces(node.name, direct=True) for node in able(whole)])
     tensors = operands(direct.joint)
     gradients = run_joint(direct.joint, tensors)[len(direct.forward_outputs) :]
     for ours, node in zip(gradients, direct.backward_outputs, strict=True):

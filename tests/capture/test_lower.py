@@ -17,7 +17,6 @@ from torch import fx, nn
 
 from shoal.capture.accumulation import ACCUMULATE
 from shoal.capture.captured import Captured
-from shoal.capture.fx_nodes import is_view
 from shoal.capture.lower import lower, offloaded_storages
 from shoal.core.order import reordered
 from shoal.core.residence import Keep, Recompute, Residence
@@ -26,6 +25,7 @@ from shoal.core.shares import NO_OTHERS, OtherTransfers
 from shoal.core.simulate import simulate
 from shoal.cost.profile import profile
 from shoal.errors import PlanError
+from shoal.graph.fx_nodes import is_view
 from shoal.lowlevel import allocations
 from shoal.offload.transfers import Transfers
 from shoal.planners.just_in_time import just_in_time

@@ -13,11 +13,11 @@ from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from shoal.capture.captured import Captured
-from shoal.capture.fx_nodes import is_view
-from shoal.capture.op_counts import signature
 from shoal.capture.step_reader import capture
 from shoal.core.step import StepGraph
 from shoal.errors import CaptureError
+from shoal.graph.fx_nodes import is_view
+from shoal.graph.op_counts import signature
 from shoal.transforms.split.split import split
 from tests.joint_graphs import NETWORKS, Residual, batch, captured_step, operands
 from tests.raising import raising

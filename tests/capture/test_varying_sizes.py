@@ -14,7 +14,6 @@ from torch.utils._sympy.functions import FloorDiv
 
 from shoal.capture.capture_step import InputPlaces, joint_step
 from shoal.capture.captured import Captured
-from shoal.capture.symbolic_sizes import call_sizes, is_size, largest_at
 from shoal.capture.varying_sizes import (
     Shape,
     SizesSeen,
@@ -28,6 +27,7 @@ from shoal.capture.varying_sizes import (
     varying,
 )
 from shoal.errors import CaptureError
+from shoal.graph.symbolic_sizes import call_sizes, is_size, largest_at
 
 H, W = sympy.symbols("h w", positive=True, integer=True)
 

@@ -16,11 +16,11 @@ from torch._functorch.partitioners import default_partition
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from shoal.capture.op_counts import moved_bytes, signature
 from shoal.cost import measurement_cache
 from shoal.cost.profile import _cpu_clock, profile
 from shoal.cost.random_operands import OperandFactory
 from shoal.errors import InputError
+from shoal.graph.op_counts import moved_bytes, signature
 from shoal.lowlevel import allocations
 from tests.raising import raising
 

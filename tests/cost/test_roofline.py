@@ -15,11 +15,11 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from shoal.capture.op_counts import flops, moved_bytes, signature, target_name
 from shoal.core import presets
 from shoal.core.hardware import Hardware
 from shoal.core.step import Op, StepGraph, Storage
 from shoal.cost.roofline import roofline
+from shoal.graph.op_counts import flops, moved_bytes, signature, target_name
 
 aten = torch.ops.aten
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from shoal.capture.op_counts import signature
 from shoal.cost import device_clock, measure, measurement_cache
 from shoal.cost.device_clock import DeviceClock
 from shoal.cost.profile import profile
+from shoal.graph.op_counts import signature
 from tests.cuda_standin.counts import device_counts
 
 KERNEL_SECONDS = 3e-6  # less than any launch takes from Python

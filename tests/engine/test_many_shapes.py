@@ -245,7 +245,7 @@ def test_where_a_symbolic_step_fails_each_shape_is_captured_and_the_reason_is_sa
     def refuse(*args: object) -> dict[object, int]:
         raise shoal.errors.CaptureError("this cannot be told")
 
-    monkeypatch.setattr(sys.modules["shoal.capture.symbolic_sizes"], "largest_at", refuse)
+    monkeypatch.setattr(sys.modules["shoal.graph.symbolic_sizes"], "largest_at", refuse)
     net = Text()
     ours = compiled(net)
     with costs_that_do_not_matter(), caplog.at_level(logging.WARNING, "shoal"):

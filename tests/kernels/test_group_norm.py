@@ -98,7 +98,7 @@ class Net(nn.Sequential):
 
 def test_a_step_with_group_norms_inside_a_budget_is_plain_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its normalised tensors are computed again in place, its gradients written over those that come in."""
-    monkeypatch.setattr("shoal.capture.gradients_in_place.WORTH_PIECES_BYTES", 0)
+    monkeypatch.setattr("shoal.rewrites.norms.WORTH_PIECES_BYTES", 0)
     torch.manual_seed(0)
     plain, x = Net(), torch.randn(2, 1, 12, 12, 12)
     planned = copy.deepcopy(plain)

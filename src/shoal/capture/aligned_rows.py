@@ -14,12 +14,12 @@ import torch
 from torch import fx
 
 from shoal.capture.captured import Captured
-from shoal.capture.fx_nodes import is_view, reaches_output
-from shoal.capture.kernel_layouts import values_that_follow
 from shoal.capture.region_ops import can_join
 from shoal.capture.step_reader import storage_bytes
 from shoal.capture.step_writer import StepWriter
+from shoal.graph.fx_nodes import is_view, reaches_output
 from shoal.kernels.pieces import are_sizes_known
+from shoal.rewrites.layouts import values_that_follow
 
 _aten = torch.ops.aten
 _PAD = _aten.constant_pad_nd.default

@@ -17,12 +17,12 @@ import torch
 from torch import fx
 
 from shoal.capture.captured import Captured
-from shoal.capture.fx_nodes import args_of, is_view
-from shoal.capture.op_counts import flops, moved_bytes
 from shoal.capture.step_writer import StepWriter
 from shoal.core.step import StepGraph
 from shoal.core.variant import Pieces
 from shoal.errors import PlanError
+from shoal.graph.fx_nodes import args_of, is_view
+from shoal.graph.op_counts import flops, moved_bytes
 from shoal.kernels import attention_pieces
 from shoal.kernels.attention_pieces import AttentionLayout
 from shoal.kernels.pieces import Cut, are_sizes_known

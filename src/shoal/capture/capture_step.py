@@ -29,18 +29,20 @@ from shoal.capture.dynamo import (
 from shoal.capture.early_gradients import Fate
 from shoal.capture.failed_traces import line_of_failure
 from shoal.capture.fake_quantization import tracing_fake_quantization
-from shoal.capture.fx_nodes import input_layers, parameter_places
 from shoal.capture.sizes_of_values import break_at_unknown_sizes
 from shoal.capture.step_reader import capture
 from shoal.errors import CaptureError, InputError
+from shoal.graph.fx_nodes import input_layers, parameter_places
 from shoal.lowlevel.torch_internals import eager_kernels
+from shoal.rewrites.rewrite import Rewrite
+from shoal.rewrites.table import TABLE
 
 Result = TypeVar("Result")
 _NO_STEP = "no output of the model needs a gradient, so there is no training step to plan"
 
 
 def capture_step(
-    model: nn.Module, example: Example, *, name: str, runs_here: bool = True, rewrites: bool = True
+    model: nn.Module, example: Example, *, name: str, runs_here: bool = True, rewrites: Sequence[Rewrite] = TABLE
 ) -> tuple[Captured, torch.device]:
     """The step of `model` at the shape of `example`, captured in training mode and not run.
 
@@ -159,7 +161,7 @@ def joint_step(
     *,
     name: str,
     runs_here: bool = True,
-    rewrites: bool = True,
+    rewrites: Sequence[Rewrite] = TABLE,
     keeps_as_written: bool = True,
 ) -> Captured:
     """The step of a graph of Dynamo's: traced by AOTAutograd as far as the joint graph, and read.

@@ -12,10 +12,10 @@ from torch import fx
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 
 from shoal.capture.early_gradients import Fate
-from shoal.capture.op_counts import signature
-from shoal.capture.rerun import second_node
 from shoal.core.simulate import rewritten
 from shoal.core.step import StepGraph
+from shoal.graph.op_counts import signature
+from shoal.graph.rerun import second_node
 
 
 @dataclass(frozen=True)

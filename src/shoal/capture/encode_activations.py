@@ -20,16 +20,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from shoal.capture import inplace
 from shoal.capture.captured import Captured
-from shoal.capture.fx_nodes import is_view
-from shoal.capture.op_counts import target_name
 from shoal.capture.step_writer import StepWriter
-from shoal.capture.symbolic_sizes import as_arguments, usual
 from shoal.core.lossy import LossyOptions
 from shoal.core.residence import Encode, Residence
 from shoal.core.step import StepGraph
 from shoal.errors import PlanError
+from shoal.graph import inplace
+from shoal.graph.fx_nodes import is_view
+from shoal.graph.op_counts import target_name
+from shoal.graph.symbolic_sizes import as_arguments, usual
 from shoal.kernels import convolution_pieces, cudnn_batch_norm, norm_pieces
 from shoal.kernels.batch_norm import backward as batch_norm_backward
 from shoal.kernels.encoded_activation import decode, encode, payload_bytes, relu_backward

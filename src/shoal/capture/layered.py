@@ -31,7 +31,7 @@ from shoal.capture.autocast_regions import (
     run_under,
 )
 from shoal.capture.computed_weights import computed_of_state, insert_weights, switches_gradients
-from shoal.capture.fx_nodes import layer_path, module_path
+from shoal.graph.fx_nodes import layer_path, module_path
 from shoal.transforms.split.spatial_ops import is_transposed
 from shoal.transforms.split.split_region import OF_PARAMETERS
 from shoal.transforms.tracing import add_to_new_memory

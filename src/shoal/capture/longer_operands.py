@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from shoal.capture.fx_nodes import is_view, reaches_output
-from shoal.capture.region_flow import source
 from shoal.capture.region_ops import can_join
 from shoal.capture.step_reader import storage_bytes
 from shoal.capture.step_writer import StepWriter
+from shoal.graph.fx_nodes import is_view, reaches_output, source
 
 _aten = torch.ops.aten
 _PAD = _aten.constant_pad_nd.default

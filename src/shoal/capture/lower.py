@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from shoal.capture import inplace
 from shoal.capture.captured import Captured
 from shoal.capture.early_gradients import HAND_OVER, HAND_OVER_TO_HOOK, hand_over
-from shoal.capture.fx_nodes import is_view
-from shoal.capture.rerun import second_call
-from shoal.capture.symbolic_sizes import is_size
 from shoal.core.residence import Offload, Residence, exact_residence
 from shoal.core.schedule import Run, schedule
 from shoal.core.shares import NO_OTHERS, Other, OtherTransfers
 from shoal.core.step import RETURNS, StepGraph, Storage
 from shoal.errors import PlanError
+from shoal.graph import inplace
+from shoal.graph.fx_nodes import is_view
+from shoal.graph.rerun import second_call
+from shoal.graph.symbolic_sizes import is_size
 from shoal.kernels.generator import generator_state, replaying
 
 if TYPE_CHECKING:

@@ -24,15 +24,15 @@ from torch import fx
 
 from shoal.capture.aligned_rows import OPERANDS, added_elements, is_little, is_odd
 from shoal.capture.captured import Captured
-from shoal.capture.fx_nodes import is_handed_out, reaches_output
-from shoal.capture.kernel_layouts import values_that_follow
 from shoal.capture.longer_operands import LongerOperands, erase_views, readers
-from shoal.capture.op_counts import flops
 from shoal.capture.region_ops import can_join
 from shoal.capture.step_reader import storage_bytes
 from shoal.capture.step_writer import StepWriter
+from shoal.graph.fx_nodes import is_handed_out, reaches_output
+from shoal.graph.op_counts import flops
 from shoal.kernels.odd_products import odd_product, odd_rows_product, odd_sum_product
 from shoal.kernels.pieces import are_sizes_known
+from shoal.rewrites.layouts import values_that_follow
 
 _aten = torch.ops.aten
 _ON = ("cuda",)

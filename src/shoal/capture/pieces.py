@@ -15,16 +15,15 @@ from torch import fx
 
 from shoal.capture.attention import SOFTMAX, attended_in_pieces, choose_attentions
 from shoal.capture.captured import Captured
-from shoal.capture.concatenations import choose_concatenations, without_concatenations
-from shoal.capture.direct import DIRECT, choose_direct, computed_directly
-from shoal.capture.gradients_in_place import add_up_slopes, slopes_gradient
-from shoal.capture.op_counts import flops
-from shoal.capture.step_writer import StepWriter
+from shoal.capture.direct import choose_concatenations, choose_direct
+from shoal.capture.step_writer import StepWriter, with_technique
 from shoal.core.step import Op, StepGraph
 from shoal.core.variant import Pieces
 from shoal.errors import PlanError
+from shoal.graph.op_counts import flops
 from shoal.kernels import convolution_pieces, norm_pieces, prelu
 from shoal.kernels.pieces import WORTH_PIECES_BYTES, Cut
+from shoal.rewrites.activations import add_up_slopes, slopes_gradient
 
 _OF_PRELU = torch.ops.aten._prelu_kernel_backward.default
 _KINDS = (norm_pieces, prelu)
@@ -157,13 +156,9 @@ def in_pieces(captured: Captured, chosen: Collection[Pieces]) -> Captured:
     """
     if not chosen:
         return captured
-    direct = [one for one in chosen if one.direct]
-    if direct:
-        _check_direct(captured, direct)
-        captured = computed_directly(captured, direct)
-    left_out = [one for one in chosen if one.parts]
-    if left_out:
-        captured = without_concatenations(captured, left_out)
+    rewritten = [one.op for one in chosen if one.direct or one.parts]
+    if rewritten:
+        captured = with_technique(captured, "direct", rewritten)
     softmaxes = {node.name for node in captured.joint.graph.find_nodes(op="call_function", target=SOFTMAX)}
     attended = [one for one in chosen if one.op in softmaxes]
     if attended:
@@ -175,19 +170,12 @@ def in_pieces(captured: Captured, chosen: Collection[Pieces]) -> Captured:
             continue
         node = node_called.get(cut.op)
         if node is not None and node.target is _OF_PRELU and slopes_gradient(node) is not None:
-            add_up_slopes(writer.graph, node)
+            add_up_slopes(writer, node)
         if node is None or node.target not in _IN_PIECES:
             raise PlanError(f"the plan cuts {cut.op!r} into pieces, which cannot be here; plan this step again")
         node.meta["flops"] = flops(node)
         node.target, node.args = _IN_PIECES[node.target], (*node.args, cut.dim, cut.count)
     return writer.read()
-
-
-def _check_direct(captured: Captured, direct: Collection[Pieces]) -> None:
-    known = {node.name for node in captured.joint.graph.nodes if node.target in DIRECT}
-    for one in direct:
-        if one.op not in known:
-            raise PlanError(f"the plan computes {one.op!r} directly, which is no convolution here; plan it again")
 
 
 def _needed_bytes(op: Op, graph: StepGraph) -> int:

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from torch import fx
 
-from shoal.capture.fx_nodes import is_view
-from shoal.capture.region_flow import Flow, is_tensor, value_bytes
+from shoal.capture.region_flow import Flow
 from shoal.capture.region_groups import Group
 from shoal.capture.region_ops import is_composite, is_reduction, is_softmax, normalised
+from shoal.graph.fx_nodes import is_tensor, is_view, value_bytes
 
 _FREE = 1  # capacity of a value that is alive anyway
 _WHOLE = 1 << 28  # what all bytes together count at most

@@ -2,37 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection
 from functools import cached_property
-from typing import Any
 
-import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
 
-from shoal.capture.fx_nodes import is_view
-
-
-def is_op(node: fx.Node) -> bool:
-    """Whether the node computes: it is no input, view, part of a result, or size."""
-    if node.op != "call_function" or node.target is operator.getitem or is_view(node):
-        return False
-    return any(isinstance(value, torch.Tensor) for value in tree_leaves(node.meta.get("val")))
-
-
-def source(node: fx.Node) -> fx.Node:
-    """The op or input whose result a node is, or is a part or view of."""
-    while node.op == "call_function" and (node.target is operator.getitem or is_view(node)):
-        first: Any = node.args[0]
-        node = first
-    return node
-
-
-def value_bytes(node: fx.Node) -> int:
-    """Bytes of all tensors of a node."""
-    tensors = [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, torch.Tensor)]
-    return sum(int(tensor.numel()) * tensor.element_size() for tensor in tensors)
+from shoal.graph.fx_nodes import is_op, is_tensor, source
 
 
 class Flow:
@@ -71,8 +46,3 @@ class Flow:
     def handed_out(self) -> set[fx.Node]:
         """Ops of which the caller gets a result."""
         return {source(node) for node in self.graph.output_node().all_input_nodes}
-
-
-def is_tensor(node: fx.Node) -> bool:
-    """Whether a node's value is a tensor, or several."""
-    return any(isinstance(value, torch.Tensor) for value in tree_leaves(node.meta.get("val")))

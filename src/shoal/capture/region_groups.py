@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from shoal.capture.region_flow import Flow, value_bytes
+from shoal.capture.region_flow import Flow
 from shoal.capture.region_ops import can_join, is_composite, is_statistics, is_transposition
+from shoal.graph.fx_nodes import value_bytes
 
 MOST_OPS = 64
 _SMALL = 1 / 16  # of what a group reads: a result that may wait

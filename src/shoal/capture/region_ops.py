@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shoal.capture.rerun import is_random
+from shoal.graph.rerun import is_random
 from shoal.kernels import batch_norm, group_norm, layer_norm, prelu, relu
 from shoal.kernels.dropout import dropout_backward
 

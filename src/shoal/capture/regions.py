@@ -20,14 +20,14 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from shoal.capture.captured import Captured
-from shoal.capture.fx_nodes import copied_joint, is_view
-from shoal.capture.op_counts import target_name
 from shoal.capture.region_cut import make_again
-from shoal.capture.region_flow import Flow, is_op, is_tensor
+from shoal.capture.region_flow import Flow
 from shoal.capture.region_groups import Group, grouped, is_worth_it
 from shoal.capture.region_ops import in_known_ops, normalised, statistics, statistics_in_place
-from shoal.capture.rerun import is_of_the_batch
 from shoal.capture.step_reader import read_joint
+from shoal.graph.fx_nodes import copied_joint, is_op, is_tensor, is_view
+from shoal.graph.op_counts import target_name
+from shoal.graph.rerun import is_of_the_batch
 from shoal.kernels.buffers import add_to
 from shoal.kernels.compiled_region import CompiledRegion, compile_regions, region_of
 

@@ -16,22 +16,23 @@ from torch import fx
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput, PlainAOTOutput, TangentAOTInput
 from torch.utils._pytree import tree_leaves
 
-from shoal.capture import inplace
 from shoal.capture.accumulation import copied_bytes, with_accumulation
 from shoal.capture.as_written import as_written, run_in_backward
 from shoal.capture.captured import Captured, ReadOptions
 from shoal.capture.early_gradients import Fate, gradient_order, with_early_gradients
-from shoal.capture.fx_nodes import is_view, items_of, layer_path
-from shoal.capture.lossless import save_fewer_bytes
-from shoal.capture.masked_sums import sum_through_masks
-from shoal.capture.op_counts import flops, moved_bytes, signature, target_name
-from shoal.capture.rerun import can_run_again, is_random, moves_statistics, second_call, second_node, takes_statistics
 from shoal.capture.sizes_of_values import break_at_unknown_gradients
-from shoal.capture.symbolic_sizes import largest_numbers, usual_numbers, with_numbers, write_constants_out
 from shoal.core.simulate import rewritten
 from shoal.core.step import RESIDENT, Again, Op, StepGraph, Storage, StorageKind, at_largest
 from shoal.errors import CaptureError
+from shoal.graph import inplace
+from shoal.graph.fx_nodes import is_view, items_of, layer_path
+from shoal.graph.joint import Joint
+from shoal.graph.op_counts import flops, moved_bytes, signature, target_name
+from shoal.graph.rerun import can_run_again, is_random, moves_statistics, second_call, second_node, takes_statistics
+from shoal.graph.symbolic_sizes import largest_numbers, usual_numbers, with_numbers, write_constants_out
 from shoal.lowlevel.torch_state import allocated_bytes
+from shoal.rewrites.rewrite import Rewrite, rewrite
+from shoal.rewrites.table import SIZED, TABLE, save_fewer_bytes
 
 
 def capture(
@@ -44,7 +45,7 @@ def capture(
     layers: Mapping[int, str] | None = None,
     static_bytes: int = 0,
     cpu_kernels: bool = True,
-    rewrites: bool = True,
+    rewrites: Sequence[Rewrite] = TABLE,
     keeps_as_written: bool = True,
     early: Mapping[int, Fate] | None = None,
 ) -> Captured:
@@ -59,7 +60,7 @@ def capture(
         layers: module paths of the layers that inputs belong to, by their places.
         static_bytes: see `StepGraph`.
         cpu_kernels: False where the step will run on another device than it is captured on.
-        rewrites: False leaves out the lossless rewrites, for a look at what PyTorch itself saves.
+        rewrites: the table of rewrites; an empty one for a look at what PyTorch itself saves.
         keeps_as_written: read the step before these rewrites too, for the peak of plain PyTorch.
         early: place of an input → the fate of its gradient, where that may leave before the backward pass ends.
 
@@ -67,7 +68,7 @@ def capture(
         CaptureError: the graph has symbolic shapes that nothing bounds, or tensors that are not strided.
         GraphBreak: the size of a gradient depends on a tensor's values.
     """
-    sum_through_masks(joint.graph)
+    rewrite(Joint(joint, set()), SIZED)
     break_at_unknown_gradients(joint.graph)
     _reject_sparse(joint.graph, n_forward_outputs, layers or {})
     write_constants_out(joint.graph)
@@ -80,7 +81,7 @@ def capture(
     written = (
         read_joint(as_written(joint), run_in_backward(joint.graph, backward), options) if keeps_as_written else None
     )
-    save_fewer_bytes(joint, backward, cpu_kernels=cpu_kernels)
+    save_fewer_bytes(joint, backward, cpu_kernels=cpu_kernels, table=rewrites)
     captured = read_joint(joint, {node.name for node in backward}, options)
     if written is None or written.graph.fingerprint == captured.graph.fingerprint:
         return captured

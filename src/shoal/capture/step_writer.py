@@ -2,70 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from torch import fx
+from collections.abc import Collection
 
 from shoal.capture.captured import Captured
-from shoal.capture.fx_nodes import copied_joint, describe_as
 from shoal.capture.step_reader import read_joint
+from shoal.graph.fx_nodes import copied_joint
+from shoal.graph.joint import Joint
+from shoal.rewrites.rewrite import rewrite
+from shoal.rewrites.table import TABLE
 
 
-class StepWriter:
+class StepWriter(Joint):
     """Writes into a copy of a step's joint graph; the step stays as it is.
 
-    Attributes:
-        graph: the copy.
-        backward: those of its nodes that belong to the backward pass, views included.
+    Args:
+        captured: the step.
     """
 
     def __init__(self, captured: Captured) -> None:
-        self._joint = copied_joint(captured.joint)
+        super().__init__(copied_joint(captured.joint), set())
         self._read_with = captured.read_with
-        self.graph: fx.Graph = self._joint.graph
-        self.backward: set[fx.Node] = set()
         for node in self.graph.nodes:
             is_op = node.name in captured.node_of
             if node.name in captured.backward_names or not (is_op or self.backward.isdisjoint(node.all_input_nodes)):
                 self.backward.add(node)
 
-    def called(self) -> dict[str, fx.Node]:
-        """Its nodes by their names."""
-        return {node.name: node for node in self.graph.nodes}
-
-    def call(
-        self,
-        before: fx.Node,
-        target: Any,
-        args: tuple[Any, ...],
-        value: Any,
-        like: fx.Node,
-        name: str | None = None,
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> fx.Node:
-        """A new node.
-
-        Args:
-            before: what it stands before.
-            target, args, kwargs: the call.
-            value: what it returns, as fake tensors.
-            like: whose place in the model it has, and in whose pass of the step it runs.
-            name: of it.
-        """
-        with self.graph.inserting_before(before):
-            node = self.graph.create_node("call_function", target, args, dict(kwargs or {}), name)
-        describe_as(node, value, like)
-        if like in self.backward:
-            self.backward.add(node)
-        return node
-
-    def replace(self, node: fx.Node, by: fx.Node) -> None:
-        """Let another node stand for one."""
-        node.replace_all_uses_with(by)
-        self.graph.erase_node(node)
-
     def read(self) -> Captured:
         """The step that the copy is now."""
         self.graph.lint()
-        return read_joint(self._joint, {node.name for node in self.backward}, self._read_with)
+        return read_joint(self.module, {node.name for node in self.backward}, self._read_with)
+
+
+def with_technique(captured: Captured, technique: str, chosen: Collection[str]) -> Captured:
+    """The step with the rewrites of a technique; `captured` stays as it is.
+
+    Args:
+        captured: the step.
+        technique: of the rewrites, as in their table.
+        chosen: names of the ops to rewrite.
+
+    Raises:
+        PlanError: one of them is no op of this step that can be.
+    """
+    writer = StepWriter(captured)
+    rewrite(writer, TABLE, technique, chosen)
+    return writer.read()
+
+
+def shrunk(captured: Captured) -> Captured | None:
+    """The step with less between the ops of its backward pass; None if nothing can be. `captured` stays as it is."""
+    module = copied_joint(captured.joint)
+    joint = Joint(module, {node for node in module.graph.nodes if node.name in captured.backward_names})
+    if not rewrite(joint, TABLE, "compact"):
+        return None
+    joint.graph.lint()
+    return read_joint(module, {node.name for node in joint.backward}, captured.read_with)

@@ -15,9 +15,9 @@ import torch
 from torch import fx
 
 from shoal.capture.captured import Captured
-from shoal.capture.fx_nodes import is_view
 from shoal.capture.step_reader import needed_by, read_joint
-from shoal.capture.symbolic_sizes import as_arguments
+from shoal.graph.fx_nodes import is_view
+from shoal.graph.symbolic_sizes import as_arguments
 from shoal.kernels.memory_format import copied
 
 _JOINT_NAME = "joint_name"  # in a node's meta: what it is called in the joint graph, whatever lowering calls it

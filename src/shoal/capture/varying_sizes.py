@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils._sympy.functions import Mod, PythonMod
 
 from shoal.capture.captured import Captured
-from shoal.capture.symbolic_sizes import Numbers, at_numbers, expression_of, is_input_size
+from shoal.graph.symbolic_sizes import Numbers, at_numbers, expression_of, is_input_size
 from shoal.lowlevel.torch_state import allocated_bytes
 from shoal.transforms.split.split import CUTS_ARGUMENT
 

@@ -14,9 +14,9 @@ from functools import partial
 import torch
 from torch import fx
 
-from shoal.capture.op_counts import target_name
 from shoal.cost.measurement_cache import describe
 from shoal.cost.random_operands import OperandFactory
+from shoal.graph.op_counts import target_name
 from shoal.lowlevel.backward_thread import on_backward_thread
 
 _selected: set[tuple[int, str, str]] = set()  # by thread, settings and signature

@@ -22,9 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from shoal.capture import inplace
 from shoal.capture.captured import Captured
-from shoal.capture.op_counts import moved_bytes, target_name
 from shoal.core.progress import doing
 from shoal.core.records import read_value
 from shoal.core.step import StepGraph
@@ -34,6 +32,8 @@ from shoal.cost.in_turns import InTurns, Timing
 from shoal.cost.kernel_selection import select_kernels
 from shoal.cost.random_operands import OperandFactory
 from shoal.errors import InputError
+from shoal.graph import inplace
+from shoal.graph.op_counts import moved_bytes, target_name
 from shoal.lowlevel import allocations
 from shoal.lowlevel.torch_internals import isolated
 from shoal.memory.cpu_allocator import release_unused

@@ -12,8 +12,8 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_map
 
-from shoal.capture.fx_nodes import per_axis
-from shoal.capture.op_counts import concrete
+from shoal.graph.fx_nodes import per_axis
+from shoal.graph.op_counts import concrete
 from shoal.lowlevel.torch_state import negated_view
 
 _aten = torch.ops.aten

@@ -22,7 +22,6 @@ from shoal.capture.graph_breaks import break_after
 from shoal.capture.lower import lower
 from shoal.capture.sizes_of_values import break_at_unknown_sizes
 from shoal.capture.step_reader import capture
-from shoal.capture.symbolic_sizes import Numbers, call_sizes, numbers_of
 from shoal.capture.traced_strides import Departure
 from shoal.capture.varying_sizes import bytes_at, make_static
 from shoal.core.plan import Plan
@@ -44,6 +43,7 @@ from shoal.engine.status import Status
 from shoal.engine.step_planning import WHOLE_FORM, CompiledVariant
 from shoal.engine.undefined_gradients import allocate_late, leave_undefined
 from shoal.errors import CaptureError
+from shoal.graph.symbolic_sizes import Numbers, call_sizes, numbers_of
 from shoal.kernels.encoded_activation import measured_errors
 from shoal.lowlevel.mutated_inputs import are_plain, leave_in_place
 from shoal.lowlevel.torch_internals import eager_kernels

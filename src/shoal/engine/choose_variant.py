@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from shoal.capture.captured import Captured
 from shoal.capture.layered import Refused, is_of_a_module
 from shoal.capture.pieces import in_pieces
-from shoal.capture.shrunk import shrunk
+from shoal.capture.step_writer import shrunk
 from shoal.core.plan import Plan
 from shoal.core.variant import Variant
 from shoal.engine import form_cache

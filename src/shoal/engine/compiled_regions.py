@@ -14,11 +14,11 @@ from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from shoal.capture.captured import Captured
-from shoal.capture.op_counts import signature
 from shoal.capture.regions import Draft, Regional, drafted, in_regions
 from shoal.core.plan import Plan
 from shoal.cost.measurement_cache import recall, remember
 from shoal.cost.profile import Costs, profile, recalled
+from shoal.graph.op_counts import signature
 from shoal.kernels.compiled_region import CompiledRegion, compile_regions
 from shoal.lowlevel.inductor_region import missing_compiler
 from shoal.memory.limit import no_memory_limit

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from shoal.capture.symbolic_sizes import expression_of
 from shoal.core.sizes import format_bytes
 from shoal.engine.calls import Calls
 from shoal.engine.status import Status
 from shoal.errors import CaptureError
+from shoal.graph.symbolic_sizes import expression_of
 from shoal.kernels.generator import generator_state
 from shoal.kernels.memory_format import is_writable
 from shoal.lowlevel.cuda_calls import keeps_graph

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shoal.capture.fx_nodes import copied_joint
+from shoal.graph.fx_nodes import copied_joint
 from shoal.kernels import batch_norm, convolution
 from shoal.kernels.casts import cast_into, cast_together
 from shoal.kernels.compiled_region import CompiledRegion

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shoal.capture.fx_nodes import copied_joint
+from shoal.graph.fx_nodes import copied_joint
 from shoal.kernels.casts import cast_together
 from shoal.kernels.compiled_region import CompiledRegion
 from shoal.lowlevel.torch_state import new_view

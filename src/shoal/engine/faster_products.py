@@ -7,10 +7,10 @@ import math
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from shoal.capture.captured import Captured
-from shoal.capture.op_counts import signature
 from shoal.capture.padded_products import with_padded_products
 from shoal.core.plan import Plan
 from shoal.cost.profile import profile
+from shoal.graph.op_counts import signature
 from shoal.memory.limit import no_memory_limit
 
 _SLOWER = 1.0  # a padded product stays where it takes at most as long as the plain one

@@ -15,11 +15,11 @@ import torch
 from torch import fx
 
 from shoal.capture.early_gradients import hand_over, handed_over
-from shoal.capture.op_counts import target_name
-from shoal.capture.symbolic_sizes import Numbers, at_numbers, call_sizes, numbers_of
 from shoal.capture.traced_strides import Departure, is_put_right, joint_name
 from shoal.engine.graph_runner import Compiler, run_kernels
 from shoal.errors import CaptureError
+from shoal.graph.op_counts import target_name
+from shoal.graph.symbolic_sizes import Numbers, at_numbers, call_sizes, numbers_of
 from shoal.kernels.memory_format import in_traced_layout, is_same_order, is_writable
 from shoal.lowlevel.torch_internals import without_aliasing_check
 from shoal.offload.transfers import Transfers

@@ -17,7 +17,7 @@ from shoal.capture.call_arguments import Example
 from shoal.capture.capture_step import InputPlaces, in_dynamo, joint_step
 from shoal.capture.captured import Captured
 from shoal.capture.layered import Refused
-from shoal.capture.shrunk import shrunk
+from shoal.capture.step_writer import shrunk
 from shoal.core.plan import Plan
 from shoal.core.variant import WHOLE, Variant
 from shoal.engine.plans_by_size import PlansBySize

@@ -1,6 +1,6 @@
 """cuDNN's batch norm, which eager PyTorch runs on CUDA for float32, and for float16 with float32 weights.
 
-AOTAutograd's graphs name PyTorch's native kernels, which round otherwise. `shoal.capture.cudnn_batch_norms` puts these
+AOTAutograd's graphs name PyTorch's native kernels, which round otherwise. `shoal.rewrites.norms` puts these
 calls in their place where eager PyTorch would choose cuDNN.
 """
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shoal.capture.capture_step import capture_step
-from shoal.capture.shrunk import shrunk
+from shoal.capture.step_writer import shrunk
 from shoal.core.step import StepGraph
 from shoal.engine.search.scaled_step import scaled_step
 from tests.engine.training_laws import blocks

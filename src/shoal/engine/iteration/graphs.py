@@ -21,7 +21,7 @@ from shoal.capture.captured import Captured
 from shoal.capture.encode_activations import encoded
 from shoal.capture.graph_breaks import break_after
 from shoal.capture.pieces import choose_pieces, in_pieces
-from shoal.capture.shrunk import shrunk
+from shoal.capture.step_writer import shrunk
 from shoal.capture.varying_sizes import SizesSeen, bytes_at, make_static, shape_of
 from shoal.core.joined_step import label
 from shoal.core.means import KERNEL_MEANS, LOSSY

@@ -1,4 +1,4 @@
 """Variants of a step, each planned: what to encode, how to split, which batch still fits.
 
-Imports `capture`, `cost`, `planners`, `transforms`, `kernels`, `memory`, `lowlevel` and `core`.
+Imports `capture`, `graph`, `cost`, `planners`, `transforms`, `kernels`, `memory`, `lowlevel` and `core`.
 """

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from shoal.capture.captured import Captured
 from shoal.capture.layered import Refused
 from shoal.capture.pieces import choose_elsewhere, choose_faster, choose_pieces, in_pieces
-from shoal.capture.shrunk import shrunk
+from shoal.capture.step_writer import shrunk
 from shoal.core.means import KERNEL_MEANS
 from shoal.core.plan import Plan
 from shoal.core.progress import doing

@@ -13,10 +13,10 @@ from torch import fx
 from torch.nn.modules.conv import _ConvNd
 
 from shoal.capture.layered import LayeredGraph, Refused
-from shoal.capture.symbolic_sizes import expression_of
 from shoal.core.variant import Variant
 from shoal.engine.search.pieces_of_a_graph import VOLUME, bytes_of
 from shoal.errors import CaptureError, InputError
+from shoal.graph.symbolic_sizes import expression_of
 from shoal.transforms.split.patch_sizes import Measuring, check_patches
 from shoal.transforms.split.patches import Region
 from shoal.transforms.split.slab_graph import SlabRegion, choose_slabs, slab_graph
