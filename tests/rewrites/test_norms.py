@@ -1,12 +1,8 @@
-"""The step with cuDNN's ops in it computes what plain PyTorch does, whatever is kept.
-
-No GPU is needed: PyTorch is told that it would choose cuDNN, and its ops get implementations for the CPU.
-"""
+"""The step with cuDNN's ops in it computes what plain PyTorch does, whatever is kept."""
 
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -14,39 +10,14 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.rewrites import norms
+from tests import cudnn_on_the_cpu
 from tests.joint_graphs import captured_step
-
-aten = torch.ops.aten
-RESERVE_BYTES = 96
-WRITES_INTO_RESERVE = False
-
-
-def forward(x, weight, bias, mean, var, training, momentum, eps):  # type: ignore[no-untyped-def]
-    made = aten.native_batch_norm(x, weight, bias, mean, var, training, momentum, eps)
-    reserve = torch.frombuffer(bytearray(range(RESERVE_BYTES)), dtype=torch.uint8).clone()
-    return (*made, reserve if training else reserve[:0])
-
-
-def backward(x, grad, weight, running_mean, running_var, mean, invstd, eps, reserve):  # type: ignore[no-untyped-def]
-    """NaN without what the forward pass reserved, as where its time is measured."""
-    assert grad.stride() == x.stride()
-    if reserve.tolist() != list(range(RESERVE_BYTES)):
-        grad = torch.full_like(x, torch.nan)
-    if WRITES_INTO_RESERVE:
-        reserve.zero_()
-    return aten.native_batch_norm_backward(grad, x, weight, None, None, mean, invstd, True, eps, [True] * 3)
 
 
 @pytest.fixture(autouse=True)
-def cudnn_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    library = torch.library.Library("aten", "IMPL")  # its registrations end with it
-    library.impl("cudnn_batch_norm", forward, "CPU")
-    library.impl("cudnn_batch_norm_backward", backward, "CPU")
-    monkeypatch.setattr(norms, "is_left_to_cudnn", lambda x, weight, *_: weight is not None)
-    monkeypatch.setattr(norms, "cudnn_reserve_bytes", lambda _: RESERVE_BYTES)
-    yield
-    library._destroy()
+def on_the_cpu() -> Iterator[None]:
+    with cudnn_on_the_cpu.cudnn_on_the_cpu():
+        yield
 
 
 class Twice(nn.Module):
@@ -119,14 +90,14 @@ def test_what_cudnn_can_do_is_left_to_it(norm: str) -> None:
     native = [op.target for op in captured.graph.ops if "norm" in op.target and "cudnn" not in op.target]
     assert len(native) == {"no affine": 2, "frozen statistics": 1}.get(norm, 0)  # of the latter the backward pass
     reserved = [s for s in captured.graph.storages if s.dtype == "uint8"]
-    assert {s.nbytes for s in reserved} == {RESERVE_BYTES}
+    assert {s.nbytes for s in reserved} == {cudnn_on_the_cpu.RESERVE_BYTES}
     assert all(s.id in captured.graph.saved for s in reserved)
 
 
 def test_a_second_backward_pass_finds_the_reserve_as_the_first_did(monkeypatch: pytest.MonkeyPatch) -> None:
     model = network("plain")
     loss = shoal.compile(model, budget="1GiB", options=shoal.Options(planner="keep_all"))(torch.randn(4, 3, 9, 7)).sum()
-    monkeypatch.setattr(sys.modules[__name__], "WRITES_INTO_RESERVE", True)
+    monkeypatch.setattr(cudnn_on_the_cpu, "WRITES_INTO_RESERVE", True)
     loss.backward(retain_graph=True)
     loss.backward()
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())  # type: ignore[union-attr]
