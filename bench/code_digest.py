@@ -17,10 +17,14 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 SOURCE, NATIVE = ROOT / "src" / "shoal", ROOT / "csrc"
 # What a step inside a budget runs through. How a page or a command looks changes no figure.
-STEP = ("capture", "codecs", "core", "cost", "csrc", "engine", "kernels", "lowlevel", "memory", "offload", "planners")
+STEP = (
+    *("capture", "codecs", "core", "cost", "csrc", "engine", "graph", "kernels", "lowlevel", "memory", "offload"),
+    *("planners", "rewrites"),
+)
 MEASURED = (*STEP, "transforms", "distributed")
 # What a bench measures, where that is not a step inside a budget.
-_PLANS = ("capture", "core", "cost", "planners")  # nothing runs: simulated, or planned on the meta device
+# Nothing runs: simulated, or planned on the meta device.
+_PLANS = ("capture", "core", "cost", "graph", "planners", "rewrites")
 _OF_RANKS = ("distributed", "codecs", "csrc")
 _MEASURES = {
     "allreduce": _OF_RANKS,

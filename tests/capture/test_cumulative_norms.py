@@ -11,14 +11,14 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import shoal
-from shoal.capture import cumulative_norms
+from shoal.capture import traced_functions
 from shoal.kernels.batch_norm_vectors import cumulative_statistics
 from tests.engine.training_laws import differences, images, train
 
 
 @pytest.fixture(autouse=True)
 def none_met_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cumulative_norms, "_admitted", False)
+    monkeypatch.setattr(traced_functions, "_admitted", False)
 
 
 def network(momentum: float | None, memory_format: torch.memory_format = torch.contiguous_format) -> nn.Module:
@@ -90,4 +90,4 @@ def test_pytorchs_layer_is_its_own_again_behind_a_step() -> None:
 def test_layers_with_a_momentum_are_captured_as_they_are() -> None:
     model = shoal.compile(network(0.1), budget="4MiB")
     model(torch.randn(8, 3, 32, 32)).sum().backward()
-    assert not cumulative_norms._admitted
+    assert not traced_functions._admitted

@@ -230,7 +230,7 @@ def test_copies_are_made_where_they_are_little_beside_the_product(monkeypatch: p
 def test_large_tensors_that_nothing_writes_are_copied_in_pieces(in_half: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient of logits in odd rows is an input of the step, and two products read it."""
     plain = step_of(InHalf() if in_half else Head(997), 4, 8, 16)
-    monkeypatch.setattr("shoal.capture.longer_operands._MOST_COPIED_BYTES", 32 * 997 * 2 - 1)
+    monkeypatch.setattr("shoal.capture.aligned_rows._MOST_COPIED_BYTES", 32 * 997 * 2 - 1)
     monkeypatch.setattr(odd_products, "_PIECE_BYTES", 16 * 997)
     step = padded(plain)
     targets = [node.target for node in step.joint.graph.nodes]

@@ -19,7 +19,7 @@ from torch._inductor.utils import fresh_cache
 from torch.nn import functional as F
 
 import shoal
-from shoal.capture import longer_operands, padded_products
+from shoal.capture import aligned_rows, padded_products
 from shoal.engine import compiled_regions, faster_products
 from shoal.kernels.compiled_region import compile_regions, region_of
 from tests.cuda_standin.counts import device_counts
@@ -131,7 +131,7 @@ def test_a_language_models_products_have_no_odd_sizes_and_its_gelu_is_written_on
     monkeypatch.setattr(faster_products, "_SLOWER", math.inf)
     monkeypatch.setattr(padded_products, "_LEAST_FLOPS", 1e8)
     monkeypatch.setattr(padded_products, "_FLOPS_OF_A_BYTE", 10)
-    monkeypatch.setattr(longer_operands, "_MOST_COPIED_BYTES", 0)
+    monkeypatch.setattr(aligned_rows, "_MOST_COPIED_BYTES", 0)
     torch.manual_seed(0)
     network = LanguageModel(classes_second=classes_second).cuda()
     model = shoal.compile(network, budget="1GiB", allow="recompute", options=shoal.Options(kernels="compiled"))

@@ -14,7 +14,6 @@ from torch._dynamo.backends.common import aot_autograd
 from shoal.capture.assigned_data import copy_assigned_data
 from shoal.capture.call_arguments import Example, arguments_of
 from shoal.capture.captured import Captured
-from shoal.capture.cumulative_norms import admit_cumulative_norms
 from shoal.capture.dynamo import (
     ErrorThroughDynamo,
     ModelRaised,
@@ -28,9 +27,9 @@ from shoal.capture.dynamo import (
 )
 from shoal.capture.early_gradients import Fate
 from shoal.capture.failed_traces import line_of_failure
-from shoal.capture.fake_quantization import tracing_fake_quantization
 from shoal.capture.sizes_of_values import break_at_unknown_sizes
 from shoal.capture.step_reader import capture
+from shoal.capture.traced_functions import admit_cumulative_norms, tracing_fake_quantization
 from shoal.errors import CaptureError, InputError
 from shoal.graph.fx_nodes import input_layers, parameter_places
 from shoal.lowlevel.torch_internals import eager_kernels

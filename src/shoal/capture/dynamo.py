@@ -34,11 +34,10 @@ from torch._dynamo.utils import get_compilation_metrics, get_metrics_context
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, GuardOnDataDependentSymNode
 
 from shoal.capture import layer_by_layer
-from shoal.capture.cumulative_norms import cumulative_norms
 from shoal.capture.failed_traces import line_noted
 from shoal.capture.known_graphs import KnownGraphs
 from shoal.capture.recurrences import in_words
-from shoal.capture.traced_functions import trace_more_functions
+from shoal.capture.traced_functions import cumulative_norms, trace_more_functions
 from shoal.core.progress import Preparation, preparing
 from shoal.errors import CaptureError, ShoalError
 from shoal.lowlevel.buffer_values import knowing_buffers

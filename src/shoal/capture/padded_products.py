@@ -22,13 +22,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from shoal.capture.aligned_rows import OPERANDS, added_elements, is_little, is_odd
+from shoal.capture.aligned_rows import OPERANDS, LongerOperands, added_elements, erase_views, is_little, is_odd
 from shoal.capture.captured import Captured
-from shoal.capture.longer_operands import LongerOperands, erase_views, readers
 from shoal.capture.region_ops import can_join
 from shoal.capture.step_reader import storage_bytes
 from shoal.capture.step_writer import StepWriter
-from shoal.graph.fx_nodes import is_handed_out, reaches_output
+from shoal.graph.fx_nodes import is_handed_out, reaches_output, readers
 from shoal.graph.op_counts import flops
 from shoal.kernels.odd_products import odd_product, odd_rows_product, odd_sum_product
 from shoal.kernels.pieces import are_sizes_known

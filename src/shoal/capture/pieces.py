@@ -8,7 +8,6 @@ are on both.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Any
 
 import torch
 from torch import fx
@@ -20,6 +19,7 @@ from shoal.capture.step_writer import StepWriter, with_technique
 from shoal.core.step import Op, StepGraph
 from shoal.core.variant import Pieces
 from shoal.errors import PlanError
+from shoal.graph.fx_nodes import values_of
 from shoal.graph.op_counts import flops
 from shoal.kernels import convolution_pieces, norm_pieces, prelu
 from shoal.kernels.pieces import WORTH_PIECES_BYTES, Cut
@@ -128,7 +128,7 @@ def _cut(op: Op, captured: Captured, graph: StepGraph) -> Cut | None:
         or op.workspace_bytes < max(result_bytes, WORTH_PIECES_BYTES)
     ):
         return None
-    return convolution_pieces.choose(node.target, fx.node.map_arg(node.args, _value))  # type: ignore[arg-type]
+    return convolution_pieces.choose(node.target, values_of(node))  # type: ignore[arg-type]
 
 
 def _cut_elsewhere(op: Op, captured: Captured, graph: StepGraph) -> Cut | None:
@@ -141,11 +141,7 @@ def _cut_elsewhere(op: Op, captured: Captured, graph: StepGraph) -> Cut | None:
 def _of_gradient(node: fx.Node, cut_of: Callable[..., Cut | None]) -> Cut | None:
     if node.target is _OF_PRELU and slopes_gradient(node) is None:
         return None
-    return cut_of(node.target, fx.node.map_arg(node.args, _value))
-
-
-def _value(operand: fx.Node) -> Any:
-    return operand.meta["val"]
+    return cut_of(node.target, values_of(node))
 
 
 def in_pieces(captured: Captured, chosen: Collection[Pieces]) -> Captured:

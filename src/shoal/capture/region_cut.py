@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 from torch import fx
 
-from shoal.capture.region_flow import Flow
-from shoal.capture.region_groups import Group
+from shoal.capture.region_groups import Flow, Group
 from shoal.capture.region_ops import is_composite, is_reduction, is_softmax, normalised
 from shoal.graph.fx_nodes import is_tensor, is_view, value_bytes
 

@@ -21,8 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from shoal.capture.captured import Captured
 from shoal.capture.region_cut import make_again
-from shoal.capture.region_flow import Flow
-from shoal.capture.region_groups import Group, grouped, is_worth_it
+from shoal.capture.region_groups import Flow, Group, grouped, is_worth_it
 from shoal.capture.region_ops import in_known_ops, normalised, statistics, statistics_in_place
 from shoal.capture.step_reader import read_joint
 from shoal.graph.fx_nodes import copied_joint, is_op, is_tensor, is_view

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from shoal.capture.dynamo import GraphBreak
 from shoal.capture.failed_traces import place_in
 from shoal.errors import CaptureError
+from shoal.graph.fx_nodes import tensors_of
 
 _ARITHMETIC = (operator.mul, operator.add, operator.sub, operator.truediv, operator.neg, operator.abs)
 
@@ -48,7 +49,7 @@ def break_at_unknown_gradients(joint: fx.Graph) -> None:
         GraphBreak: there is one.
     """
     for node in joint.nodes:
-        tensors = [v for v in tree_leaves(node.meta.get("val")) if isinstance(v, torch.Tensor)]
+        tensors = tensors_of(node)
         if any(map(free_unbacked_symbols, tensors)):
             is_view = all(not free_unbacked_symbols(v.shape) for v in tensors)
             what = "where a view begins" if is_view else "a gradient's size"

@@ -14,7 +14,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from shoal.capture.cumulative_norms import admit_cumulative_norms
 from shoal.capture.dynamo import (
     OWN_BUDGET,
     GraphBreak,
@@ -29,7 +28,7 @@ from shoal.capture.dynamo import (
     plain_call,
     settings,
 )
-from shoal.capture.fake_quantization import admit_fake_quantization
+from shoal.capture.traced_functions import admit_cumulative_norms, admit_fake_quantization
 from shoal.core import arguments
 from shoal.core.joined_step import is_joined
 from shoal.core.plan import Plan

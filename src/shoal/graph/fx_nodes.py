@@ -142,7 +142,7 @@ def is_op(node: fx.Node) -> bool:
     """Whether the node computes: it is no input, view, part of a result, or size."""
     if node.op != "call_function" or node.target is operator.getitem or is_view(node):
         return False
-    return any(isinstance(value, torch.Tensor) for value in tree_leaves(node.meta.get("val")))
+    return is_tensor(node)
 
 
 def source(node: fx.Node) -> fx.Node:
@@ -155,13 +155,31 @@ def source(node: fx.Node) -> fx.Node:
 
 def value_bytes(node: fx.Node) -> int:
     """Bytes of all tensors of a node."""
-    tensors = [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, torch.Tensor)]
-    return sum(int(tensor.numel()) * tensor.element_size() for tensor in tensors)
+    return sum(int(tensor.numel()) * tensor.element_size() for tensor in tensors_of(node))
 
 
 def is_tensor(node: fx.Node) -> bool:
     """Whether a node's value is a tensor, or several."""
-    return any(isinstance(value, torch.Tensor) for value in tree_leaves(node.meta.get("val")))
+    return bool(tensors_of(node))
+
+
+def tensors_of(node: fx.Node) -> list[torch.Tensor]:
+    """The tensors that a node stands for."""
+    return [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, torch.Tensor)]
+
+
+def values_of(node: fx.Node) -> Any:
+    """The node's operands, tensors for nodes."""
+    return fx.node.map_arg(node.args, lambda operand: operand.meta["val"])
+
+
+def readers(node: fx.Node, *, of_items: bool = False) -> list[fx.Node]:
+    """Who reads a node, through views; and through the parts of a result that has several, if asked for."""
+    found: list[fx.Node] = []
+    for user in node.users:
+        through = is_view(user) or (of_items and user.target is operator.getitem)
+        found += readers(user, of_items=of_items) if through else [user]
+    return found
 
 
 def changed_inputs(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:

@@ -16,136 +16,38 @@ from torch import fx
 
 from shoal.graph.fx_nodes import held_bytes
 from shoal.graph.symbolic_sizes import at_numbers, expression_of
-from shoal.kernels import batch_norm, direct_convolution, group_norm, layer_norm, norm_pieces, prelu
+from shoal.kernels import (
+    batch_norm,
+    direct_convolution,
+    dropout,
+    encoded_activation,
+    group_norm,
+    layer_norm,
+    norm_pieces,
+    prelu,
+    relu,
+)
 from shoal.kernels.compiled_region import CompiledRegion
-from shoal.kernels.dropout import dropout, dropout_, dropout_backward, dropout_backward_
-from shoal.kernels.encoded_activation import relu_backward as encoded_relu_backward
-from shoal.kernels.encoded_activation import relu_backward_ as encoded_relu_backward_
-from shoal.kernels.invertible_norm.inverted_batch_norm import backward_ as inverted_batch_norm_backward_
-from shoal.kernels.invertible_norm.inverted_batch_norm import forward_ as inverted_batch_norm_
-from shoal.kernels.invertible_norm.inverted_norm import backward_ as inverted_norm_backward_
-from shoal.kernels.invertible_norm.inverted_norm import forward_ as inverted_norm_
-from shoal.kernels.norm.joined_statistics import sliced_norm_, sliced_norm_gradient_
-from shoal.kernels.norm.norm_act import backward_ as norm_act_backward_
-from shoal.kernels.norm.norm_conv import backward_onto as norm_conv_backward_onto
-from shoal.kernels.relu import backward as relu_backward
-from shoal.kernels.relu import backward_ as relu_backward_
-from shoal.kernels.relu import leaky_backward, leaky_backward_, zeroed, zeroed_
+from shoal.kernels.invertible_norm import inverted_batch_norm, inverted_norm
+from shoal.kernels.norm import joined_statistics, norm_act, norm_conv
 
-_aten = torch.ops.aten
-
-
-def _dropout_backward(grad: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
-    return grad.mul_(mask).mul_(scale)
-
-
-def _write_slice(
-    x: torch.Tensor, part: torch.Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
-) -> torch.Tensor:
-    _aten.slice.Tensor(x, dim, start, end, step).copy_(part)
-    return x
-
-
-def _write_selected(x: torch.Tensor, part: torch.Tensor, dim: int, index: int) -> torch.Tensor:
-    x.select(dim, index).copy_(part)
-    return x
-
-
-def _write_diagonal(x: torch.Tensor, part: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> torch.Tensor:
-    x.diagonal(offset, dim1, dim2).copy_(part)
-    return x
-
-
-def _write_strided(
-    x: torch.Tensor, part: torch.Tensor, size: list[int], stride: list[int], storage_offset: int | None = None
-) -> torch.Tensor:
-    x.as_strided(size, stride, storage_offset).copy_(part)
-    return x
-
-
-# target → (places of the operands that may be overwritten, form that overwrites, name of its keyword for the result)
-_OUT: dict[Any, tuple[tuple[int, ...], Callable[..., Any], str]] = {
-    _aten.threshold_backward.default: ((0,), _aten.threshold_backward.grad_input, "grad_input"),
-    _aten.hardtanh.default: ((0,), _aten.hardtanh.out, "out"),
-    _aten.hardtanh_backward.default: ((0,), _aten.hardtanh_backward.grad_input, "grad_input"),
-    _aten.leaky_relu.default: ((0,), _aten.leaky_relu.out, "out"),
-    _aten.leaky_relu_backward.default: ((0,), _aten.leaky_relu_backward.grad_input, "grad_input"),
-    _aten.elu.default: ((0,), _aten.elu.out, "out"),
-    _aten.elu_backward.default: ((0,), _aten.elu_backward.grad_input, "grad_input"),
-    _aten.gelu.default: ((0,), _aten.gelu.out, "out"),
-    _aten.gelu_backward.default: ((0,), _aten.gelu_backward.grad_input, "grad_input"),
-    _aten.hardswish.default: ((0,), _aten.hardswish.out, "out"),
-    _aten.hardsigmoid.default: ((0,), _aten.hardsigmoid.out, "out"),
-    _aten.hardsigmoid_backward.default: ((0,), _aten.hardsigmoid_backward.grad_input, "grad_input"),
-    _aten.hardshrink.default: ((0,), _aten.hardshrink.out, "out"),
-    _aten.hardshrink_backward.default: ((0,), _aten.hardshrink_backward.grad_input, "grad_input"),
-    _aten.softshrink.default: ((0,), _aten.softshrink.out, "out"),
-    _aten.softshrink_backward.default: ((0,), _aten.softshrink_backward.grad_input, "grad_input"),
-    _aten.softplus.default: ((0,), _aten.softplus.out, "out"),
-    _aten.softplus_backward.default: ((0,), _aten.softplus_backward.grad_input, "grad_input"),
-    _aten.mish.default: ((0,), _aten.mish.out, "out"),
-    _aten.silu.default: ((0,), _aten.silu.out, "out"),
-    _aten.silu_backward.default: ((0,), _aten.silu_backward.grad_input, "grad_input"),
-    _aten.sigmoid.default: ((0,), _aten.sigmoid.out, "out"),
-    _aten.sigmoid_backward.default: ((0,), _aten.sigmoid_backward.grad_input, "grad_input"),
-    _aten.tanh.default: ((0,), _aten.tanh.out, "out"),
-    _aten.tanh_backward.default: ((0,), _aten.tanh_backward.grad_input, "grad_input"),
-    _aten.add.Tensor: ((0, 1), _aten.add.out, "out"),
-    _aten.sub.Tensor: ((0, 1), _aten.sub.out, "out"),
-    _aten.mul.Tensor: ((0, 1), _aten.mul.out, "out"),
-    _aten.mul.Scalar: ((0,), _aten.mul.out, "out"),  # mul_.Scalar rounds the factor to bfloat16 first
-    _aten.div.Tensor: ((0, 1), _aten.div.out, "out"),
-    # Not pointwise, but each row is read as a whole before an element of it is written, and then at its own place.
-    _aten._softmax.default: ((0,), _aten._softmax.out, "out"),
-    _aten._softmax_backward_data.default: ((0,), _aten._softmax_backward_data.out, "grad_input"),
-}
-# Where the library's `out` form makes the result elsewhere first, or where there is none.
-_CALLS: dict[Any, tuple[tuple[int, ...], Callable[..., Any]]] = {
-    _aten.relu.default: ((0,), _aten.relu_.default),
-    _aten.div.Scalar: ((0,), _aten.div_.Scalar),
-    _aten.native_dropout_backward.default: ((0,), _dropout_backward),
-    dropout: ((0,), dropout_),
-    batch_norm.normalise: ((0,), batch_norm.normalise_),
-    group_norm.normalise: ((0,), group_norm.normalise_),
-    relu_backward: ((0,), relu_backward_),
-    zeroed: ((0,), zeroed_),
-    leaky_backward: ((0,), leaky_backward_),
-    layer_norm.backward: ((0,), layer_norm.backward_),
-    prelu.backward: ((0,), prelu.backward_),
-    prelu.in_pieces: ((0,), prelu.in_pieces_),
-    _aten._prelu_kernel.default: ((0,), prelu.forward_),
-    encoded_relu_backward: ((0,), encoded_relu_backward_),
-    batch_norm.backward: ((0,), batch_norm.backward_),
-    norm_pieces.native_backward: ((0,), norm_pieces.native_backward_),
-    norm_pieces.cudnn_backward: ((0,), norm_pieces.cudnn_backward_),
-    group_norm.backward: ((0,), group_norm.backward_),
-    norm_pieces.group_backward: ((0,), norm_pieces.group_backward_),
-    dropout_backward: ((0,), dropout_backward_),
-    _aten.copy.default: ((0,), _aten.copy_.default),
-    _aten.scatter.src: ((0,), _aten.scatter_.src),
-    _aten.scatter.value: ((0,), _aten.scatter_.value),
-    _aten.scatter_add.default: ((0,), _aten.scatter_add_.default),
-    _aten.scatter_reduce.two: ((0,), _aten.scatter_reduce_.two),
-    _aten.index_add.default: ((0,), _aten.index_add_.default),
-    _aten.index_copy.default: ((0,), _aten.index_copy_.default),
-    _aten.index_fill.int_Scalar: ((0,), _aten.index_fill_.int_Scalar),
-    _aten.index_put.default: ((0,), _aten.index_put_.default),
-    _aten.put.default: ((0,), _aten.put_.default),
-    _aten.masked_fill.Scalar: ((0,), _aten.masked_fill_.Scalar),
-    _aten.masked_fill.Tensor: ((0,), _aten.masked_fill_.Tensor),
-    _aten.masked_scatter.default: ((0,), _aten.masked_scatter_.default),
-    _aten.slice_scatter.default: ((0,), _write_slice),
-    _aten.select_scatter.default: ((0,), _write_selected),
-    _aten.diagonal_scatter.default: ((0,), _write_diagonal),
-    _aten.as_strided_scatter.default: ((0,), _write_strided),
-    torch.ops.shoal.norm_act_backward.default: ((0,), norm_act_backward_),
-    torch.ops.shoal.norm_conv_backward.default: ((17,), norm_conv_backward_onto),
-    torch.ops.shoal.sliced_norm.default: ((0,), sliced_norm_),
-    torch.ops.shoal.sliced_norm_gradient.default: ((0,), sliced_norm_gradient_),
-    torch.ops.shoal.inverted_batch_norm.default: ((0,), inverted_batch_norm_),
-    torch.ops.shoal.inverted_batch_norm_backward.default: ((0,), inverted_batch_norm_backward_),
-    torch.ops.shoal.inverted_norm.default: ((0,), inverted_norm_),
-    torch.ops.shoal.inverted_norm_backward.default: ((0,), inverted_norm_backward_),
+_aten, _ours = torch.ops.aten, torch.ops.shoal
+_POINTWISE = "hardtanh leaky_relu elu gelu hardswish hardsigmoid hardshrink softshrink softplus mish silu sigmoid tanh"
+_GRADIENTS = "threshold hardtanh leaky_relu elu gelu hardsigmoid hardshrink softshrink softplus silu sigmoid tanh"
+_IN_PLACE = (
+    "relu.default div.Scalar copy.default scatter.src scatter.value scatter_add.default scatter_reduce.two "
+    "index_add.default index_copy.default index_fill.int_Scalar index_put.default put.default masked_fill.Scalar "
+    "masked_fill.Tensor masked_scatter.default"
+)
+_OWN: dict[Any, str] = {  # module → functions, of which it has another with an underscore that overwrites
+    batch_norm: "normalise backward",
+    group_norm: "normalise backward",
+    layer_norm: "backward",
+    prelu: "backward in_pieces",
+    relu: "backward zeroed leaky_backward",
+    encoded_activation: "relu_backward",
+    dropout: "dropout dropout_backward",
+    norm_pieces: "native_backward cudnn_backward group_backward",
 }
 # What writes a view of its first operand → that view.
 WRITTEN_VIEW: dict[Any, Callable[..., torch.Tensor]] = {
@@ -153,6 +55,64 @@ WRITTEN_VIEW: dict[Any, Callable[..., torch.Tensor]] = {
     _aten.select_scatter.default: _aten.select.int,
     _aten.diagonal_scatter.default: _aten.diagonal.default,
     _aten.as_strided_scatter.default: _aten.as_strided.default,
+}
+
+
+def _writing(target: Any) -> Callable[..., torch.Tensor]:
+    """Writes a view of a tensor where it lies."""
+    view = WRITTEN_VIEW[target]
+
+    def write(x: torch.Tensor, part: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        view(x, *args, **kwargs).copy_(part)
+        return x
+
+    write.__name__ = write.__qualname__ = f"write_{target.overloadpacket.__name__}"
+    return write
+
+
+def _dropout_backward(grad: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+    return grad.mul_(mask).mul_(scale)
+
+
+def _aten_op(name: str, suffix: str, overload: str) -> Any:
+    return getattr(getattr(_aten, f"{name}{suffix}"), overload)
+
+
+# target → (places of the operands that may be overwritten, form that overwrites, name of its keyword for the result)
+_OUT: dict[Any, tuple[tuple[int, ...], Callable[..., Any], str]] = {
+    **{_aten_op(one, "", "default"): ((0,), _aten_op(one, "", "out"), "out") for one in _POINTWISE.split()},
+    **{
+        _aten_op(one, "_backward", "default"): ((0,), _aten_op(one, "_backward", "grad_input"), "grad_input")
+        for one in _GRADIENTS.split()
+    },
+    **{_aten_op(one, "", "Tensor"): ((0, 1), _aten_op(one, "", "out"), "out") for one in ("add", "sub", "mul", "div")},
+    _aten.mul.Scalar: ((0,), _aten.mul.out, "out"),  # mul_.Scalar rounds the factor to bfloat16 first
+    # Not pointwise, but each row is read as a whole before an element of it is written, and then at its own place.
+    _aten._softmax.default: ((0,), _aten._softmax.out, "out"),
+    _aten._softmax_backward_data.default: ((0,), _aten._softmax_backward_data.out, "grad_input"),
+}
+# Where the library's `out` form makes the result elsewhere first, or where there is none.
+_CALLS: dict[Any, tuple[tuple[int, ...], Callable[..., Any]]] = {
+    **{
+        _aten_op(name, "", overload): ((0,), _aten_op(name, "_", overload))
+        for name, overload in (one.split(".") for one in _IN_PLACE.split())
+    },
+    **{
+        getattr(module, name): ((0,), getattr(module, f"{name}_"))
+        for module, names in _OWN.items()
+        for name in names.split()
+    },
+    **{target: ((0,), _writing(target)) for target in WRITTEN_VIEW},
+    _aten.native_dropout_backward.default: ((0,), _dropout_backward),
+    _aten._prelu_kernel.default: ((0,), prelu.forward_),
+    _ours.norm_act_backward.default: ((0,), norm_act.backward_),
+    _ours.norm_conv_backward.default: ((17,), norm_conv.backward_onto),
+    _ours.sliced_norm.default: ((0,), joined_statistics.sliced_norm_),
+    _ours.sliced_norm_gradient.default: ((0,), joined_statistics.sliced_norm_gradient_),
+    _ours.inverted_batch_norm.default: ((0,), inverted_batch_norm.forward_),
+    _ours.inverted_batch_norm_backward.default: ((0,), inverted_batch_norm.backward_),
+    _ours.inverted_norm.default: ((0,), inverted_norm.forward_),
+    _ours.inverted_norm_backward.default: ((0,), inverted_norm.backward_),
 }
 # Convolutions with a keyword `over` → place of their stride. They read a copy of a few planes at a time, which is worth
 # it for large operands only.

@@ -14,6 +14,8 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
+from shoal.graph.fx_nodes import tensors_of
+
 _aten = torch.ops.aten
 _CONVOLUTIONS = (_aten.convolution, _aten._convolution, _aten.cudnn_convolution, _aten.convolution_overrideable)
 _ALLOCATIONS = (_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided)
@@ -106,7 +108,7 @@ def flops(node: fx.Node) -> int:
         return int(convolution_backward_flops(args))
     if packet in flop_registry:
         return int(flop_registry[packet](*args, **kwargs, out_val=_value(node)))
-    return max((int(tensor.numel()) for tensor in (*_operands(node), *_tensors(_value(node)))), default=0)
+    return max((int(tensor.numel()) for tensor in (*_operands(node), *tensors_of(node))), default=0)
 
 
 def convolution_backward_flops(args: Sequence[Any]) -> int | torch.SymInt:
@@ -125,7 +127,7 @@ def moved_bytes(node: fx.Node) -> int:
         return int(node.meta["moved_bytes"])
     if _is_free(node):
         return 0
-    return sum(_bytes(tensor) for tensor in (*_operands(node), *_tensors(_value(node))))
+    return sum(_bytes(tensor) for tensor in (*_operands(node), *tensors_of(node)))
 
 
 def _is_view(node: fx.Node) -> bool:
@@ -137,7 +139,7 @@ def _is_view(node: fx.Node) -> bool:
         return True
     if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
         return False
-    outputs = list(_tensors(_value(node)))
+    outputs = tensors_of(node)
     memory = {_storage(tensor) for tensor in _operands(node)}
     return bool(outputs) and all(_storage(tensor) in memory for tensor in outputs)
 
@@ -169,17 +171,9 @@ def _value(node: fx.Node) -> Any:
     return node.meta.get("val")
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-
-
 def _operands(node: fx.Node) -> Iterator[torch.Tensor]:
     for operand in node.all_input_nodes:  # each node once, however often it is named
-        yield from _tensors(_value(operand))
+        yield from tensors_of(operand)
 
 
 def _storage(tensor: torch.Tensor) -> int:

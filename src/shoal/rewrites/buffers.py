@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
 
-from shoal.graph.fx_nodes import args_of, changed_inputs, held_bytes, is_view, items_of
+from shoal.graph.fx_nodes import args_of, changed_inputs, held_bytes, is_view, items_of, readers, tensors_of
 from shoal.graph.joint import Joint
 from shoal.graph.rerun import can_run_again, second_call
 from shoal.kernels.buffers import add_to
@@ -112,32 +111,24 @@ def small_buffers(joint: Joint) -> Iterator[tuple[fx.Node, set[fx.Node]]]:
     """Buffers that change, and ops that would run only once as they read them."""
     for buffer, _ in list(changed_inputs(joint.graph)):
         least_bytes = _MIN_RATIO * held_bytes(buffer.meta["val"])
-        readers = {
+        blocked = {
             node
-            for node in _readers(buffer)
-            if node not in joint.backward and _made_bytes(node) >= least_bytes and _reads_again(node)
+            for node in readers(buffer)
+            if node.op == "call_function" and node not in joint.backward
+            if sum(map(held_bytes, tensors_of(node))) >= least_bytes and _reads_again(node)
         }
-        if readers:
-            yield buffer, readers
+        if blocked:
+            yield buffer, blocked
 
 
 def read_copy(joint: Joint, site: tuple[fx.Node, set[fx.Node]]) -> None:
     """Let them read a copy of the buffer."""
-    buffer, readers = site
+    buffer, blocked = site
     first = next(node for node in joint.graph.nodes if node in buffer.users)
     copy = joint.call(first, _aten.clone.default, (buffer,), buffer.meta["val"].clone(), first)
     for node in list(buffer.users):
-        if node in readers or (is_view(node) and node not in joint.backward):
+        if node in blocked or (is_view(node) and node not in joint.backward):
             node.replace_input_with(buffer, copy)
-
-
-def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """What reads a tensor, itself or a view of it."""
-    for user in node.users:
-        if is_view(user):
-            yield from _readers(user)
-        elif user.op == "call_function":
-            yield user
 
 
 def _reads_again(node: fx.Node) -> bool:
@@ -145,8 +136,3 @@ def _reads_again(node: fx.Node) -> bool:
     again: list[fx.Node] = []
     fx.node.map_arg((second_call(node)[1], dict(node.kwargs)), again.append)
     return can_run_again(node) and set(node.all_input_nodes) <= set(again)
-
-
-def _made_bytes(node: fx.Node) -> int:
-    values: Any = tree_leaves(node.meta.get("val"))
-    return sum(held_bytes(value) for value in values if isinstance(value, torch.Tensor))

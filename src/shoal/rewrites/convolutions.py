@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shoal.graph.fx_nodes import args_of
+from shoal.graph.fx_nodes import args_of, values_of
 from shoal.graph.joint import Joint
 from shoal.graph.op_counts import convolution_backward_flops, flops
 from shoal.graph.symbolic_sizes import as_arguments
@@ -62,7 +62,7 @@ def split_gradients(joint: Joint, node: fx.Node) -> None:
 def large_weights(joint: Joint) -> Iterator[tuple[fx.Node, Any, tuple[Any, ...]]]:
     """Gradients of weights larger than their images."""
     for node in joint.find(_BACKWARD) if joint.runs_here else ():
-        arguments = _values(node)
+        arguments = values_of(node)
         wanted = arguments[-1]
         cut = cut_of_large_weight(*arguments) if wanted[1] and not wanted[0] else None
         if cut is not None:
@@ -73,7 +73,7 @@ def large_weights(joint: Joint) -> Iterator[tuple[fx.Node, Any, tuple[Any, ...]]
 def input_gradients(joint: Joint) -> Iterator[fx.Node]:
     """Gradients of inputs by themselves that need not read them."""
     for node in joint.find(_BACKWARD):
-        grad, x, weight, *_, groups, wanted = _values(node)
+        grad, x, weight, *_, groups, wanted = values_of(node)
         on_cpu = joint.runs_here and x.device.type == "cpu"
         alone = wanted[0] and not any(wanted[1:]) and len(node.users) == 1
         if alone and can_do_without_input(grad, x, weight, groups, on_cpu=on_cpu):
@@ -90,13 +90,9 @@ def leave_input_out(joint: Joint, node: fx.Node) -> None:
     operands = (arguments[0], arguments[2], shape, stride, *arguments[4:-1])
     alone = joint.call(node, input_gradient, operands, of_input.meta["val"], node)
     joint.backward.add(alone)
-    alone.meta["flops"] = convolution_backward_flops(_values(node))
+    alone.meta["flops"] = convolution_backward_flops(values_of(node))
     joint.replace(of_input, alone)
     joint.graph.erase_node(node)
-
-
-def _values(node: fx.Node) -> Any:
-    return fx.node.map_arg(node.args, lambda operand: operand.meta["val"])
 
 
 def able(joint: Joint) -> Iterator[fx.Node]:
@@ -108,7 +104,7 @@ def can_be_native(node: fx.Node) -> bool:
     """Whether a node is one of `able`."""
     if node.target not in DIRECT:
         return False
-    arguments, result = _values(node), node.meta["val"]
+    arguments, result = values_of(node), node.meta["val"]
     tensors = [one for one in arguments[:_TENSORS] if isinstance(one, torch.Tensor)]
     if node.target is _BACKWARD:
         wanted, groups = arguments[10], arguments[9]

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from shoal.graph.fx_nodes import args_of, is_handed_out, is_tensor, is_view, reaches_output, source, value_bytes
+from shoal.graph.fx_nodes import args_of, is_handed_out, is_tensor, reaches_output, readers, source, value_bytes
 from shoal.graph.inplace import WRITTEN_VIEW
 from shoal.graph.joint import Joint
 from shoal.graph.rerun import is_random
@@ -186,18 +186,10 @@ def _key(node: fx.Node, alike: Mapping[fx.Node, fx.Node]) -> Any:
 def _waits_anyway(node: fx.Node, backward: Collection[fx.Node]) -> bool:
     """Whether what a node holds, or looks at, is alive until the backward pass, or is next to nothing."""
     held = source(node)
-    if held.op != "call_function" or any(reader in backward for reader in _readers(held)):
+    if held.op != "call_function" or any(reader in backward for reader in readers(held, of_items=True)):
         return True
     value = held.meta["val"]
     return isinstance(value, torch.Tensor) and type(value.numel()) is int and value_bytes(held) <= _SMALL_BYTES
-
-
-def _readers(node: fx.Node) -> list[fx.Node]:
-    """Who reads a result, through parts and views of it."""
-    found: list[fx.Node] = []
-    for user in node.users:
-        found += _readers(user) if is_view(user) or user.target is operator.getitem else [user]
-    return found
 
 
 def whole_scatters(joint: Joint) -> Iterator[tuple[fx.Node, fx.Node, list[fx.Node]]]:

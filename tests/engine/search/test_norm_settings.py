@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import shoal
-from shoal.capture.cumulative_norms import admit_cumulative_norms, cumulative_norms
 from shoal.capture.layered import Refused
+from shoal.capture.traced_functions import admit_cumulative_norms, cumulative_norms
 from shoal.core.means import LOSSY
 from shoal.core.variant import Variant
 from shoal.engine.search import split_forms
