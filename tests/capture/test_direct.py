@@ -12,8 +12,7 @@ from torch import fx, nn
 import shoal
 from shoal.capture.capture_step import capture_step
 from shoal.capture.captured import Captured
-from shoal.capture.direct import choose_direct
-from shoal.capture.pieces import in_pieces
+from shoal.capture.pieces import choose_direct, in_pieces
 from shoal.core.simulate import simulate
 from shoal.core.step import StepGraph
 from shoal.core.variant import Pieces

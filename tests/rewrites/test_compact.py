@@ -8,20 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.capture.captured import Captured
 from shoal.capture.step_writer import shrunk
 from shoal.core.simulate import simulate
-from tests.joint_graphs import captured_step, operands, run_joint
+from tests.joint_graphs import captured_step
 
 
 def conv(n_in: int, n_out: int) -> nn.Module:
     return nn.Conv2d(n_in, n_out, 3, padding=1, bias=False)
-
-
-def assert_same_results(ours: Captured, theirs: Captured) -> None:
-    tensors = operands(theirs.joint)
-    for one, other in zip(run_joint(ours.joint, tensors), run_joint(theirs.joint, tensors), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("activation", [nn.ReLU, lambda: nn.LeakyReLU(0.1)], ids=["ReLU", "leaky ReLU"])
@@ -42,7 +35,6 @@ def test_a_result_that_the_next_layer_saves_becomes_a_mask_when_that_has_its_gra
         for step in (graph, before)
     )
     assert [one - other for one, other in zip(more, less, strict=True)] == [3 * mask.nbytes]
-    assert_same_results(after, captured)
 
 
 def test_a_small_result_and_one_that_is_handed_out_stay_whole() -> None:
@@ -94,4 +86,3 @@ def test_the_part_of_a_gradient_that_waits_long_waits_alone(depth: int, skip_cha
     assert graph.storages[clone.writes[0]].nbytes == part_bytes
     waits = graph.readers[clone.writes[0]][-1] - clone.id
     assert waits > graph.readers[whole.id][-1] - graph.producer[whole.id]
-    assert_same_results(after, captured)

@@ -12,8 +12,7 @@ from torch import nn
 import shoal
 from shoal.capture.capture_step import capture_step
 from shoal.capture.captured import Captured
-from shoal.capture.direct import choose_concatenations
-from shoal.capture.pieces import in_pieces
+from shoal.capture.pieces import choose_concatenations, in_pieces
 from shoal.core.variant import Pieces
 from shoal.errors import PlanError
 from tests.joint_graphs import operands, run_joint
