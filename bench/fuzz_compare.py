@@ -35,7 +35,7 @@ OURS = (DIFFERS, ROUNDING, OVER_BUDGET, OVER_PREDICTION, LEAST, CRASH)
 
 BUDGETS = ("plain", "between", "least")
 RESIDENCES = ("device", "host", "file")
-_OFFLOADING = ("hmms", *(name for short, name in NAMES.items() if short != "sqrt"))  # these have no plan without a link
+_OFFLOADING = tuple(name for short, name in NAMES.items() if short != "sqrt")  # these have no plan without a link
 _PREDICTED_WITHIN = 1.02  # the contract
 _SLACK_BYTES = 256  # scalars of the loss
 _ERROR_FACTOR, _ERROR_TOLERANCE = 2.0, {torch.float32: 1e-6, torch.float64: 1e-14, torch.bfloat16: 1e-2}

@@ -27,6 +27,7 @@ from bench.layout_step_blocks import three_pools
 from bench.tables import cells, new_table
 from examples import networks as models
 from examples.planners import NAMES
+from examples.planners.hmms import offloadable, theoretical_limit
 from shoal import planners
 from shoal.capture.capture_step import capture_step
 from shoal.core import presets
@@ -38,7 +39,6 @@ from shoal.core.step import StepGraph
 from shoal.core.validate import check_runs
 from shoal.cost.roofline import roofline
 from shoal.errors import BudgetError
-from shoal.planners.hmms import offloadable, theoretical_limit
 from shoal.rewrites.table import TABLE
 
 CALIBRATION = 1.98
@@ -205,7 +205,7 @@ def figure_10(networks: Iterable[str], image: int, memory_bytes: int) -> list[di
                 hardware=paper_machine(),
                 allow="bitwise",
                 name=network,
-                options=shoal.Options(planner=planner),
+                options=shoal.Options(planner=NAMES.get(planner, planner)),
             )
             found[planner] = {
                 "batch": largest.batch,

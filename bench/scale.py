@@ -61,7 +61,9 @@ class _Attention(nn.Module):
         return x + self.dropout(self.down(y))
 
 
-class _Gpt(nn.Module):
+class Gpt(nn.Module):
+    """GPT-2 of some width and depth."""
+
     def __init__(self, layers: int = 24, width: int = 1024, heads: int = 16, words: int = 50257) -> None:
         super().__init__()
         self.words, self.places = nn.Embedding(words, width), nn.Embedding(1024, width)
@@ -137,7 +139,7 @@ NETWORKS = {
     "densenet121": _Network(partial(models.build, "densenet121"), _images(8, 160)),
     "densenet201": _Network(partial(DenseNet, (6, 12, 48, 32)), _images(8, 160)),
     "efficientnet_b7": _Network(efficientnet, _images(4, 160)),
-    "gpt24": _Network(_Gpt, lambda: torch.zeros(2, 512, dtype=torch.long)),
+    "gpt24": _Network(Gpt, lambda: torch.zeros(2, 512, dtype=torch.long)),
 }
 
 

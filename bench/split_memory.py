@@ -46,11 +46,11 @@ PAPER = {"vgg19": (6.0, 1.5), "resnet18": (2.0, 4.9)}  # times the plain batch, 
 PARTS = ("simulated", "rehearsed")
 DEPTH, GRID = 0.75, (2, 2)
 CONTENDERS = (  # name, how it is split (None for not), planner
-    ("hmms", None, "hmms"),
+    ("hmms", None, NAMES["hmms"]),
     ("hmms, batch norms recomputed", None, NAMES["hmms_recompute"]),
     ("joint", None, "joint"),
     ("split, kept", {}, "keep_all"),
-    ("split, hmms", {}, "hmms"),
+    ("split, hmms", {}, NAMES["hmms"]),
     ("split, hmms, batch norms recomputed", {}, NAMES["hmms_recompute"]),
     ("split, joint", {}, "joint"),
 )
@@ -58,7 +58,7 @@ EXACT = ("exact, joint", {"halo": "exact"}, "joint")
 REHEARSED = {"vgg19_cifar": (32, 64), "resnet18_cifar": (32, 64)}  # pixels, plain batch that sets the limit
 REHEARSED_WAYS: tuple[tuple[str, dict[str, Any] | None, str | None], ...] = (
     ("plain PyTorch", None, None),
-    ("split, hmms", {}, "hmms"),
+    ("split, hmms", {}, NAMES["hmms"]),
     ("split, hmms, batch norms recomputed", {}, NAMES["hmms_recompute"]),
     ("joint", None, "joint"),
     ("split, joint", {}, "joint"),

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import shoal
+from examples.planners import NAMES
 from shoal.distributed import AdaptivePrecision, HostWeights, compress_gradients
 from tests.engine.training_laws import blocks
 from tests.ranks import run_on_ranks
@@ -43,12 +44,12 @@ def split_cnn_with_hmms() -> None:
     with torch.device("meta"):
         patched = shoal.split(layers(), 0.5, (2, 2))
         plan = shoal.plan(
-            patched, torch.empty(8, 3, 32, 32), "1GiB", hardware=HARDWARE, options=shoal.Options(planner="hmms")
+            patched, torch.empty(8, 3, 32, 32), "1GiB", hardware=HARDWARE, options=shoal.Options(planner=NAMES["hmms"])
         )
     assert plan.offloaded and plan.predicted_peak_bytes < plan.plain_peak_bytes
     trained(
         shoal.compile(
-            shoal.split(layers(), 0.5, (2, 2)), "1GiB", options=shoal.Options(planner="hmms", rehearse=HARDWARE)
+            shoal.split(layers(), 0.5, (2, 2)), "1GiB", options=shoal.Options(planner=NAMES["hmms"], rehearse=HARDWARE)
         )
     )
 

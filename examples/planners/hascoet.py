@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import time
 
+from examples.planners.hmms import link_of, offload_plan, offloadable
 from examples.planners.layerwise import last_of_next_layer, one_layer_ahead
 from shoal.core.hardware import Hardware
 from shoal.core.plan import Plan
 from shoal.core.step import StepGraph
-from shoal.planners.hmms import link_of, offload_plan, offloadable
 from shoal.planners.infeasible import infeasible
 
 _LAYERS = ("conv", "pool")

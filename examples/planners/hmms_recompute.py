@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import time
 
+from examples.planners.hmms import link_of, within_limit
 from shoal.core.hardware import Hardware
 from shoal.core.plan import Plan
 from shoal.core.step import StepGraph
-from shoal.planners.hmms import link_of, within_limit
 from shoal.planners.infeasible import infeasible
 from shoal.planners.just_in_time import just_in_time
 from shoal.planners.transfer_places import with_offloads

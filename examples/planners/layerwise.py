@@ -9,10 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Collection
 
+from examples.planners.hmms import link_of, offload_plan, within_limit
 from shoal.core.hardware import Hardware
 from shoal.core.plan import Plan
 from shoal.core.step import StepGraph
-from shoal.planners.hmms import link_of, offload_plan, within_limit
 from shoal.planners.infeasible import infeasible
 from shoal.planners.transfer_places import last_forward_reader
 

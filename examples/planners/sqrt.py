@@ -14,12 +14,17 @@ computes a storage more than twice, so its least peak is far above that of `chai
 from __future__ import annotations
 
 import time
+from math import isqrt
 
 from shoal.core.hardware import Hardware
 from shoal.core.plan import Plan
 from shoal.core.step import StepGraph
-from shoal.planners.cuts import evenly_cut, keep_everything
+from shoal.planners.chain_blocks import crossing_sets, saved_bytes_per_op
 from shoal.planners.infeasible import infeasible
+from shoal.planners.just_in_time import just_in_time
+from shoal.planners.simulated import Simulated, simulated
+
+_MOST_NUMBERS = 16  # of segments that are tried
 
 
 def sqrt(graph: StepGraph, hardware: Hardware, budget_bytes: int) -> Plan:
@@ -42,3 +47,43 @@ def sqrt(graph: StepGraph, hardware: Hardware, budget_bytes: int) -> Plan:
     best = min(fitting, key=lambda candidate: candidate.seconds)
     planning_seconds = time.perf_counter() - started
     return Plan(graph, best.residences, "sqrt", hardware.name, budget_bytes, planning_seconds=planning_seconds)
+
+
+def keep_everything(graph: StepGraph) -> Simulated:
+    """What plain PyTorch does."""
+    return simulated(graph, just_in_time(graph, range(len(graph.storages))))
+
+
+def evenly_cut(graph: StepGraph) -> list[Simulated]:
+    """For numbers of segments up to about 2 sqrt(n): keep what crosses the cuts, recompute all the rest, or all but
+    the last segment, of which everything is read right after the forward pass."""
+    crossing = crossing_sets(graph)
+    weights = saved_bytes_per_op(graph)
+    found = []
+    for n_segments in numbers_of_segments(min(graph.n_forward, 2 * isqrt(graph.n_forward) + 2)):
+        cuts = _even_cuts(weights, n_segments)
+        kept = {s for cut in cuts for s in crossing[cut]}
+        last = {s for op in graph.ops[cuts[-1] if cuts else 0 : graph.n_forward] for s in op.writes}
+        found += [simulated(graph, just_in_time(graph, stays)) for stays in (kept, kept | last)]
+    return found
+
+
+def numbers_of_segments(most: int) -> list[int]:
+    """From 1 to `most`; where these are many, as many at equal ratios: each takes two schedules of the step."""
+    if most <= _MOST_NUMBERS:
+        return list(range(1, most + 1))
+    ratio = most ** (1 / (_MOST_NUMBERS - 1))
+    return sorted({round(ratio**n) for n in range(_MOST_NUMBERS)})
+
+
+def _even_cuts(weights: list[int], n_segments: int) -> list[int]:
+    """Positions that cut `weights` into segments of about equal sums."""
+    whole = max(1, sum(weights))
+    cuts = []
+    reached, share = 0, 1
+    for position, weight in enumerate(weights[:-1], start=1):
+        reached += weight
+        if share < n_segments and reached * n_segments >= share * whole:
+            cuts.append(position)
+            share = reached * n_segments // whole + 1
+    return cuts

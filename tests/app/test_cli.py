@@ -18,6 +18,7 @@ from typer.testing import CliRunner, Result
 
 import shoal
 from examples.networks.unet import UNet
+from examples.planners import NAMES
 from shoal.app import cli, models
 from shoal.app.cli import app
 from shoal.app.training import loop
@@ -174,7 +175,7 @@ def train_within_a_limit(folder: Path) -> tuple[int, str, str]:
     told = ["--offload-to", ".", "--out", "run", "--json", "result.json"]
     with pytest.MonkeyPatch.context() as patch:
         put_in_place(patch, folder, depth=4)
-        done = invoke("train", *SMALL, "--planner", "hmms", "--budget", "1200KiB", "--enforce", *told)
+        done = invoke("train", *SMALL, "--planner", NAMES["hmms"], "--budget", "1200KiB", "--enforce", *told)
     return done.exit_code, done.stdout, done.stderr
 
 

@@ -113,7 +113,7 @@ def test_allocations_are_counted_at_their_peak() -> None:
 @pytest.mark.parametrize(
     ("network", "settings"),
     [
-        (PARTLY_FROZEN, [Setting("joint", "least", "device"), Setting("hmms", "least", "host")]),
+        (PARTLY_FROZEN, [Setting("joint", "least", "device"), Setting(NAMES["hmms"], "least", "host")]),
         (draw(0, 5), [Setting("chain", "least", "device"), Setting("joint", "plain", "file")]),
         (draw(0, 10), [Setting(NAMES["sqrt"], "between", "device"), Setting(NAMES["hascoet"], "plain", "host")]),
     ],

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from bench import hmms
+from examples.planners.hmms import theoretical_limit
 from shoal.core.hardware import Link
-from shoal.planners.hmms import theoretical_limit
 from tests.random_steps import resnet_like
 
 

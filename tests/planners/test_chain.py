@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import chain as chained
-from itertools import combinations, pairwise
+from itertools import combinations
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from examples.planners.sqrt import sqrt
 from shoal.core.schedule import schedule
 from shoal.core.simulate import peak_and_seconds, simulate
 from shoal.core.step import StepGraph
 from shoal.core.validate import check_runs
 from shoal.errors import BudgetError
 from shoal.planners.chain import chain, frontier, smallest_peak
-from shoal.planners.cuts import numbers_of_segments
 from shoal.planners.just_in_time import just_in_time
 from shoal.planners.keep_all import keep_all
-from tests.random_steps import HARDWARE, Builder, conv_bn_relu_chain, plain_chain, resnet_like, steps, unet_like
+from tests.random_steps import HARDWARE, Builder, conv_bn_relu_chain, plain_chain, steps
 
 SHARES = (1.0, 0.8, 0.66, 0.5, 0.4, 0.33, 0.25, 0.2)
 
@@ -120,18 +118,6 @@ def test_on_equal_layers_it_is_no_worse_than_revolve(layers: int, slots: int) ->
     assert plan.added_seconds >= _advances(layers - 1, slots + 1) - 1e-9
 
 
-@pytest.mark.parametrize("graph", [conv_bn_relu_chain(16), unet_like(3), resnet_like((2, 2))], ids=lambda g: g.model)
-def test_it_is_never_worse_than_even_cuts(graph: StepGraph) -> None:
-    plain = keep_all(graph, HARDWARE, 1 << 60).predicted_peak_bytes
-    for share in SHARES:
-        budget = round(share * plain)
-        try:
-            evenly = sqrt(graph, HARDWARE, budget)
-        except BudgetError:
-            continue
-        assert chain(graph, HARDWARE, budget).predicted_seconds <= evenly.predicted_seconds
-
-
 def test_a_chain_of_conv_bn_relu_fits_in_a_fifth() -> None:
     graph = conv_bn_relu_chain(16)
     plain = keep_all(graph, HARDWARE, 1 << 60)
@@ -148,11 +134,3 @@ def test_a_step_without_a_forward_pass_is_planned_too() -> None:
     b = Builder()
     graph = b.step(b.conv(b.input(4), 4))
     assert chain(graph, HARDWARE, 1 << 20).added_seconds == 0
-
-
-def test_of_many_numbers_of_segments_as_many_as_a_schedule_each_is_worth_are_tried() -> None:
-    assert numbers_of_segments(16) == list(range(1, 17))
-    for most in (17, 40, 130, 1000):
-        numbers = numbers_of_segments(most)
-        assert numbers[:2] == [1, 2] and numbers[-1] == most and len(numbers) <= 16
-        assert all(later <= 1.7 * earlier for earlier, later in pairwise(numbers[1:]))

@@ -11,6 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from examples.planners.hascoet import hascoet
+from examples.planners.hmms import hmms
 from examples.planners.layerwise import layerwise
 from shoal.core.hardware import Device, Hardware, Link
 from shoal.core.residence import Offload, Residence
@@ -20,7 +21,6 @@ from shoal.core.step import StepGraph
 from shoal.core.validate import check_runs
 from shoal.errors import BudgetError
 from shoal.planners import smallest_plan
-from shoal.planners.hmms import hmms
 from shoal.planners.integer_program import solve
 from shoal.planners.joint import joint
 from shoal.planners.just_in_time import just_in_time

@@ -16,7 +16,7 @@ from shoal.core.schedule import schedule
 from shoal.core.step import StepGraph
 from shoal.core.validate import check_runs
 from shoal.errors import BudgetError
-from shoal.planners import integer_program, on_demand, simulated, smallest_plan
+from shoal.planners import integer_program, local_search, on_demand, simulated, smallest_plan
 from shoal.planners import joint as planning
 from shoal.planners.joint import joint
 from shoal.planners.keep_all import keep_all
@@ -27,17 +27,19 @@ SWITCHES = [field.name for field in fields(Limits) if field.type == "bool"]
 PARTS: dict[str, tuple[tuple[ModuleType, str], ...]] = {  # switch → what it keeps from being called
     "lower_bound": (),
     "integer_program": (),
-    "hmms": ((planning, "hmms"),),
     "iterated_search": ((planning, "IteratedSearch"),),
+    "later_readers": ((planning, "with_later_readers"),),
     "chain": ((planning, "chain"), (smallest_plan, "smallest_peak")),
     "local_search": ((planning, "local_search"), (smallest_plan, "local_search")),
+    "recompute_earlier": ((local_search, "_recompute_earlier"),),
     "fill_slack": ((planning, "fill_slack"),),
     "order": ((simulated, "lower_peak"), (on_demand, "best_order")),
     "on_demand": (
         (planning, "plans_on_demand"),
-        (planning, "hold_longer"),
         (smallest_plan, "plans_on_demand"),
     ),
+    "hold_longer": ((planning, "hold_longer"),),
+    "smallest_search": ((smallest_plan, "_smallest_in_either_order"),),
 }
 STEPS = {
     "chain": conv_bn_relu_chain(6),

@@ -30,7 +30,7 @@ class Options:
     and `strict`, as keys.
 
     Args:
-        planner: "joint" (default), "chain", "keep_all", "hmms", or a function (StepGraph, Hardware, budget_bytes) →
+        planner: "joint" (default), "chain", "keep_all", or a function (StepGraph, Hardware, budget_bytes) →
             Plan, as such or as "MODULE:FUNCTION", whose plans are validated by `shoal.core.validate` before they run
             (PlanError).
         kernels: what runs the planned step. "eager": PyTorch's kernels and ours one by one, with PyTorch's bits.

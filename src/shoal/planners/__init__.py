@@ -1,6 +1,6 @@
 """Strategies that choose residences: one a file, all of one signature, `(StepGraph, Hardware, budget_bytes) → Plan`.
 
-Imports `core`, and `lowlevel` for the native library. `joint` starts its search from `hmms`.
+Imports `core`, and `lowlevel` for the native library.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shoal.core.validate_plan import check_order, check_plan
 from shoal.errors import InputError, PlanError, brief
 
 Planner = Callable[[StepGraph, Hardware, int], Plan]
-NAMES = ("joint", "chain", "keep_all", "hmms")
+NAMES = ("joint", "chain", "keep_all")
 
 
 def get(name: str | Planner) -> Planner:

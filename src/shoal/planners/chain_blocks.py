@@ -16,8 +16,9 @@ from functools import cached_property
 
 from shoal.core.schedule import schedule
 from shoal.core.step import StepGraph
-from shoal.planners.cuts import crossing_sets
+from shoal.planners.transfer_places import last_forward_reader
 
+WORTH_A_CUT = 0.05  # of the saved bytes of an average op
 SMALL_SHARE = 0.002  # the smallest saved storages that together are under this share of all are always kept
 MAX_OPTIONS = 8  # on the way from keeping least to keeping all
 SPANS = (1, 2, 3, 4, 6, 8, 11)  # how many neighbouring blocks an option covers
@@ -244,10 +245,7 @@ class Blocks:
     def _options(self, block: int, end: int) -> list[Option]:
         own = self.made_in(block, end) & self.saved
         handed_on = own & self.crossing[end]
-        sets: dict[int, None] = dict.fromkeys(self._ladder(block, handed_on, own))
-        if handed_on:
-            sets |= dict.fromkeys(self._ladder(block, 0, own & ~handed_on))
-        return [self._option(block, end, keeps) for keeps in sets]
+        return [self._option(block, end, keeps) for keeps in dict.fromkeys(self._ladder(block, handed_on, own))]
 
     def _ladder(self, block: int, least: int, most: int) -> list[int]:
         """At most `MAX_OPTIONS` sets from `least` to `most`, each adding the storages that are dearest per byte."""
@@ -301,3 +299,46 @@ def members(mask: int) -> Iterator[int]:
         low = mask & -mask
         yield low.bit_length() - 1
         mask ^= low
+
+
+def crossing_sets(graph: StepGraph) -> list[frozenset[int]]:
+    """For every position 0..n_forward the activations that cross it."""
+    crossing: list[frozenset[int]] = [frozenset()]
+    alive: set[int] = set()
+    for op in graph.ops[: graph.n_forward]:
+        alive.update(s for s in op.writes if graph.storages[s].kind == "activation")
+        alive = {s for s in alive if last_forward_reader(graph, s) > op.id}
+        crossing.append(frozenset(alive))
+    return crossing
+
+
+def saved_bytes_per_op(graph: StepGraph) -> list[int]:
+    """For every forward op the saved bytes it writes."""
+    saved = set(graph.saved)
+    return [sum(graph.storages[s].nbytes for s in op.writes if s in saved) for op in graph.ops[: graph.n_forward]]
+
+
+def choose_cuts(graph: StepGraph, max_blocks: int) -> list[int]:
+    """At most `max_blocks - 1` positions at which few bytes cross, spread evenly over the saved bytes.
+
+    From all positions the worst is dropped until few enough are left: the one whose two neighbouring blocks save the
+    fewest bytes together for the bytes that cross it. What crosses without being saved counts twice, as no backward op
+    reads it.
+    """
+    saved = set(graph.saved)
+    crossing = crossing_sets(graph)
+    cost = [sum(graph.storages[s].nbytes * (1 if s in saved else 2) for s in across) for across in crossing]
+    reached = [0]
+    for nbytes in saved_bytes_per_op(graph):
+        reached.append(reached[-1] + nbytes)
+    # Only right after something worth holding; a batch norm's statistics are not.
+    worth = WORTH_A_CUT * reached[-1] / graph.n_forward
+    cuts = [p for p in range(1, graph.n_forward) if reached[p] - reached[p - 1] > worth]
+    while len(cuts) > max_blocks - 1:
+        borders = [0, *cuts, graph.n_forward]
+        worst = min(
+            range(1, len(borders) - 1),
+            key=lambda i: (reached[borders[i + 1]] - reached[borders[i - 1]]) / (1 + cost[borders[i]]),
+        )
+        del cuts[worst - 1]
+    return cuts

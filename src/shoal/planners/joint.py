@@ -24,10 +24,7 @@ the real copies. The plan of `hmms` and the plans without the link compete.
 A step of many ops (`Limits.many_ops`) is given to the local search before the integer program where a linear program
 says that recomputing each storage once is far from the bound.
 
-All of this is done with the ops in the order that `order` finds for what the relaxed program keeps. The order in which
-the step was captured is planned too, unless its lower bound shows that it cannot be much faster; of a step of many ops
-only where its bound is lower. The ops of the faster
-plan are ordered once more for what it keeps, and `fill_slack` uses the room.
+All of this is done with the ops in the order that `order` finds for the step with everything kept.
 
 Without a link the plan equals the optimum among plans in its order of ops that recompute each storage at most once, and
 as late as possible, up to the solver's gap and the window of `integer_program`; otherwise it is good, not proven.
@@ -52,7 +49,6 @@ from shoal.core.step import StepGraph
 from shoal.errors import BudgetError
 from shoal.planners.chain import chain
 from shoal.planners.fill_slack import fill_slack
-from shoal.planners.hmms import hmms, within_limit
 from shoal.planners.infeasible import fewest_bytes, infeasible
 from shoal.planners.integer_program import Chosen, Solution, lower_bound, relaxed_choices, solve
 from shoal.planners.iterated_search import IteratedSearch
@@ -119,18 +115,9 @@ def _fastest(
     if ordered is not None and ordered.peak_bytes <= budget_bytes:
         return ordered, ordered.seconds - kept.seconds if graph.has_launches else 0.0
     search = _JointSearch(hardware, budget_bytes, kept.seconds, limits, guard)
-    best, bound_seconds = None, math.inf
-    bound, bound_in_order = search.bound(graph), math.inf
     if ordered is not None:
-        suited = search.suited_to_the_relaxed(recompute_choice(ordered.graph))
-        in_order = search.bound(suited.graph)
-        bound_in_order = in_order.bound_seconds
-        best, bound_seconds = search.run(suited, in_order)
-    if search.may_be_faster(bound, bound_in_order, graph, best):
-        as_captured, bound_of_it = search.run(choice, bound)
-        if best is None or _faster(best, as_captured) is not best:
-            best, bound_seconds = as_captured, bound_of_it
-    best, bound_seconds = search.with_lower_peak(best, bound_seconds)
+        choice = recompute_choice(ordered.graph)
+    best, bound_seconds = search.run(choice, search.bound(choice.graph))
     best, bound_seconds = search.with_shorter_waits(best, bound_seconds)
     return search.or_on_demand(graph, best, bound_seconds)
 
@@ -162,28 +149,13 @@ class _JointSearch:
             return self.without_link(choice, bound.bound_seconds)
         return self.with_link(choice, bound)
 
-    def suited_to_the_relaxed(self, choice: RecomputeChoice) -> RecomputeChoice:
-        """The step in the order that suits what the relaxed program keeps, whether or not that fits."""
-        if choice.graph.link is not None or not self._limits.integer_program:
-            return choice
-        for room_bytes in (self._budget_bytes, None):
-            chosen = solve(choice, room_bytes, whole=False, limits=self._limits, guard=self._guard).chosen
-            if chosen is not None:
-                ordered = in_lower_order(as_chosen(choice, chosen), self._limits, self._guard)
-                return recompute_choice(ordered.graph) if ordered is not None else choice
-        return choice
-
-    def with_lower_peak(self, best: Simulated | None, bound_seconds: float) -> tuple[Simulated | None, float]:
-        """The plan in an order in which it has a lower peak, with more kept, where that is faster."""
-        ordered = in_lower_order(best, self._limits, self._guard) if best is not None else None
-        filled = self._filled(ordered)
-        if best is None or filled is None or filled.seconds >= best.seconds:
-            return best, bound_seconds
-        return filled, self.bound(filled.graph).bound_seconds
-
     def with_shorter_waits(self, best: Simulated | None, bound_seconds: float) -> tuple[Simulated | None, float]:
         """The plan in an order in which the device waits less for copies back, where that is faster."""
-        if best is None or not self._limits.order or not self._is_off(best, bound_seconds, self._limits.other_order):
+        if (
+            best is None
+            or not self._limits.later_readers
+            or not self._is_off(best, bound_seconds, self._limits.other_order)
+        ):
             return best, bound_seconds
         least_wait_seconds = self._limits.close_enough * self._plain_seconds
         effort = self._effort("order of ops", self._limits.order_ops)
@@ -213,7 +185,7 @@ class _JointSearch:
 
     def held_longer(self, found: Simulated) -> Simulated:
         """The plan with less recomputed more than once, where the budget has room for that."""
-        if found.graph.link is not None or not self._limits.on_demand:
+        if found.graph.link is not None or not self._limits.hold_longer:
             return found
         effort = self._effort("hold longer", self._limits.hold_longer_ops)
         return simulated(found.graph, hold_longer(found.graph, found.residences, self._budget_bytes, effort))
@@ -257,8 +229,6 @@ class _JointSearch:
         """The fastest plan of all three residences, and the lower bound of what it adds."""
         graph, limits = choice.graph, self._limits
         best: Simulated | None = None
-        if limits.hmms:
-            best = self._fitting(graph, hmms(graph, self._hardware, 0).residences)
         if limits.iterated_search and math.isfinite(bound.bound_seconds):
             enough_seconds = self._plain_seconds * (1 + limits.close_enough) + bound.bound_seconds
             effort = self._effort("iterated search", limits.iterated_search_ops)
@@ -294,23 +264,6 @@ class _JointSearch:
         # In another order of ops the device may wait less for the host, or more, with everything kept.
         return replace(found, bound_seconds=found.bound_seconds + graph.plain_seconds - self._plain_seconds)
 
-    def may_be_faster(
-        self, bound: Solution, other_bound_seconds: float, graph: StepGraph, best: Simulated | None
-    ) -> bool:
-        """Whether a plan in the captured order of ops, with this bound, may be faster than the best so far.
-
-        A step of many ops is searched in one order, that with the lower bound.
-        """
-        if graph.link is None and self._has_many_ops(graph) and bound.bound_seconds >= other_bound_seconds:
-            return False
-        if best is None:
-            return math.isfinite(bound.bound_seconds)
-        if not self._is_off(best, bound.bound_seconds, self._limits.other_order):
-            return False
-        if graph.link is not None or self._is_large(graph):
-            return True
-        return self._is_off(best, self.tight_bound_seconds(graph), self._limits.other_order)
-
     def _is_large(self, graph: StepGraph) -> bool:
         return len(graph.ops) > self._limits.large_ops
 
@@ -321,7 +274,7 @@ class _JointSearch:
         return best is not None and best.seconds <= (1 + self._limits.recomputes_little) * self._plain_seconds
 
     def _starts(self, choice: RecomputeChoice, relaxed: Chosen | None) -> Iterator[Chosen]:
-        """Near good choices: the bound's, linear programs with some room set aside, the paper's, all away."""
+        """Near good choices: the bound's, linear programs with some room set aside, all away."""
         graph, candidates = choice.graph, frozenset(choice.candidates)
         if relaxed is not None:
             yield Chosen(relaxed.kept & candidates, relaxed.offloaded & candidates)
@@ -332,9 +285,6 @@ class _JointSearch:
                 solution = solve(choice, room_bytes, whole=False, limits=self._limits, guard=self._guard)
                 if solution.chosen is not None:
                     yield solution.chosen
-        if graph.link is not None:
-            by_the_paper = candidates.intersection(within_limit(graph, graph.link))
-            yield Chosen(candidates - by_the_paper, by_the_paper)
         yield everything_away(choice)
 
     def _program(self, choice: RecomputeChoice) -> Simulated | None:

@@ -21,19 +21,23 @@ Found = TypeVar("Found")
 class Limits:
     """The parts of `joint` and how far each searches.
 
-    Every part can be turned off, for an ablation. The plan is then still valid and inside the budget, but it may be
-    slower, or there is none.
+    Every part can be turned off; `bench.ablation` says what each is worth (docs/figures/one-plan.md). The plan is then
+    still valid and inside the budget, but it may be slower, or there is none.
 
     Attributes:
         lower_bound: prove how little time any plan adds. Without it nothing tells when a plan is good enough.
-        integer_program: the mixed-integer program that chooses a residence for every storage.
-        hmms: the plan of the paper, where the step has a link.
-        iterated_search: place the copies of offloaded storages and improve by iterated local search.
-        chain: the dynamic program, which may recompute a storage several times.
-        local_search: give up once more, or recompute earlier, what fills the peak.
+        integer_program: the mixed-integer program that chooses a residence for every storage (Checkmate, MONeT).
+        iterated_search: place the copies of offloaded storages and improve by iterated local search (Lourenco et al.).
+        later_readers: run ops that need no copy while the device would wait for one.
+        chain: the dynamic program (Rotor), which may recompute a storage several times: for networks of equal layers,
+            such as transformers, in small budgets.
+        local_search: give up once more, or recompute earlier, what fills the peak (in the spirit of DTR).
+        recompute_earlier: of `local_search`, its second change.
         fill_slack: keep more where a plan leaves room.
-        order: run ops in an order that needs fewer bytes.
-        on_demand: recompute right before each op that reads, and hold what fits in addition to that peak.
+        order: run ops in an order that needs fewer bytes (minimum cuts).
+        on_demand: recompute right before each op that reads.
+        hold_longer: hold what such a plan recomputes more than once, where there is room.
+        smallest_search: look further for the smallest peak than plans on demand; with a link, at what leaves, too.
 
         max_nodes: nodes of the branch-and-bound tree of each mixed-integer program of a step without a link.
         max_nodes_with_link: the same with a link, where the relaxation is weak and more nodes hardly raise the bound.
@@ -42,16 +46,15 @@ class Limits:
             nodes, and none of the solver's sub-programs, which are limited only by time.
         large_ops: a step of more ops gets no tight lower bound where its plan is further off than `far_off`, and no
             local search where the plan adds no more than `recomputes_little`: both take long there and change little.
-        many_ops: a step of more ops is searched in one order, that with the lower bound; and where recomputing each
-            storage once adds more than the bound by `far_off`, by `local_search` before the integer program, which
-            takes long to find that nothing fits so.
+        many_ops: a step of more ops is searched by `local_search` before the integer program where recomputing each
+            storage once adds more than the bound by `far_off`: the program takes long to find that nothing fits so.
         gap, gap_with_link, gap_of_many_ops: relative gaps at which a mixed-integer program is solved well enough: of a
             step without a link, with one, and of one with more than `many_ops` for the plan itself.
         max_solves: how often the program is solved again with less room, until its exact peak fits.
         set_aside: shares of the largest storage by which the budget of a linear program is reduced, each a start for
             the iterated search: a copy frees nothing until it has ended.
         close_enough, other_order, far_off: of the plain step's time. Nearer to the lower bound than `close_enough`
-            nothing else is tried, and nearer than `other_order` neither another order of ops nor `chain`;
+            nothing else is tried, and nearer than `other_order` neither `later_readers` nor `chain`;
             `local_search` is for plans further off than `far_off`. A plan of `chain` that is slower than the plain step
             by more than `far_slower` is not filled bit by bit. One that adds no more than `recomputes_little` computes
             nearly everything once more at most, and is not held against those that recompute on demand.
@@ -87,13 +90,16 @@ class Limits:
 
     lower_bound: bool = True
     integer_program: bool = True
-    hmms: bool = True
     iterated_search: bool = True
+    later_readers: bool = True
     chain: bool = True
     local_search: bool = True
+    recompute_earlier: bool = True
     fill_slack: bool = True
     order: bool = True
     on_demand: bool = True
+    hold_longer: bool = True
+    smallest_search: bool = True
 
     max_nodes: int = 200
     max_nodes_with_link: int = 1

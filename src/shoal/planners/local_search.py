@@ -108,6 +108,8 @@ def _changes(
     peak = max(range(len(simulated.runs)), key=simulated.total_bytes.__getitem__)
     for wait in _waiting_at(graph, simulated.runs, peak)[: limits.max_dropped_candidates]:
         yield _recompute_before(graph, simulated.residences, planned, wait)
+    if not limits.recompute_earlier:
+        return
     served = _served(simulated.runs, peak)
     for op in reversed(range(max(graph.n_forward, served - limits.max_earlier_ops), served)):
         yield _recompute_earlier(graph, simulated.residences, served, op)

@@ -40,7 +40,7 @@ def smallest_plan(graph: StepGraph, hardware: Hardware, budget_bytes: int, limit
     if on_demand is not None and on_demand.predicted_peak_bytes <= budget_bytes:
         return on_demand
     below_bytes = on_demand.predicted_peak_bytes if on_demand is not None else MAX_BYTES
-    if on_demand is not None and below_bytes <= (1 + _NEAR) * fewest:
+    if on_demand is not None and (below_bytes <= (1 + _NEAR) * fewest or not limits.smallest_search):
         return on_demand
     if budget_bytes < fewest:
         less_ops = limits.smallest_peak_ops // _LESS_WHERE_NOTHING_FITS

@@ -16,7 +16,7 @@ from shoal.errors import InputError
     [
         (
             {"planner": "best"},
-            "no planner is called 'best'; there are joint, chain, keep_all, hmms, and MODULE:FUNCTION",
+            "no planner is called 'best'; there are joint, chain, keep_all, and MODULE:FUNCTION",
         ),
         ({"optimizer": "lion"}, "unknown optimizer 'lion': give one of sgd, adamw"),
         ({"amp": "fp8"}, "unknown amp 'fp8'"),

@@ -11,6 +11,7 @@ from hypothesis import given
 from torch import nn
 
 import shoal
+from examples.planners.hmms import hmms, theoretical_limit
 from examples.planners.hmms_recompute import hmms_recompute, normalised
 from shoal.core import presets
 from shoal.core.residence import Recompute
@@ -18,7 +19,6 @@ from shoal.core.schedule import schedule
 from shoal.core.step import StepGraph
 from shoal.core.validate import check_runs
 from shoal.errors import BudgetError, InputError
-from shoal.planners.hmms import hmms, theoretical_limit
 from shoal.transforms.fuse.fuse_batchnorm import fuse_batchnorm
 from shoal.transforms.invert.invert_norm import invert_norm
 from tests.joint_graphs import captured_step

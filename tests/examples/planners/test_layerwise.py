@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from examples.planners.hmms import hmms, offloadable, within_limit
 from examples.planners.layerwise import last_of_next_layer, layerwise, one_layer_ahead
 from shoal.core.hardware import Link
 from shoal.core.schedule import schedule
 from shoal.core.step import StepGraph
 from shoal.core.validate import check_runs
 from shoal.errors import BudgetError, InputError
-from shoal.planners.hmms import hmms, offloadable, within_limit
 from tests.raising import raising
 from tests.random_steps import HARDWARE, SLOW_LINK, Builder, plain_chain, resnet_like, steps
 

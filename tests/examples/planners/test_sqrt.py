@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from math import isqrt
 from math import sqrt as root
 
@@ -9,12 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from examples.planners.sqrt import sqrt
+from examples.planners.sqrt import evenly_cut, keep_everything, numbers_of_segments, sqrt
 from shoal.core.schedule import schedule
 from shoal.core.step import StepGraph
 from shoal.core.validate import check_runs
 from shoal.errors import BudgetError
-from shoal.planners.cuts import evenly_cut, keep_everything
 from shoal.planners.keep_all import keep_all
 from tests.random_steps import HARDWARE, conv_bn_relu_chain, plain_chain, steps
 
@@ -72,3 +72,11 @@ def test_a_budget_under_the_parameters_says_that_activations_cannot_help() -> No
     graph = conv_bn_relu_chain(4)
     with pytest.raises(BudgetError):
         sqrt(graph, HARDWARE, graph.resident_bytes)
+
+
+def test_of_many_numbers_of_segments_as_many_as_a_schedule_each_is_worth_are_tried() -> None:
+    assert numbers_of_segments(16) == list(range(1, 17))
+    for most in (17, 40, 130, 1000):
+        numbers = numbers_of_segments(most)
+        assert numbers[:2] == [1, 2] and numbers[-1] == most and len(numbers) <= 16
+        assert all(later <= 1.7 * earlier for earlier, later in pairwise(numbers[1:]))

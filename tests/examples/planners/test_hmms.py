@@ -8,13 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.core.hardware import Link
-from shoal.core.residence import Keep, Offload
-from shoal.core.schedule import schedule
-from shoal.core.step import StepGraph
-from shoal.core.validate import check_runs
-from shoal.errors import BudgetError, InputError
-from shoal.planners.hmms import (
+from examples.planners.hmms import (
     hmms,
     offload_ends,
     offload_plan,
@@ -23,6 +17,12 @@ from shoal.planners.hmms import (
     theoretical_limit,
     within_limit,
 )
+from shoal.core.hardware import Link
+from shoal.core.residence import Keep, Offload
+from shoal.core.schedule import schedule
+from shoal.core.step import StepGraph
+from shoal.core.validate import check_runs
+from shoal.errors import BudgetError, InputError
 from shoal.planners.keep_all import keep_all
 from shoal.planners.transfer_places import last_forward_reader
 from tests.raising import raising
