@@ -41,7 +41,7 @@ from shoal.planners.smallest_plan import smallest_plan
 
 HARDWARE = presets.get("p100-nvlink")
 SWITCHES = tuple(field.name for field in fields(Limits) if field.type == "bool")
-OF_A_LINK = ("iterated_search", "later_readers")  # the others are switched off in steps without a link
+OF_A_LINK = ("iterated_search", "later_readers", "smallest_search")  # the others are switched off in steps without one
 MINIMUM = "minimum"
 SHARES = (66, 40, 25)
 _WORTH_PERCENT = 0.1  # of a step, or of its smallest peak: less is no difference
@@ -113,7 +113,7 @@ QUICK_STEPS = {"residual": Step(partial(Residual, 2), partial(torch.empty, 4, 3,
 def captured(name: str, step: Step) -> StepGraph:
     """The step on the meta device, with the link of `HARDWARE`."""
     with torch.device("meta"):
-        return shoal.plan(step.make(), step.inputs(), hardware=HARDWARE, name=name, allow="recompute, offload").graph
+        return shoal.plan(step.make(), step.inputs(), hardware=HARDWARE, name=name).graph
 
 
 def planned(graph: StepGraph, budget_bytes: int, limits: Limits) -> dict[str, Any]:

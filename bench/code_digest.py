@@ -42,6 +42,7 @@ _MEASURES = {
     "hmms": _PLANS,
     "nnunet_presets": _PLANS,
     "order": _PLANS,
+    "ablation": _PLANS,
     "split_memory": (*_PLANS, "transforms"),
     "split_cost": ("transforms",),
     "split_accuracy": ("transforms",),

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bench import (
+    ablation,
     arena,
     compiled_tables,
     gpu_tables,
@@ -213,6 +214,7 @@ THEMES: dict[str, Theme] = {
     "gpu": Theme("gpu.md", gpu_tables.tables),
     "one_plan": Theme("one-plan.md", lambda result: [*map(one_plan_network, result["results"])], _one_plan_chart),
     "least": Theme("one-plan.md", rows_of(least.COLUMNS, least.FORMATS), least.chart),
+    "ablation": Theme("one-plan.md", ablation.tables),
     "budgets": Theme("budgets.md", lambda result: [budgets_network(result)], budgets_svg),
     "steps": Theme(
         "steps.md",
