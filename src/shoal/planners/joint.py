@@ -154,7 +154,7 @@ class _JointSearch:
         if (
             best is None
             or not self._limits.later_readers
-            or not self._is_off(best, bound_seconds, self._limits.other_order)
+            or not self._is_off(best, bound_seconds, self._limits.near_enough)
         ):
             return best, bound_seconds
         least_wait_seconds = self._limits.close_enough * self._plain_seconds
@@ -202,7 +202,7 @@ class _JointSearch:
         if self._is_off(best, bound_seconds, limits.close_enough) and not (is_far and self._is_large(choice.graph)):
             bound_seconds = max(bound_seconds, self.tight_bound_seconds(choice.graph))
         in_vain = searched and limits.on_demand and self._is_large(choice.graph)  # it takes long, and that is next
-        if limits.chain and not in_vain and self._is_off(best, bound_seconds, limits.other_order):
+        if limits.chain and not in_vain and self._is_off(best, bound_seconds, limits.near_enough):
             found = self._dynamic_program(choice.graph)
             if found is not None and self._is_off(found, 0.0, limits.far_slower):
                 found = self.held_longer(found)  # there is too much for `fill_slack` to take back bit by bit

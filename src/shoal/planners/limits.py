@@ -53,8 +53,8 @@ class Limits:
         max_solves: how often the program is solved again with less room, until its exact peak fits.
         set_aside: shares of the largest storage by which the budget of a linear program is reduced, each a start for
             the iterated search: a copy frees nothing until it has ended.
-        close_enough, other_order, far_off: of the plain step's time. Nearer to the lower bound than `close_enough`
-            nothing else is tried, and nearer than `other_order` neither `later_readers` nor `chain`;
+        close_enough, near_enough, far_off: of the plain step's time. Nearer to the lower bound than `close_enough`
+            nothing else is tried, and nearer than `near_enough` neither `later_readers` nor `chain`;
             `local_search` is for plans further off than `far_off`. A plan of `chain` that is slower than the plain step
             by more than `far_slower` is not filled bit by bit. One that adds no more than `recomputes_little` computes
             nearly everything once more at most, and is not held against those that recompute on demand.
@@ -111,7 +111,7 @@ class Limits:
     max_solves: int = 5
     set_aside: tuple[float, ...] = (0.5, 1.0, 0.25, 0.0)
     close_enough: float = 0.002
-    other_order: float = 0.01
+    near_enough: float = 0.01
     far_off: float = 0.03
     far_slower: float = 1.0
     recomputes_little: float = 0.3
