@@ -33,7 +33,7 @@ PARTS: dict[str, tuple[tuple[ModuleType, str], ...]] = {  # switch → what it k
     "local_search": ((planning, "local_search"), (smallest_plan, "local_search")),
     "recompute_earlier": ((local_search, "_recompute_earlier"),),
     "fill_slack": ((planning, "fill_slack"),),
-    "order": ((simulated, "lower_peak"), (on_demand, "best_order")),
+    "order": ((simulated, "lower_peak"), (on_demand, "best_order"), (planning, "with_later_readers")),
     "on_demand": (
         (planning, "plans_on_demand"),
         (smallest_plan, "plans_on_demand"),

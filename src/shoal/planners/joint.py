@@ -151,14 +151,12 @@ class _JointSearch:
 
     def with_shorter_waits(self, best: Simulated | None, bound_seconds: float) -> tuple[Simulated | None, float]:
         """The plan in an order in which the device waits less for copies back, where that is faster."""
-        if (
-            best is None
-            or not self._limits.later_readers
-            or not self._is_off(best, bound_seconds, self._limits.near_enough)
-        ):
+        limits = self._limits
+        may_move = limits.order and limits.later_readers
+        if best is None or not may_move or not self._is_off(best, bound_seconds, limits.near_enough):
             return best, bound_seconds
-        least_wait_seconds = self._limits.close_enough * self._plain_seconds
-        effort = self._effort("order of ops", self._limits.order_ops)
+        least_wait_seconds = limits.close_enough * self._plain_seconds
+        effort = self._effort("order of ops", limits.order_ops)
         later = with_later_readers(best, self._budget_bytes, effort, least_wait_seconds)
         return (best, bound_seconds) if later is best else (later, self.bound(later.graph).bound_seconds)
 

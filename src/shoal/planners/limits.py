@@ -28,7 +28,7 @@ class Limits:
         lower_bound: prove how little time any plan adds. Without it nothing tells when a plan is good enough.
         integer_program: the mixed-integer program that chooses a residence for every storage (Checkmate, MONeT).
         iterated_search: place the copies of offloaded storages and improve by iterated local search (Lourenco et al.).
-        later_readers: run ops that need no copy while the device would wait for one.
+        later_readers: run ops that need no copy while the device would wait for one; not without `order`.
         chain: the dynamic program (Rotor), which may recompute a storage several times: for networks of equal layers,
             such as transformers, in small budgets.
         local_search: give up once more, or recompute earlier, what fills the peak (in the spirit of DTR).
