@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,33 +29,48 @@ from tests.raising import raising
 
 pytestmark = needs_compiler
 OF = {"graphs": (two_graphs, of_two_graphs), "calls": (Refined, of_two_calls)}
+ITERATIONS = 2  # until they are planned: that several calls make one shows in the first
 
 
-def planned(make: Callable[[], nn.Module], step: Step, folder: Path, share: float = 0.8) -> tuple[nn.Module, Plan]:
-    """A fresh model, and the plan that one like it has trained by, from its file."""
+def seeded(make: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(0)
-    fresh = make()
-    roomy = shoal.compile(copy.deepcopy(fresh), "1GiB", allow="exact")
-    gradients(roomy, step, 3)
-    budget_bytes = int(share * roomy.shoal.predicted_peak_bytes)
-    model = shoal.compile(copy.deepcopy(fresh), budget_bytes, allow="exact")
-    gradients(model, step, 3)
-    return fresh, Plan.load(model.shoal.plan.save(folder / "plan.json"))
+    return make()
+
+
+def planned(make: Callable[[], nn.Module], step: Step, path: Path, share: float, allow: str) -> Plan:
+    """Of an iteration, from its file."""
+    roomy = shoal.compile(seeded(make), "1GiB", allow=allow)
+    gradients(roomy, step, ITERATIONS)
+    model = shoal.compile(seeded(make), int(share * roomy.shoal.predicted_peak_bytes), allow=allow)
+    gradients(model, step, ITERATIONS)
+    return Plan.load(model.shoal.plan.save(path))
+
+
+@pytest.fixture(scope="module")
+def plan_of_two_graphs(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    return planned(two_graphs, of_two_graphs, tmp_path_factory.mktemp("plan") / "plan.json", 0.8, "recompute")
 
 
 @pytest.mark.parametrize(
     ("of", "variant"), [("graphs", None), ("graphs", "fused"), ("calls", None), ("calls", "slices")]
 )
 def test_it_runs_from_the_first_iteration_on(
-    of: str, variant: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    of: str,
+    variant: str | None,
+    plan_of_two_graphs: Plan,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     make, step = OF[of]
     if variant is not None:
         monkeypatch.setattr(variants, "best_variant", always(VARIANTS[variant]))
-    fresh, plan = planned(make, step, tmp_path, 0.8 if variant is None else 1.2)
-    assert any(plan.residences.values()) if variant is None else plan.variant == VARIANTS[variant]
+        plan = planned(make, step, tmp_path / "plan.json", 1.2, "exact")
+        assert plan.variant == VARIANTS[variant]
+    else:
+        plan = plan_of_two_graphs if of == "graphs" else planned(make, step, tmp_path / "plan.json", 0.8, "recompute")
+        assert any(plan.residences.values())
     monkeypatch.setattr(variants, "best_variant", None)  # nothing is searched
-    model = shoal.compile(copy.deepcopy(fresh), options=shoal.Options(plan=plan))
+    model = shoal.compile(seeded(make), options=shoal.Options(plan=plan))
     found = gradients(model, step, 1)
     captures = model.shoal.captures
     assert model.shoal.plan.residences == plan.residences
@@ -64,34 +78,30 @@ def test_it_runs_from_the_first_iteration_on(
     assert model.shoal.measured_peak_bytes <= plan.predicted_peak_bytes
     found = gradients(model, step, 2)
     assert model.shoal.captures == captures
-    expected = gradients(fresh, step, 3)
+    expected = gradients(seeded(make), step, 3)
     for name, gradient in found.items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
 
 
-def test_one_that_passes_the_budget_is_refused_before_anything_runs(tmp_path: Path) -> None:
-    fresh, plan = planned(two_graphs, of_two_graphs, tmp_path)
-    options = shoal.Options(plan=plan)
-    model = shoal.compile(fresh, plan.predicted_peak_bytes - 1, options=options)
+def test_one_that_passes_the_budget_is_refused_before_anything_runs(plan_of_two_graphs: Plan) -> None:
+    options = shoal.Options(plan=plan_of_two_graphs)
+    model = shoal.compile(two_graphs(), plan_of_two_graphs.predicted_peak_bytes - 1, options=options)
     with pytest.raises(PlanError):
         gradients(model, of_two_graphs, 1)
     assert all(p.grad is None for p in model.parameters())
 
 
 @pytest.mark.parametrize("other", [Refined, two_graphs])
-def test_one_of_another_model_or_loop_is_refused(other: Callable[[], nn.Module], tmp_path: Path) -> None:
-    _, plan = planned(two_graphs, of_two_graphs, tmp_path)
-    torch.manual_seed(0)
-    model = shoal.compile(other(), options=shoal.Options(plan=plan))
+def test_one_of_another_model_or_loop_is_refused(other: Callable[[], nn.Module], plan_of_two_graphs: Plan) -> None:
+    model = shoal.compile(other(), options=shoal.Options(plan=plan_of_two_graphs))
     step = of_two_graphs if other is not two_graphs else of_two_calls_of_images
     with pytest.raises(PlanError):
         gradients(model, step, 1)
 
 
-def test_one_of_other_graphs_is_refused_before_any_of_them_runs(tmp_path: Path) -> None:
-    _, plan = planned(two_graphs, of_two_graphs, tmp_path)
+def test_one_of_other_graphs_is_refused_before_any_of_them_runs(plan_of_two_graphs: Plan) -> None:
     deeper = Chain(breaks, [nn.Sequential(*blocks(3, 8, 8, 8)), nn.Sequential(*blocks(8, 8, 8))], 8)
-    model = shoal.compile(deeper, options=shoal.Options(plan=plan))
+    model = shoal.compile(deeper, options=shoal.Options(plan=plan_of_two_graphs))
     with raising(PlanError, "Chain") as refused:
         gradients(model, of_two_graphs, 1)
     assert refused.value.details["graph"] == "1"
