@@ -14,7 +14,6 @@ from torch import nn
 import shoal
 from shoal.core.variant import Variant
 from shoal.engine.iteration import variants
-from shoal.engine.search import split_forms
 from shoal.engine.search.search_state import Best
 from shoal.errors import BudgetError
 from tests.engine.several_graphs import Chain, breaks
@@ -147,6 +146,7 @@ def test_an_iteration_trains_as_planned_in_each_variant(
         torch.testing.assert_close(buffer, plain.get_buffer(name))
 
 
+@pytest.mark.usefixtures("few_forms")
 def test_the_plan_says_which_variants_were_considered() -> None:
     torch.manual_seed(0)
     model = shoal.compile(two_graphs(), budget="3MiB", allow="exact")
@@ -194,6 +194,7 @@ def flag(model: Sometimes) -> bool:
     return model.longer
 
 
+@pytest.mark.usefixtures("few_forms")
 def test_graphs_that_are_followed_by_others_now_and_then_stay_as_they_are() -> None:
     torch.manual_seed(0)
     plain = Sometimes(breaks, [nn.Sequential(*blocks(3, 8, 8)), nn.Sequential(*blocks(8, 8, 8))], 8)
@@ -210,12 +211,9 @@ def test_graphs_that_are_followed_by_others_now_and_then_stay_as_they_are() -> N
 
 
 @needs_little_scratch
-def test_the_minimum_that_is_named_is_met_by_the_first_iteration_of_another_run(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.usefixtures("few_forms")
+def test_the_minimum_that_is_named_is_met_by_the_first_iteration_of_another_run() -> None:
     """In more bytes a graph that ran on slices runs unmodified at first, and keeps its result."""
-    monkeypatch.setattr(split_forms, "_PARTS", ())
-    monkeypatch.setattr(split_forms, "_SLICES", (4,))
     torch.manual_seed(0)
     plain = Divided()
     with pytest.raises(BudgetError) as refused:
@@ -227,30 +225,36 @@ def test_the_minimum_that_is_named_is_met_by_the_first_iteration_of_another_run(
 
 
 def deep() -> nn.Module:
-    return Chain(breaks, [nn.Sequential(*blocks(3, 16, 16, 16)), nn.Sequential(*blocks(16, 16, 16))], 16)
+    torch.manual_seed(0)
+    return Chain(breaks, [nn.Sequential(*blocks(3, 16, 16)), nn.Sequential(*blocks(16, 16))], 16)
+
+
+@pytest.fixture(scope="module")
+def too_little_unmodified() -> int:
+    """A budget in which `deep` does not run as it is written."""
+
+    def trained(budget: int) -> None:
+        gradients(shoal.compile(deep(), budget, allow="bitwise"), of_two_graphs, 3)
+
+    with pytest.raises(BudgetError) as refused:
+        trained(2**20)
+    assert refused.value.least_feasible_bytes is not None
+    budget_bytes = int(0.8 * refused.value.least_feasible_bytes)
+    with pytest.raises(BudgetError):
+        trained(budget_bytes)
+    return budget_bytes
 
 
 @needs_little_scratch
+@pytest.mark.usefixtures("few_forms")
 @pytest.mark.parametrize("shared", [False, True], ids=["one model", "a shared budget"])
-def test_a_graph_that_does_not_fit_unmodified_runs_its_first_iteration_in_another_variant(shared: bool) -> None:
-    torch.manual_seed(0)
-    plain = deep()
-
-    def trained(budget: Any, allow: str, steps: int) -> tuple[Any, dict[str, torch.Tensor]]:
-        model = copy.deepcopy(plain)
-        shoal.compile(model, budget, allow=allow)
-        return model, gradients(model, of_two_graphs, steps)
-
-    roomy, _ = trained("1GiB", "bitwise", 3)
-    with pytest.raises(BudgetError) as refused:
-        trained(int(0.35 * roomy.shoal.predicted_peak_bytes), "bitwise", 3)
-    assert refused.value.least_feasible_bytes is not None
-    budget_bytes = int(0.8 * refused.value.least_feasible_bytes)
-    budget = shoal.Budget(budget_bytes) if shared else budget_bytes
-    with pytest.raises(BudgetError):
-        trained(shoal.Budget(budget_bytes) if shared else budget_bytes, "bitwise", 3)
-    model, found = trained(budget, "exact", 4)
-    assert model.shoal.measured_peak_bytes <= budget_bytes and model.shoal.repairs == 0
+def test_a_graph_that_does_not_fit_unmodified_runs_its_first_iteration_in_another_variant(
+    shared: bool, too_little_unmodified: int
+) -> None:
+    model = deep()
+    shoal.compile(model, shoal.Budget(too_little_unmodified) if shared else too_little_unmodified, allow="exact")
+    found = gradients(model, of_two_graphs, 3)
+    assert model.shoal.measured_peak_bytes <= too_little_unmodified and model.shoal.repairs == 0
     assert model.shoal.plan.variant.slices
-    exact, expected = gradients(copy.deepcopy(plain).double(), of_two_graphs, 4), gradients(plain, of_two_graphs, 4)
+    exact, expected = gradients(deep().double(), of_two_graphs, 3), gradients(deep(), of_two_graphs, 3)
     assert too_far(found, expected, exact) == {}
