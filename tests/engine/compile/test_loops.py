@@ -86,8 +86,8 @@ class Returning(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.rest, self.last = (
-            nn.Sequential(*blocks(3, 8, 8, 8)),
-            classifier(8, 8, 8, 8),
+            nn.Sequential(*blocks(3, 8, 8)),
+            classifier(8, 8, 8),
             nn.Conv2d(8, 8, 1),
         )
 
