@@ -86,7 +86,7 @@ class Widening(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(*[nn.Sequential(*blocks(c, 8, 8, 8)) for c in (3, 8)])
+        self.body = nn.Sequential(*blocks(3, 8, 8, 8))
         self.narrow, self.wide = nn.Linear(8, 5), nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 5))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -357,7 +357,7 @@ class Picking(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(*[nn.Sequential(*blocks(c, 8, 8)) for c in (3, 8)])
+        self.body = nn.Sequential(*blocks(3, 8, 8))
         self.head = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 5))
 
     def forward(self, x: torch.Tensor, picks: torch.Tensor) -> torch.Tensor:
