@@ -80,8 +80,8 @@ def test_so_they_are_within_a_budget(level: Level, weights_last: bool) -> None:
     net = net.to(memory_format=torch.channels_last_3d) if weights_last else net
     x = _channels_last(torch.randn(2, 4, 4, 4, 4).double())
     fused = shoal.fuse_batchnorm(copy.deepcopy(net), level, when="always")
-    plain = shoal.compile(copy.deepcopy(net), budget="1GiB")
-    assert shoal.compile(fused, budget="1GiB")(x).stride() == plain(x).stride() == net(x).stride()
+    plain = shoal.compile(copy.deepcopy(net), budget="1GiB", allow="keep")
+    assert shoal.compile(fused, budget="1GiB", allow="keep")(x).stride() == plain(x).stride() == net(x).stride()
 
 
 def test_images_of_one_channel() -> None:
