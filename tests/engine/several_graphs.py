@@ -76,10 +76,8 @@ def peaks_of(model: nn.Module, step: Callable[[nn.Module, torch.Tensor], None] =
     (x,) = images(1, 8, 3, 32, 32)
     own_bytes = sum(t.nbytes for t in [x, *model.parameters(), *model.buffers()])
     peaks = []
-    gc.collect()
-    gc.freeze()  # so that the next ones are quick
     for _ in range(4):
-        gc.collect()
+        gc.freeze()  # what was left must not be freed meanwhile
         with memory_limit(None) as meter:
             before_bytes = meter.live_bytes
             meter.reset_peak()
