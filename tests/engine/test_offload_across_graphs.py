@@ -6,6 +6,7 @@ import copy
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -142,8 +143,7 @@ LOOPS: dict[str, tuple[Callable[[], nn.Module], Loop, bool]] = {
 }
 
 
-@pytest.mark.parametrize("place", ["host", "file"])
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(("loop", "place"), zip(LOOPS, cycle(("host", "file")), strict=False))
 def test_any_choice_of_what_to_offload_and_when_trains_like_plain_pytorch(
     loop: str, place: str, tmp_path: Path, done: Done
 ) -> None:
