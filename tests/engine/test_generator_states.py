@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from tests.engine.training_laws import costs_that_do_not_matter, keep_by_chance,
 
 EACH_BYTES = torch.get_rng_state().nbytes
 X = torch.zeros(64, 32)
+ROWS = torch.zeros(1024, 32)
 LOOP_BYTES = 512 + 4 * 64  # of the training loop, all step: the loss, and a target like the result
 
 
@@ -120,28 +122,31 @@ class TwoGraphs(nn.Module):
         return self.parts[2](self.parts[1](x))
 
 
+def step_of_two_graphs(model: Any) -> None:
+    model(ROWS).sum().backward()
+    model.zero_grad()
+
+
+@cache
+def peak_bytes_of_two_graphs() -> int:
+    model: Any = shoal.compile(TwoGraphs(), None)
+    step_of_two_graphs(model)
+    return int(model.shoal.measured_peak_bytes)
+
+
 @needs_compiler
 @pytest.mark.parametrize("kept", [0, 1], ids=["the plan keeps nothing", "the plan keeps everything"])
 @pytest.mark.parametrize("times", [1, 10], ids=["little is kept in the first step", "everything is"])
 def test_in_a_step_of_several_graphs_those_of_its_plan_count_and_not_those_of_its_first_run(
     kept: float, times: int
 ) -> None:
-    x = torch.zeros(1024, 32)
-
-    def step(model: Any) -> None:
-        model(x).sum().backward()
-        model.zero_grad()
-
     def planner(graph: StepGraph, hardware: Hardware, budget_bytes: int) -> Plan:
         return keep_by_chance(0, kept)(graph, hardware, 0)
 
-    plain: Any = shoal.compile(TwoGraphs(), None)
-    step(plain)
-    model: Any = shoal.compile(
-        TwoGraphs(), times * (plain.shoal.measured_peak_bytes + 8 * EACH_BYTES), options=shoal.Options(planner=planner)
-    )
+    budget_bytes = times * (peak_bytes_of_two_graphs() + 8 * EACH_BYTES)
+    model: Any = shoal.compile(TwoGraphs(), budget_bytes, options=shoal.Options(planner=planner))
     for _ in range(3):
-        step(model)
-    plan, peak_bytes = model.shoal.plan, true_peak(model, lambda: step(model), [x])
+        step_of_two_graphs(model)
+    plan, peak_bytes = model.shoal.plan, true_peak(model, lambda: step_of_two_graphs(model), [ROWS])
     assert bool(states_of(plan)) is not bool(kept)
     assert abs(plan.predicted_peak_bytes - peak_bytes) < 2 * EACH_BYTES
