@@ -89,7 +89,7 @@ def same_steps(ours: nn.Module, theirs: nn.Module, batches: list[torch.Tensor], 
     ("planner", "batch_norm", "grid"),
     [
         (keep_by_chance(1, 0.4, 0.2), "joint", (1, 2)),
-        (offload_by_chance(2), "patch", (3, 1)),
+        (offload_by_chance(2), "patch", (2, 1)),
     ],
 )
 def test_every_draw_trains_as_in_eager_pytorch_and_one_capture_serves_all(
