@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
+import resource
 import shutil
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from shoal.memory.cpu_allocator import (
     use_caching_allocator,
 )
 from shoal.memory.limit import memory_limit
+from tests import made_up_machine, ranks
 
 KiB, MiB = 2**10, 2**20
 SLACK = 10 * MiB  # four pages of 2 MiB, and what is rounded up to one
@@ -51,12 +53,21 @@ def block(nbytes: int) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8)
 
 
-def python(program: str, **environment: str) -> str:
-    run = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env={**os.environ, **environment}
-    )
-    assert run.returncode == 0, run.stderr
-    return run.stdout.strip()
+def apart(run: Callable[..., object], *arguments: object, **environment: str) -> object:
+    """What a function of this module returns in a process that has imported torch and shoal, and done nothing else."""
+    here, there = multiprocessing.Pipe(duplex=False)
+    process = ranks.forked(_answer, there, environment, run, *arguments)
+    there.close()  # so that the end of the process is seen
+    assert here.poll(240)
+    answer = here.recv()
+    process.join()
+    return answer
+
+
+def _answer(answer: Connection, environment: dict[str, str], run: Callable[..., object], *arguments: object) -> None:
+    os.environ.update(environment)
+    made_up_machine.put_in_place()
+    answer.send(run(*arguments))
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(60 * KiB, 5 * MiB)), max_size=60), st.randoms())
@@ -94,23 +105,18 @@ HOLES = [
 ]
 
 
-def test_which_hole_a_tensor_gets() -> None:
-    """Each in a process of its own, forked before the allocator is switched on."""
-    python(f"""
-import os
-import torch
-import shoal
-def block(mebibytes): return torch.empty(mebibytes * 2**20, dtype=torch.uint8)
-for freed, asked_mebibytes, expected in {HOLES}:
-    child = os.fork()
-    if not child:
-        shoal.use_caching_allocator()
-        blocks = [block(mebibytes) for mebibytes in (9, 1, 5, 1, 7, 1)]
-        address = blocks[expected].data_ptr()
-        for place in freed: blocks[place] = None
-        os._exit(block(asked_mebibytes).data_ptr() != address)
-    assert os.waitpid(child, 0)[1] == 0, freed
-""")
+def _takes_the_place(freed: list[int], asked_mebibytes: int, expected: int) -> bool:
+    use_caching_allocator()
+    blocks: list[torch.Tensor | None] = [block(mebibytes * MiB) for mebibytes in (9, 1, 5, 1, 7, 1)]
+    address = blocks[expected].data_ptr()  # type: ignore[union-attr]
+    for place in freed:
+        blocks[place] = None
+    return block(asked_mebibytes * MiB).data_ptr() == address
+
+
+@pytest.mark.parametrize(("freed", "asked_mebibytes", "expected"), HOLES)
+def test_which_hole_a_tensor_gets(freed: list[int], asked_mebibytes: int, expected: int) -> None:
+    assert apart(_takes_the_place, freed, asked_mebibytes, expected)
 
 
 def test_unused_memory_goes_back_to_the_system_and_tensors_stay() -> None:
@@ -246,7 +252,7 @@ def _trained(kind: str, share: float) -> tuple[list[bytes], int, int]:
         layers += [torch.nn.Conv2d(32, 32, 3, padding=1), torch.nn.BatchNorm2d(32), torch.nn.ReLU()]
     plain = torch.nn.Sequential(*layers)
     images = torch.randn(4, 3, 64, 64)
-    plain_bytes = shoal.plan(plain, images).plain_peak_bytes
+    plain_bytes = shoal.plan(plain, images, "1GiB", allow="bitwise").plain_peak_bytes
     model = shoal.compile(plain, budget=int(share * plain_bytes), allow="bitwise")
     for _ in range(2):
         model(images).square().mean().backward()
@@ -255,17 +261,16 @@ def _trained(kind: str, share: float) -> tuple[list[bytes], int, int]:
     return found, model.shoal.predicted_peak_bytes, model.shoal.measured_peak_bytes
 
 
+def _active_after_a_step_and_switched_on() -> list[str]:
+    model = shoal.compile(torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU()), "64MiB", allow="recompute")
+    model(torch.randn(2, 3, 32, 32)).sum().backward()
+    found = [active()]
+    use_caching_allocator()
+    return [*found, active()]
+
+
 def test_compile_leaves_the_process_its_allocator() -> None:
-    program = """
-import torch, shoal
-from shoal.memory.cpu_allocator import active
-model = shoal.compile(torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU()), budget="64MiB")
-model(torch.randn(2, 3, 32, 32)).sum().backward()
-print(active())
-shoal.use_caching_allocator()
-print(active())
-"""
-    assert python(program).split() == [TORCH, CACHING]
+    assert apart(_active_after_a_step_and_switched_on) == [TORCH, CACHING]
 
 
 def test_it_is_refused_while_memory_is_counted() -> None:
@@ -278,22 +283,23 @@ def test_it_is_refused_while_memory_is_counted() -> None:
 
 
 def test_shoal_is_imported_where_python_has_no_resource_module() -> None:
-    assert python("import sys; sys.modules['resource'] = None; import shoal; print(shoal.__name__)") == "shoal"
+    program = "import sys; sys.modules['resource'] = None; import shoal"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
 
 
-REFUSED = """
-import shoal
-try:
-    shoal.use_caching_allocator()
-except shoal.InputError as error:
-    print(error)
-"""
+def _refusal(address_space_bytes: int | None = None) -> str:
+    if address_space_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (address_space_bytes, resource.RLIM_INFINITY))
+    with pytest.raises(InputError) as refused:
+        use_caching_allocator()
+    return refused.value.message
 
 
 def test_a_limited_address_space_is_left_to_torch() -> None:
-    limited = "import resource; resource.setrlimit(resource.RLIMIT_AS, (2**45, resource.RLIM_INFINITY))"
-    assert "the address space of the process is limited (ulimit -v)" in python(limited + REFUSED)
+    assert "the address space of the process is limited (ulimit -v)" in str(apart(_refusal, 2**45))
 
 
 def test_without_a_compiler_it_is_refused() -> None:
-    assert "the caching allocator of the CPU needs a C++ compiler" in python(REFUSED, PATH="", CXX="")
+    told = apart(_refusal, PATH="", CXX="")
+    assert "the caching allocator of the CPU needs a C++ compiler" in str(told)
