@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 from functools import cache
 from pathlib import Path
 
@@ -32,22 +31,6 @@ def plain_bytes() -> int:
     return share_of_plain(normalised, 1.0)
 
 
-@pytest.fixture(scope="module")
-def forms_of_an_earlier_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("cache")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SHOAL_CACHE", str(folder))
-        patch.setattr(choose_variant, "_WORTH_SECONDS", 0.0)
-        step(compiled(), *batches(1))
-    return folder / "forms"
-
-
-@pytest.fixture
-def after_an_earlier_run(forms: Path, forms_of_an_earlier_run: Path) -> Path:
-    shutil.copytree(forms_of_an_earlier_run, forms)
-    return forms
-
-
 def compiled(share: float = 0.9) -> nn.Module:
     torch._dynamo.reset()
     return shoal.compile(normalised(), budget=int(share * plain_bytes()), allow="recompute, fuse")
@@ -71,8 +54,8 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
-@pytest.mark.usefixtures("after_an_earlier_run")
 def test_another_step_is_searched_for_itself(traces: list[str]) -> None:  # noqa: F811
+    step(compiled(), *batches(1))
     for change in ("budget", "frozen", "hook"):
         traces.clear()
         model = compiled(0.85 if change == "budget" else 0.9)
@@ -87,10 +70,11 @@ def test_another_step_is_searched_for_itself(traces: list[str]) -> None:  # noqa
 @needs_little_scratch
 def test_a_damaged_file_costs_only_time(
     traces: list[str],  # noqa: F811
-    after_an_earlier_run: Path,
+    forms: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    (file,) = after_an_earlier_run.iterdir()
+    step(compiled(), *batches(1))
+    (file,) = forms.iterdir()
     text = file.read_text()
     value = json.loads(text)
     value["variant"]["pieces"] = [{"op": "no such op", "dim": 0, "count": 2}]
