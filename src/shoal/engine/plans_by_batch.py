@@ -187,7 +187,7 @@ class _CapturedForms:
         return iter(self.listed.split)
 
     def of_fewer_layers(self, sliced: Variant) -> Iterator[Variant]:
-        return iter(self.listed.of_fewer_layers)
+        return (replace(sliced, depth=one.depth) for one in self.listed.of_fewer_layers)
 
     def work(self, variant: Variant) -> PatchWork:
         return _unless_refused(self.listed.works[variant.parts])

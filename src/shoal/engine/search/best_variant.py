@@ -31,7 +31,7 @@ from shoal.engine.search.priced import Made, Priced, captured_form
 from shoal.engine.search.search_state import WORTH_A_PLAN, Best, SearchState
 from shoal.engine.search.try_forms import Bounded, bound_forms, plan_forms, try_forms
 from shoal.engine.search.unfit_forms import nearest, plan_unfit
-from shoal.engine.search.variants import Forms, Graph, in_parts, norms_of_the_rest, without_norms
+from shoal.engine.search.variants import Forms, Graph, in_parts, is_slowed_by_slices, norms_of_the_rest, without_norms
 from shoal.engine.search.worth_capturing import WorthCapturing
 from shoal.planners.infeasible import is_hopeless
 
@@ -267,8 +267,23 @@ class _BestVariantSearch(Generic[Graph, Made]):
             if not self._may_gain_on_slices(variant, least_seconds):
                 break
             del self._unasked_slices[0]
+            best = self.state.best
+            if best is not None and best.variant.slices == variant.slices and variant.norms == WHOLE:
+                variant = best.variant.parts  # as many layers as are cut there, in which norms are fused
             if self._is_worth_capturing(variant):
-                bounded += bound_forms(self.state, self._form(variant))
+                bounded = self._of_fewer_and_fewer_layers(variant)
+        return bounded
+
+    def _of_fewer_and_fewer_layers(self, sliced: Variant) -> Bounded[Graph, Made]:
+        """A form on slices; and with fewer layers cut while slices slow it down, and it fits by its bound."""
+        state, bounded = self.state, Bounded[Graph, Made]()
+        forms = {form.variant: form.priced.graph for form in state.forms.values()}
+        for variant in (sliced, *self._variants.of_fewer_layers(sliced)):
+            found = bound_forms(state, self._form(variant))
+            bounded += found
+            rest = forms.get(variant.norms, state.whole)
+            if not any(is_slowed_by_slices(form.priced.graph, rest) for _, form in found):
+                break
         return bounded
 
     def _may_gain_on_slices(self, variant: Variant, least_seconds: float) -> bool:

@@ -24,7 +24,7 @@ from shoal.core.variant import WHOLE, Variant
 from shoal.engine.search.choose_encoded import BOUNDING_SHARES
 from shoal.engine.search.encoding import IF_FASTER, EncodeBelow, NotFaster
 from shoal.engine.search.priced import Priced, captured_form, why_too_many
-from shoal.engine.search.variants import Variants, in_parts, norms_of_the_rest, without_norms
+from shoal.engine.search.variants import Variants, in_parts, is_slowed_by_slices, norms_of_the_rest, without_norms
 from shoal.errors import BudgetError
 from shoal.planners.estimates import least_peak_bytes, least_seconds, quick_least
 
@@ -214,6 +214,7 @@ def _priced_forms(
         norms, needs_more = norms_of_the_rest((form.variant, form.priced.graph) for form in forms)
         yield from in_parts(variants, norms, needs_more=needs_more)
 
+    full = set(variants.split())
     asked: Iterator[Variant] = chain((WHOLE, *of_norms, *of_smaller_maps), on_parts())
     while (variant := next(asked, None)) is not None:
         trying(f"the {variant} step" if variant == WHOLE else str(variant))
@@ -231,6 +232,9 @@ def _priced_forms(
             asked = chain(without_norms(variant), asked)
             continue
         n_ops += len(priced.graph.ops)
+        rest = next((form.priced.graph for form in forms if form.variant == variant.norms), priced.graph)
+        if variant.slices and variant.parts in full and is_slowed_by_slices(priced.graph, rest):
+            asked = chain(variants.of_fewer_layers(variant), asked)
         if all(form.priced.graph.fingerprint != priced.graph.fingerprint for form in forms):
             forms.append(_Form(variant, priced))
             if (smaller := priced.shrunk()) is not None:

@@ -12,12 +12,11 @@ from shoal.core.step import StepGraph
 from shoal.core.variant import WHOLE, Candidate, Variant
 from shoal.engine.search.nearest_first import PricedVariant
 from shoal.engine.search.priced import Made
-from shoal.engine.search.variants import Graph
+from shoal.engine.search.variants import GOOD_ENOUGH, Graph
 from shoal.errors import BudgetError
 from shoal.planners.infeasible import fewest_bytes
 from shoal.planners.limits import DEFAULT
 
-GOOD_ENOUGH = 0.02  # of the plain step: a plan that adds no more is not looked at in patches
 WORTH_A_PLAN = 0.005  # of the best plan's step: a form that may gain no more is not planned
 
 

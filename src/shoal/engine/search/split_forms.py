@@ -32,7 +32,7 @@ _SLICES = (4, 16)  # of the batch, at most
 _SLABS = ((8, False), (8, True), (16, True))  # how many, and whether what norms measure is computed twice
 _WORTH_SLABS_BYTES = 16 << 20  # of the largest tensor
 _SLICED_DEPTHS = (0.25, 0.5, 0.75, 1.0)
-_OF_FULL_DEPTH = (0.25, 0.5)  # of the layers that are cut to save most bytes: half as many take half the ops
+_OF_FULL_DEPTH = (0.5, 0.25)  # of the layers that are cut to save most bytes: half as many take half the ops
 _SMALL_BEHIND = 1 / 3  # of the largest tensor: after slices no tensor should be larger
 
 
@@ -43,12 +43,10 @@ class PatchWork:
     Attributes:
         more_share: how much more the convolutions of the network compute, for what overlaps.
         n_calls: layers that are called, times patches.
-        left: names of layers that would be cut at the full depth, and are not.
     """
 
     more_share: float
     n_calls: int
-    left: frozenset[str] = frozenset()
 
 
 class SplitForms:
@@ -97,13 +95,13 @@ class SplitForms:
         return next((d for d in _SLICED_DEPTHS if self._elems_behind(d) <= _SMALL_BEHIND * largest), 1.0)
 
     def of_fewer_layers(self, sliced: Variant) -> Iterator[Variant]:
-        """On as many slices with fewer layers cut, the fewest first: less is slowed down, and fewer bytes are saved."""
-        n_before, n_most = 0, self._n_cut(sliced.depth)
+        """On as many slices with fewer and fewer layers cut: less is slowed down, and fewer bytes are saved."""
+        n_before = self._n_cut(sliced.depth)
         for share in _OF_FULL_DEPTH:
             n_cut = self._n_cut(share * sliced.depth)
-            if n_before < n_cut < n_most:
+            if 0 < n_cut < n_before:
+                n_before = n_cut
                 yield replace(sliced, depth=share * sliced.depth)
-            n_before = n_cut
 
     def _n_cut(self, depth: float) -> int:
         region = None if self._source is None else _sliced_region(self._source, depth)
@@ -172,8 +170,7 @@ class SplitForms:
         source = self._source
         assert source is not None
         if variant.slices:
-            sliced, most = (_layers_on_slices(source, depth) for depth in (variant.depth, self.sliced_depth))
-            return PatchWork(0.0, variant.slices * self._n_cut(variant.depth), most - sliced)
+            return PatchWork(0.0, variant.slices * self._n_cut(variant.depth))
         if variant.slabs:
             slabs = self._slab_region(source, variant.slabs)
             return PatchWork(0.0, variant.slabs * len(slabs.kinds if slabs is not None else ()))
@@ -229,11 +226,6 @@ def _sliced_region(source: LayeredGraph, depth: float) -> SplitRegion | None:
         return choose_region(source.graph, dict(source.root.named_modules()), dims=None, depth=depth, join="auto")
     except CaptureError:
         return None
-
-
-def _layers_on_slices(source: LayeredGraph, depth: float) -> frozenset[str]:
-    region = _sliced_region(source, depth)
-    return frozenset(str(node.target) for node in region.nodes if node.op == "call_module") if region else frozenset()
 
 
 def spatial_dims(source: LayeredGraph) -> int:

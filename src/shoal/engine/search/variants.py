@@ -27,6 +27,7 @@ from shoal.transforms.fuse.fusion_size import MIN_ELEMS, FusionSize
 
 Graph = TypeVar("Graph")
 _Graph = TypeVar("_Graph", covariant=True)
+GOOD_ENOUGH = 0.02  # of the plain step: a plan that adds no more is not looked at in patches
 _SMALLER_MAPS = (0.9, 0.5, 0.25)  # of the largest map: up to these, batch norms are fused where all of them do not fit
 
 
@@ -43,7 +44,7 @@ class Forms(Protocol[_Graph]):
         """On slices of the batch, then on slabs, then on patches, the fewest first."""
 
     def of_fewer_layers(self, sliced: Variant) -> Iterator[Variant]:
-        """On as many slices of the batch with fewer layers cut, the fewest first."""
+        """On as many slices of the batch with fewer and fewer layers cut."""
 
     def work(self, variant: Variant) -> PatchWork:
         """What a form on slices or patches takes; raises Refused."""
@@ -217,7 +218,7 @@ class Variants:
             yield from self._splits
 
     def of_fewer_layers(self, sliced: Variant) -> Iterator[Variant]:
-        """On as many slices of the batch with fewer layers cut, the fewest first."""
+        """On as many slices of the batch with fewer and fewer layers cut."""
         yield from self._splits.of_fewer_layers(sliced)
 
     def work(self, variant: Variant) -> PatchWork:
@@ -247,23 +248,24 @@ def without_norms(variant: Variant) -> tuple[Variant, ...]:
 def in_parts(variants: Forms[Any], norms: Variant, *, needs_more: bool) -> Iterator[Variant]:
     """The forms in parts, with norms computed in another way in the layers that are not cut.
 
-    On slices of the batch fewer layers are cut first. If norms need more bytes so, each comes with norms as they are
-    too.
+    If the step needs more bytes with these, it is asked for on slices with norms as they are too.
 
     Args:
         variants: of a step.
         norms: how norms are computed.
         needs_more: whether the step needs more bytes with these.
     """
-    parts = list(variants.split())
-    sliced = [one for one in parts if one.slices]
-    for place, one in enumerate(sliced):
-        fewer = variants.of_fewer_layers(one) if place == 0 else ()
-        for each in (*fewer, one):
-            yield each.with_norms(norms)
-            if needs_more:
-                yield each
-    yield from (one if needs_more else one.with_norms(norms) for one in parts if not one.slices)
+    for one in variants.split():
+        if one.slices or not needs_more:
+            yield one.with_norms(norms)
+        if needs_more:
+            yield one
+
+
+def is_slowed_by_slices(sliced: StepGraph, rest: StepGraph) -> bool:
+    """Whether a step on slices takes longer than with no layer cut and the same norms, both with everything kept: if
+    not, as on processors whose caches hold a slice, it is of no use to cut fewer layers."""
+    return sliced.plain_seconds > (1 + GOOD_ENOUGH) * rest.plain_seconds
 
 
 def norms_of_the_rest(forms: Iterable[tuple[Variant, StepGraph]]) -> tuple[Variant, bool]:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from dataclasses import replace
 from typing import Generic
 
 from shoal.core.step import StepGraph
 from shoal.core.variant import WHOLE, Candidate, Variant
 from shoal.engine.search.priced import Made, expected_ops, why_too_many
-from shoal.engine.search.search_state import GOOD_ENOUGH, WORTH_A_PLAN, SearchState
+from shoal.engine.search.search_state import WORTH_A_PLAN, SearchState
 from shoal.engine.search.split_forms import PatchWork
-from shoal.engine.search.variants import Graph
+from shoal.engine.search.variants import GOOD_ENOUGH, Graph
 from shoal.planners.estimates import about_least_bytes
-from shoal.planners.infeasible import fewest_bytes
 
 _ENOUGH_SLICES = 4  # with which patches that overlap are left out once a form fits
 _SURE = 0.9  # of what the step on more slices is expected to take
@@ -49,10 +47,9 @@ class WorthCapturing(Generic[Graph, Made]):
         whole = state.whole
         # An op that a clock cannot time takes 0 s, and so may a whole small step.
         slowed_share = state.best_seconds / whole.plain_seconds - 1 if whole.plain_seconds else 0.0
-        if work.left and state.best is None and self._needs_too_much(work.left):
-            return "a layer that is not cut needs more than the budget"
-        if variant.slices and any(_has_same_parts(row, variant) and state.is_near(row.variant) for row in state.rows):
-            return "with norms fused in the other layers its plan is near to its bound"
+        best = state.best
+        if variant.slices and best is not None and best.variant.norms != WHOLE and best.variant.parts == variant:
+            return "with norms fused in the others the plan is near to its bound" if state.is_near(best.variant) else ""
         one_after_another = variant.slices or variant.slabs
         if one_after_another and not self.is_slow_enough(work, state.best_seconds):
             return "the other forms are slowed down little"
@@ -116,11 +113,6 @@ class WorthCapturing(Generic[Graph, Made]):
         many, fast = max(known), self._state.whole.plain_seconds
         return _SURE * (fast + (known[many] - fast) * (variant.slices - 1) / (many - 1))
 
-    def _needs_too_much(self, layers: Collection[str]) -> bool:
-        """Whether an op of one of these layers needs more than the budget by itself."""
-        whole = self._state.whole
-        return not self._state.fits(fewest_bytes(replace(whole, ops=tuple(o for o in whole.ops if o.layer in layers))))
-
     @property
     def most_slices(self) -> int:
         """The most slices or slabs of a form that was captured."""
@@ -133,11 +125,6 @@ def _has_room(row: Candidate, whole: StepGraph) -> bool:
     if not _is_on_slices(row) or row.bound_seconds is None or row.plain_seconds < whole.plain_seconds:
         return False
     return row.bound_seconds <= (1 + WORTH_A_PLAN) * row.plain_seconds
-
-
-def _has_same_parts(row: Candidate, variant: Variant) -> bool:
-    """Whether a form is the same in parts, with norms computed in another way."""
-    return variant.norms == WHOLE != row.variant.norms and row.variant.parts == variant.parts
 
 
 def _is_on_slices(row: Candidate) -> bool:
