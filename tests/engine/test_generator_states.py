@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -109,6 +110,49 @@ def test_of_a_step_of_many_only_those_that_are_repeated_take_room() -> None:
     plan = counting_states(repeats_one, 100)(step, hardware, peak_bytes)
     assert asked == [LOOP_BYTES, LOOP_BYTES + 200]
     assert plan.graph.static_bytes == LOOP_BYTES + 200
+
+
+def test_where_states_take_more_than_random_ops_make_none_is_repeated() -> None:
+    """The planner repeats all that it may, and one state takes as much as the whole step."""
+    with costs_that_do_not_matter():
+        step = shoal.plan(dropping(3), X).graph
+    hardware = shoal.core.presets.get("p100-nvlink")
+    needed = keep_nothing(step, hardware, 0), keep_nothing(_without_repeats(step), hardware, 0)
+    each_bytes = needed[1].predicted_peak_bytes
+
+    def inside(graph: StepGraph, hardware: Hardware, budget_bytes: int) -> Plan:
+        plan = keep_nothing(graph, hardware, budget_bytes)
+        if plan.predicted_peak_bytes > budget_bytes:
+            raise BudgetError("no plan fits", least_feasible_bytes=plan.predicted_peak_bytes)
+        return plan
+
+    planner = counting_states(inside, each_bytes)
+    with pytest.raises(BudgetError) as refused:
+        planner(step, hardware, 1)
+    assert refused.value.least_feasible_bytes == needed[1].predicted_peak_bytes
+    plan = planner(step, hardware, needed[1].predicted_peak_bytes)
+    assert not states_of(plan) and plan.predicted_peak_bytes == needed[1].predicted_peak_bytes
+    assert [op.recomputable for op in plan.graph.ops] == [op.recomputable for op in step.ops]
+
+
+def _without_repeats(step: StepGraph) -> StepGraph:
+    return replace(step, ops=tuple(replace(op, recomputable=not op.random and op.recomputable) for op in step.ops))
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_attention_repeats_what_it_draws_only_with_dropout(dropout_p: float) -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.given = nn.Linear(16, 48)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = (part.unflatten(-1, (4, 4)).transpose(1, 2) for part in self.given(x).sin().chunk(3, -1))
+            return nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p).sin()
+
+    with costs_that_do_not_matter():
+        plan = shoal.plan(Attention(), torch.zeros(2, 24, 16), "1GiB", options=shoal.Options(planner=keep_nothing))
+    assert bool(states_of(plan)) is bool(dropout_p)
 
 
 class TwoGraphs(nn.Module):

@@ -8,6 +8,7 @@ from dataclasses import replace
 from shoal.core.hardware import Hardware
 from shoal.core.plan import Plan
 from shoal.core.residence import Recompute, Residence
+from shoal.core.sizes import MAX_BYTES
 from shoal.core.step import StepGraph, Storage
 from shoal.errors import BudgetError
 from shoal.planners import Planner
@@ -28,11 +29,16 @@ def counting_states(planner: Planner, each_bytes: int) -> Planner:
             with_states = replace(graph, static_bytes=graph.static_bytes + counted * each_bytes)
             try:
                 made = planner(with_states, hardware, budget_bytes)
-            except BudgetError:
-                if counted == most:
+            except BudgetError as refused:
+                if counted < most:
+                    counted = most  # of that many the least budget that it names is enough
+                    continue
+                if not most:
                     raise
-                counted = most  # of that many the least budget that it names is enough
-                continue
+                try:  # states may take more than what random ops make
+                    return _able_to_repeat(planner(_repeating_none(graph), hardware, budget_bytes), graph)
+                except BudgetError as other:
+                    raise min(refused, other, key=lambda one: one.least_feasible_bytes or MAX_BYTES) from None
             needed = states_of(made) if each_bytes else 0
             found = _with_states(made, graph.static_bytes, needed * each_bytes)
             if needed <= counted or not budget_bytes or found.predicted_peak_bytes <= budget_bytes:
@@ -40,6 +46,21 @@ def counting_states(planner: Planner, each_bytes: int) -> Planner:
             counted = needed
 
     return plan
+
+
+def _repeating_none(graph: StepGraph) -> StepGraph:
+    """The step in which no random op may run again."""
+    return replace(graph, ops=tuple(replace(op, recomputable=op.recomputable and not op.random) for op in graph.ops))
+
+
+def _able_to_repeat(plan: Plan, as_given: StepGraph) -> Plan:
+    """The plan of a step in which random ops may run again, as they may in the one that was given."""
+    may = {op.name for op in as_given.ops if op.recomputable}
+
+    def restored(graph: StepGraph) -> StepGraph:
+        return replace(graph, ops=tuple(replace(op, recomputable=op.name in may) for op in graph.ops))
+
+    return replace(plan, graph=restored(plan.graph), exact_graph=plan.exact_graph and restored(plan.exact_graph))
 
 
 def states_of(plan: Plan) -> int:

@@ -175,7 +175,16 @@ def moves_statistics(node: fx.Node) -> bool:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether the node draws from the generator."""
+    """Whether the node draws from the generator. Attention is tagged as if it did, and does not without dropout."""
     if isinstance(node.target, torch._ops.OpOverload):
-        return torch.Tag.nondeterministic_seeded in node.target.tags
+        return torch.Tag.nondeterministic_seeded in node.target.tags and _dropout_share(node) != 0
     return node.target in (dropout, noise_like)
+
+
+def _dropout_share(node: fx.Node) -> Any:
+    """What an op is given as `dropout_p`; None if it takes none."""
+    for place, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if argument.name == "dropout_p":
+            given = node.kwargs.get(argument.name, argument.default_value)
+            return node.args[place] if place < len(node.args) else given
+    return None

@@ -220,3 +220,5 @@ def test_graphs_of_an_iteration_that_cannot_be_cut_have_their_norms_fused() -> N
     sliced = next(variant for variant in both.split() if variant.slices)
     changed = both.graph(sliced.with_norms(Variant(fuse="bnff")))
     assert [(own.slices, own.fuse) for _, own in changed.values()] == [(sliced.slices, "bnff"), (0, "bnff")]
+    depths = [own.depth for less in both.of_fewer_layers(sliced) for _, own in both.graph(less).values()]
+    assert depths == [sliced.depth / 2, sliced.depth / 4]

@@ -67,7 +67,9 @@ class IterationVariants:
         return iter(found.values())
 
     def of_fewer_layers(self, sliced: Variant) -> Iterator[Variant]:
-        return iter(())  # each graph has slices of a depth of its own
+        own = self._own(sliced.parts).items()
+        shares = {fewer.depth / full.depth for one, full in own for fewer in one.variants.of_fewer_layers(full)}
+        return (replace(sliced, depth=share * sliced.depth) for share in sorted(shares, reverse=True))
 
     def work(self, variant: Variant) -> PatchWork:
         found = [one.variants.work(own) for one, own in self._own(variant.parts).items()]
@@ -98,9 +100,17 @@ class IterationVariants:
         found = {one: own for one, own in pairs if _of_any_depth(own) == _of_any_depth(variant.parts)}
         if not found:
             raise Refused("no graph of it can run part by part in this way")
+        if variant.slices and (share := variant.depth / max(own.depth for own in found.values())) < 1:
+            found = {one: _of_about(share, own, one) for one, own in found.items()}
         if norms == WHOLE:
             return found
         return {one: found[one].with_norms(norms) if one in found else norms for one in self._graphs}
+
+
+def _of_about(share: float, full: Variant, graph: DynamoGraph) -> Variant:
+    """The graph on slices of about that share of the layers that can be cut."""
+    each = (full, *graph.variants.of_fewer_layers(full))
+    return min(each, key=lambda one: abs(one.depth - share * full.depth))
 
 
 def _of_any_depth(variant: Variant) -> Variant:
