@@ -77,7 +77,7 @@ def peaks_of(model: nn.Module, step: Callable[[nn.Module, torch.Tensor], None] =
     own_bytes = sum(t.nbytes for t in [x, *model.parameters(), *model.buffers()])
     peaks = []
     for _ in range(4):
-        gc.freeze()  # what was left must not be freed meanwhile
+        gc.collect()  # what was left must not be freed meanwhile
         with memory_limit(None) as meter:
             before_bytes = meter.live_bytes
             meter.reset_peak()

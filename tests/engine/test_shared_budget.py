@@ -183,7 +183,7 @@ def train(models: Models, step: Loop, steps: int = 3) -> list[tuple[int, dict[st
     found = []
     for number in range(steps):
         torch.manual_seed(number)
-        gc.freeze()  # what was left must not be freed meanwhile
+        gc.collect()  # what was left must not be freed meanwhile
         there_bytes = standing_bytes(models, optimizers)
         with memory_limit(None) as meter:
             before_bytes = meter.live_bytes
