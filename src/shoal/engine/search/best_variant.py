@@ -267,11 +267,10 @@ class _BestVariantSearch(Generic[Graph, Made]):
             if not self._may_gain_on_slices(variant, least_seconds):
                 break
             del self._unasked_slices[0]
-            state, best = self.state, self.state.best
-            if variant.norms == WHOLE and best is not None and best.variant.slices == variant.slices:
+            best = self.state.best
+            if best is not None and best.variant.slices == variant.slices and variant.norms == WHOLE:
                 variant = best.variant.parts  # as many layers as are cut there, in which norms are fused
-                bounded = bound_forms(state, self._form(variant)) if self._is_worth_capturing(variant) else []
-            elif self._is_worth_capturing(variant):
+            if self._is_worth_capturing(variant):
                 bounded = self._of_fewer_and_fewer_layers(variant)
         return bounded
 
