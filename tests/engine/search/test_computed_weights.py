@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, weight_norm
 
@@ -23,6 +23,7 @@ from shoal.core.variant import Variant
 from shoal.engine.search import split_forms
 from shoal.engine.search.variants import Variants
 from shoal.errors import BudgetError
+from tests.engine.search.variant_steps import captured, step
 from tests.float32_rule import too_far
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
@@ -119,29 +120,6 @@ VARIANTS = (
 def made(dims: int, kind: str, dtype: torch.dtype) -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
     return Network(dims, kind).to(dtype), torch.randn(5, 3, *_SIZES[dims]).to(dtype)
-
-
-def captured(model: nn.Module, x: torch.Tensor) -> tuple[fx.GraphModule, list[Any]]:
-    """Dynamo's graph and its inputs, those of the model among them."""
-    found: list[Any] = []
-
-    def backend(gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        found.append((gm, list(inputs)))
-        return gm.forward
-
-    torch.compile(model, backend=backend, fullgraph=True)(x)
-    graph, inputs = found[0]
-    return graph, inputs
-
-
-def step(run: Callable[[], torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
-    """The output of one step, all gradients and all buffers afterwards."""
-    model.zero_grad()
-    torch.manual_seed(1)
-    y = run()
-    (y * torch.linspace(-1, 2, y.numel(), dtype=y.dtype).reshape(y.shape)).sum().backward()
-    gradients = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
-    return {"y": y.detach(), **gradients, **{name: buffer.clone() for name, buffer in model.named_buffers()}}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -24,6 +24,7 @@ from shoal.core.variant import Variant
 from shoal.engine.search import split_forms
 from shoal.engine.search.variants import Variants
 from shoal.errors import BudgetError
+from tests.engine.search.variant_steps import captured
 
 _CONVOLUTIONS: dict[int, Any] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 _BATCH_NORMS: dict[int, type[_BatchNorm]] = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
@@ -109,19 +110,10 @@ def variants(dims: int) -> Iterator[Variant]:
         yield Variant(slabs=3, twice=True)
 
 
-def captured(model: nn.Module, x: torch.Tensor) -> tuple[fx.GraphModule, list[Any]]:
-    """Dynamo's graph and its inputs, those of the model among them."""
-    found: list[Any] = []
-
-    def backend(gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        found.append((gm, list(inputs)))
-        return gm.forward
-
+def captured_with_cumulative_norms(model: nn.Module, x: torch.Tensor) -> tuple[fx.GraphModule, list[Any]]:
     admit_cumulative_norms(model)
     with cumulative_norms():
-        torch.compile(model, backend=backend, fullgraph=True)(x)
-    graph, inputs = found[0]
-    return graph, inputs
+        return captured(model, x)
 
 
 def step(run: Callable[[], torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor | None]:
@@ -141,7 +133,7 @@ def assert_right(dims: int, settings: list[str], monkeypatch: pytest.MonkeyPatch
     plain = copy.deepcopy(model)
     before = copy.deepcopy(model.state_dict())
     expected = step(lambda: plain(x), plain)
-    graph, inputs = captured(model, x)
+    graph, inputs = captured_with_cumulative_norms(model, x)
     forms, ran = Variants(graph, LOSSY), 0
     for variant in variants(dims):
         model.load_state_dict(before)

@@ -29,11 +29,12 @@ from shoal.engine.iteration.record import Ports
 from shoal.engine.search.any_form import smallest_form
 from shoal.engine.search.best_variant import best_variant
 from shoal.engine.search.choose_encoded import bounding_step, choose_encoded
+from shoal.engine.search.combinations import without_norms
 from shoal.engine.search.encoded_steps import EncodedSteps
 from shoal.engine.search.encoding import EncodeBelow, EncodeIfFaster
 from shoal.engine.search.priced import Encodable, InVariant, Priced, Prices
 from shoal.engine.search.split_forms import PatchWork
-from shoal.engine.search.variants import forms_up_to, without_norms
+from shoal.engine.search.variants import forms_up_to
 from shoal.engine.step_planning import allowed
 from shoal.kernels.generator import state_bytes
 from shoal.memory.limit import no_memory_limit

@@ -25,13 +25,14 @@ from typing import Generic
 from shoal.capture.layered import Refused
 from shoal.core.sizes import format_bytes
 from shoal.core.variant import WHOLE, Pieces, Variant
+from shoal.engine.search.combinations import in_parts, is_slowed_by_slices, norms_of_the_rest, without_norms
 from shoal.engine.search.encode_forms import EncodeForms
 from shoal.engine.search.nearest_first import PricedVariant
 from shoal.engine.search.priced import Made, Priced, captured_form
 from shoal.engine.search.search_state import WORTH_A_PLAN, Best, SearchState
 from shoal.engine.search.try_forms import Bounded, bound_forms, plan_forms, try_forms
 from shoal.engine.search.unfit_forms import nearest, plan_unfit
-from shoal.engine.search.variants import Forms, Graph, in_parts, is_slowed_by_slices, norms_of_the_rest, without_norms
+from shoal.engine.search.variants import Forms, Graph
 from shoal.engine.search.worth_capturing import WorthCapturing
 from shoal.planners.infeasible import is_hopeless
 

@@ -22,9 +22,10 @@ from shoal.core.simulate import simulate
 from shoal.core.sizes import format_bytes
 from shoal.core.variant import WHOLE, Variant
 from shoal.engine.search.choose_encoded import BOUNDING_SHARES
+from shoal.engine.search.combinations import in_parts, is_slowed_by_slices, norms_of_the_rest, without_norms
 from shoal.engine.search.encoding import IF_FASTER, EncodeBelow, NotFaster
 from shoal.engine.search.priced import Priced, captured_form, why_too_many
-from shoal.engine.search.variants import Variants, in_parts, is_slowed_by_slices, norms_of_the_rest, without_norms
+from shoal.engine.search.variants import Variants
 from shoal.errors import BudgetError
 from shoal.planners.estimates import least_peak_bytes, least_seconds, quick_least
 

@@ -12,11 +12,12 @@ from shoal.core.step import StepGraph
 from shoal.core.variant import WHOLE, Candidate, Variant
 from shoal.engine.search.nearest_first import PricedVariant
 from shoal.engine.search.priced import Made
-from shoal.engine.search.variants import GOOD_ENOUGH, Graph
+from shoal.engine.search.variants import Graph
 from shoal.errors import BudgetError
 from shoal.planners.infeasible import fewest_bytes
 from shoal.planners.limits import DEFAULT
 
+GOOD_ENOUGH = 0.02  # of the plain step: a plan that adds no more is not looked at in patches
 WORTH_A_PLAN = 0.005  # of the best plan's step: a form that may gain no more is not planned
 
 
@@ -83,10 +84,10 @@ class SearchState(Generic[Graph, Made]):
         return row.seconds - row.bound_seconds <= DEFAULT.far_off * self.whole.plain_seconds
 
     def must_come_nearer(self, bound_seconds: float) -> bool:
-        """Whether a form in parts is the fastest only if its plan is much nearer to its bound than those of other forms
-        in parts, or than that of the step as it is."""
-        planned = [row for row in self.rows if row.seconds is not None and row.bound_seconds]
-        ratios = [row.seconds / row.bound_seconds for row in planned if row.variant == WHOLE or row.variant.slices]  # type: ignore[operator]
+        """Whether a form is the fastest only if its plan is much nearer to its bound than those of the unmodified step
+        and of forms on slices."""
+        planned = (row for row in self.rows if row.variant == WHOLE or row.variant.slices)
+        ratios = [row.seconds / row.bound_seconds for row in planned if row.seconds and row.bound_seconds]
         return self.best is not None and bool(ratios) and not self.may_gain(bound_seconds * (1 + max(ratios)) / 2)
 
     def may_fit(self, form: PricedVariant[Graph, Made]) -> bool:

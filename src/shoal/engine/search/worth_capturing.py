@@ -9,9 +9,9 @@ from typing import Generic
 from shoal.core.step import StepGraph
 from shoal.core.variant import WHOLE, Candidate, Variant
 from shoal.engine.search.priced import Made, expected_ops, why_too_many
-from shoal.engine.search.search_state import WORTH_A_PLAN, SearchState
+from shoal.engine.search.search_state import GOOD_ENOUGH, WORTH_A_PLAN, SearchState
 from shoal.engine.search.split_forms import PatchWork
-from shoal.engine.search.variants import GOOD_ENOUGH, Graph
+from shoal.engine.search.variants import Graph
 from shoal.planners.estimates import about_least_bytes
 
 _ENOUGH_SLICES = 4  # with which patches that overlap are left out once a form fits
@@ -48,7 +48,8 @@ class WorthCapturing(Generic[Graph, Made]):
         # An op that a clock cannot time takes 0 s, and so may a whole small step.
         slowed_share = state.best_seconds / whole.plain_seconds - 1 if whole.plain_seconds else 0.0
         best = state.best
-        if variant.slices and best is not None and best.variant.norms != WHOLE and best.variant.parts == variant:
+        if best is not None and best.variant.norms != WHOLE and best.variant.parts == variant and variant.slices:
+            # It has as many ops, so that it is only a question of whether its plan may be faster.
             return "with norms fused in the others the plan is near to its bound" if state.is_near(best.variant) else ""
         one_after_another = variant.slices or variant.slabs
         if one_after_another and not self.is_slow_enough(work, state.best_seconds):
