@@ -1,4 +1,5 @@
-"""A step changes running statistics and counters where they lie, once, as plain PyTorch does."""
+"""A step changes running statistics and counters where they lie, once, as plain PyTorch does; an op that reads a small
+buffer that is changed can run again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Steps whose concatenations are not computed: the same function and gradients, from the parts."""
+"""Concatenations that are not computed, and gradients of concatenations that are added as a whole: the same function and
+gradients as in eager PyTorch."""
 
 from __future__ import annotations
 

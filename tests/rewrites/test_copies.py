@@ -1,4 +1,5 @@
-"""What layers compute alike of the same is computed once, where no more bytes wait for it."""
+"""What layers compute alike of the same is computed once, and gradients written into zeros as a whole are views: the bits
+of eager PyTorch, and no more bytes at any time."""
 
 from __future__ import annotations
 

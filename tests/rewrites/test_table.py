@@ -37,10 +37,9 @@ from tests.engine.training_laws import same_bits
 from tests.float32_rule import too_far
 from tests.joint_graphs import operands, run_joint
 from tests.raising import raising
-from tests.rewrites.test_buffer_copies import Shifted
+from tests.rewrites.test_buffers import Shifted
 from tests.rewrites.test_compact import Skipping
-from tests.rewrites.test_concatenation_gradients import Dense
-from tests.rewrites.test_concatenations import Level
+from tests.rewrites.test_concatenations import Dense, Level
 from tests.rewrites.test_fused_norms import network as fused
 from tests.rewrites.test_saved_bytes import Sine
 from tests.transforms.split.test_slice_graph import Network, region_of
