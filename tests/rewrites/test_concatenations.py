@@ -1,5 +1,6 @@
-"""Concatenations that are not computed, and gradients of concatenations that are added as a whole: the same function and
-gradients as in eager PyTorch."""
+"""Concatenations that are not computed, and gradients of concatenations that are added as a whole.
+
+The function and its gradients are the same."""
 
 from __future__ import annotations
 

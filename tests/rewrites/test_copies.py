@@ -1,5 +1,6 @@
-"""What layers compute alike of the same is computed once, and gradients written into zeros as a whole are views: the bits
-of eager PyTorch, and no more bytes at any time."""
+"""What layers compute alike of the same is computed once; gradients written into zeros as a whole are views.
+
+The bits are those of eager PyTorch, and no more bytes are in use at any time."""
 
 from __future__ import annotations
 
