@@ -1,6 +1,6 @@
 """Inferences of the planner: what does each save, of the step's time and of the smallest peak, and what does it cost?
 
-    python -m bench.ablation               ten CPU minutes on one core
+    python -m bench.ablation               13 CPU minutes
     python -m bench.ablation --networks residual,transformer --without chain,order
     python -m bench.ablation --quick       one small network: does it run?
 

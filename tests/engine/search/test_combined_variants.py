@@ -156,17 +156,17 @@ def test_a_combination_trains_inside_the_budget(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(best_variant, "norms_of_the_rest", lambda forms: (Variant(fuse="bnff"), False))
     monkeypatch.setattr(split_forms, "_PARTS", ())  # patches take long to plan
     torch.manual_seed(0)
-    model, x = large_then_small(), torch.randn(8, 3, 48, 48)
-    plain, exact = copy.deepcopy(model), copy.deepcopy(model).double()
+    # In float64, for in float32 rounding may change the sign of an activation, in plain PyTorch too.
+    model, x = large_then_small().double(), torch.randn(8, 3, 48, 48, dtype=torch.float64)
+    plain = copy.deepcopy(model)
     budget_bytes = int(0.3 * shoal.plan(model, x).plain_peak_bytes)
     ours: Any = shoal.compile(model, budget=budget_bytes, allow="recompute, fuse, exact_split")
-    mine = step(lambda: ours(x), model)
+    mine, theirs = step(lambda: ours(x), model), step(lambda: plain(x), plain)
     assert ours.shoal.plan.variant.slices and ours.shoal.plan.variant.fuse
     assert ours.shoal.measured_peak_bytes <= budget_bytes
-    theirs, right = step(lambda: plain(x), plain), step(lambda: exact(x.double()), exact)
+    assert mine.keys() == theirs.keys()
     for name, value in mine.items():
-        error, plain_error = ((one[name] - right[name]).abs().max() for one in ({name: value}, theirs))
-        assert error <= 2 * plain_error + 1e-5 * right[name].abs().max(), name
+        torch.testing.assert_close(value, theirs[name], rtol=1e-9, atol=1e-9, msg=name)
 
 
 def costs(seconds: float, held_bytes: int) -> Any:
