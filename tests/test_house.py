@@ -126,6 +126,13 @@ def test_the_wheel_holds_the_library_only() -> None:
     assert {"bench", "examples", "tests"} <= set(settings["sdist"]["exclude"])
 
 
+@pytest.mark.parametrize("script", [".ci/run", ".ci/slow", "Makefile", "pyproject.toml"])
+def test_tests_that_a_script_names_exist(script: str) -> None:
+    project = Path(__file__).parents[1]
+    named = set(re.findall(r"(?<![\w/.-])tests/[\w/.]*\w", (project / script).read_text()))
+    assert not [name for name in named if not (project / name).exists()]
+
+
 def test_at_most_five_files_lie_flat() -> None:
     assert len(list(ROOT.glob("*.py"))) <= 5
 

@@ -17,6 +17,8 @@ from shoal.lowlevel.native import cpu_features, levels
 aten = torch.ops.aten
 CPU = torch.device("cpu")
 NormAffine = torch.Tensor | None
+# Whose gradient is all but zero: rounding is most of what is left of it.
+NEARLY_ZERO = torch.tensor([[[[2.0469, 0.2070]], [[-1.6797, 1.0703]]]], dtype=torch.bfloat16)
 KERNELS = ["reference", *(f"native,{level}" for level in levels())]
 
 
@@ -95,6 +97,7 @@ def test_written_over_its_input_it_gives_the_same(x: torch.Tensor, affine: bool)
 @example(channels_last(torch.arange(2.0 * 32 * 9).view(2, 32, 3, 3).sqrt()), 1, 1, "native,portable", False)
 @example(channels_last(torch.arange(2.0 * 32 * 9).view(2, 32, 3, 3).sqrt().bfloat16()), 1, 1, "reference", True)
 @example(channels_last(torch.arange(2.0 * 32 * 9).view(2, 32, 3, 3).sqrt().bfloat16()), 1, 1, "native,portable", True)
+@example(channels_last(NEARLY_ZERO), 1, 1, KERNELS[-1], True)
 def test_where_its_gradient_repeats_the_bits_it_does_for_any_batch_and_any_pieces(
     x: torch.Tensor, piece_elems: int, channels_elems: int, kernels: str, autocast: bool
 ) -> None:
