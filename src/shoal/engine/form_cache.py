@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from shoal.core.files import cache_dir, write_json
+from shoal.core.files import cache_dir, json_text, write_text
 from shoal.core.records import read_json, read_object, read_record, read_value
 from shoal.core.step import StepGraph
 from shoal.core.variant import Candidate, Variant
@@ -95,7 +95,7 @@ def remember(digest: str, form: CompiledVariant) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         candidates = [asdict(one) for one in form.candidates]
         value = {"format": _FORMAT, "variant": asdict(form.variant), "candidates": candidates, "written": written}
-        write_json(folder / f"{digest}.json", value)
+        write_text(folder / f"{digest}.json", json_text(value, indent=None))
         drop_oldest(folder.glob("*.json"))
     except (OSError, InputError) as error:
         log.debug("cannot cache a form: %s", error)

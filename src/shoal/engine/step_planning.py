@@ -216,14 +216,21 @@ class StepPlanning:
             NotFaster, PlanError: as `plan`.
         """
         loops = tuple(dict.fromkeys(loops))
-        may_fit = [loop for loop in loops if len(loops) == 1 or self.may_fit(loop)]
-        rest = [loop for loop in (loops[0], loops[-1]) if loop not in may_fit]  # for what they need
         refused: dict[LoopMemory, BudgetError] = {}
-        for loop in dict.fromkeys((*may_fit, *rest)):
+
+        def planned(loop: LoopMemory) -> Planned | None:
             try:
-                return self.plan(loop, encoding), loop
+                return self.plan(loop, encoding)
             except BudgetError as error:
                 refused[loop] = error
+                return None
+
+        for loop in loops:
+            if (len(loops) == 1 or self.may_fit(loop)) and (made := planned(loop)):
+                return made, loop
+        for loop in (loops[0], loops[-1]):  # what they need; whichever fits in spite of its bound is as good
+            if loop not in refused and (made := planned(loop)):
+                return made, loop
         raise with_optimistic(refused[loops[0]], refused[loops[-1]]).with_traceback(None)
 
     @property
