@@ -43,6 +43,7 @@ _MEASURES = {
     "nnunet_presets": _PLANS,
     "order": _PLANS,
     "ablation": _PLANS,
+    "techniques": (*_PLANS, "engine", "transforms"),
     "split_memory": (*_PLANS, "transforms"),
     "split_cost": ("transforms",),
     "split_accuracy": ("transforms",),

@@ -16,6 +16,7 @@ from bench import (
     ablation,
     arena,
     compiled_tables,
+    first_step,
     gpu_tables,
     hmms,
     hosts,
@@ -27,6 +28,7 @@ from bench import (
     phantoms,
     several_models,
     steps,
+    techniques,
     volumes,
 )
 from bench.bars_svg import Bar, bars_svg
@@ -209,12 +211,21 @@ def _first_seconds(result: Result) -> str:
     return bars_svg("Many shapes of one model", "CPU seconds of the steps in which something was captured", bars)
 
 
+def _first_step_chart(result: Result) -> str:
+    bars = []
+    for row in result["rows"]:
+        name = f"{row['network']}, {row['share']:.0f} %"
+        bars.append(Bar(name, row["cold_ratio"], f"{row['cold_ratio']:.1f}, warm {row['warm_ratio']:.1f}"))
+    return bars_svg("First steps", "CPU seconds as a multiple of aot_eager's", bars)
+
+
 THEMES: dict[str, Theme] = {
     "compiled": Theme("compiled.md", compiled_tables.tables),
     "gpu": Theme("gpu.md", gpu_tables.tables),
     "one_plan": Theme("one-plan.md", lambda result: [*map(one_plan_network, result["results"])], _one_plan_chart),
     "least": Theme("one-plan.md", rows_of(least.COLUMNS, least.FORMATS), least.chart),
     "ablation": Theme("one-plan.md", ablation.tables),
+    "techniques": Theme("one-plan.md", rows_of(techniques.COLUMNS, techniques.FORMATS), techniques.chart),
     "budgets": Theme("budgets.md", lambda result: [budgets_network(result)], budgets_svg),
     "steps": Theme(
         "steps.md",
@@ -223,6 +234,7 @@ THEMES: dict[str, Theme] = {
     ),
     "many_shapes": Theme("steps.md", rows_of(many_shapes.COLUMNS, many_shapes.FORMATS), _first_seconds),
     "overhead": Theme("steps.md", rows_of(overhead.COLUMNS, overhead.FORMATS), _overhead_chart),
+    "first_step": Theme("steps.md", rows_of(first_step.COLUMNS, first_step.FORMATS), _first_step_chart),
     "arena": Theme("steps.md", lambda result: [*map(arena.network_table, result["networks"])], _arena_chart),
     "several_models": Theme(
         "trainers.md",
