@@ -32,7 +32,7 @@ from shoal.core.step import StepGraph
 from shoal.core.validate_plan import check_plan
 from shoal.core.variant import WHOLE, Variant
 from shoal.engine.pricing import Pricing
-from shoal.engine.search.priced import captured_form
+from shoal.engine.search.priced import captured_variant
 from shoal.engine.search.variants import Variants
 from shoal.errors import PlanError
 from shoal.planners.limits import DEFAULT
@@ -95,7 +95,7 @@ def measure(name: str, setting: Setting, clock: Clock) -> dict[str, Any]:
         found = []
         for variant in (WHOLE, *(one for one in variants.split() if one.slices)):
             try:
-                graph = captured_form(variants, price, variant)[1].graph
+                graph = captured_variant(variants, price, variant)[1].graph
             except Refused:
                 continue
             kept = simulate(graph, {})

@@ -171,11 +171,11 @@ def _columns(allow: str, run: Ours | BudgetError | Unsettled, budget_bytes: int,
         return refusal_columns(run)
     measured = times.columns(allow)
     step_off = run.plan.predicted_seconds / statistics.median(measured["seconds"]) - 1
-    found = shoal_columns(run, budget_bytes) | measured | of_all_forms(run.plan)
+    found = shoal_columns(run, budget_bytes) | measured | of_all_variants(run.plan)
     return found | {"variant": str(run.plan.variant), "step_off_percent": 100 * step_off}
 
 
-def of_all_forms(plan: Plan) -> dict[str, Any]:
+def of_all_variants(plan: Plan) -> dict[str, Any]:
     """Predicted added time and its lower bound over all forms that were priced, in percent of the model's own form
     with everything kept."""
     whole = next((one for one in plan.candidates if one.variant == WHOLE), None)

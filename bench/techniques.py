@@ -4,8 +4,8 @@
     python -m bench.techniques --quick   two budgets
 
 Nothing runs: the network is planned on the meta device at the peak rates of the GPU. It has eight convolutions, each
-with a batch norm and a ReLU, whose maps get smaller. Every plan is held against its budget, and a set of more techniques
-against those that it includes, which are never faster beyond the law of tests/engine/search/test_budget_laws.py.
+with a batch norm and a ReLU, whose maps get smaller. Every plan is held against its budget, and a set of techniques
+against those that it includes: it is no slower, as tests/engine/search/test_budget_laws.py has it.
 """
 
 from __future__ import annotations

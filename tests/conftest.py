@@ -17,10 +17,10 @@ from shoal.core.files import cache_dir
 from shoal.engine import metering
 from shoal.memory.cpu_allocator import stop_caching
 from tests import beside_compiling, made_up_machine
-from tests.few_forms import few_forms
+from tests.few_variants import few_variants
 from tests.made_up_machine import real_machine
 
-__all__ = ["few_forms", "real_machine"]
+__all__ = ["few_variants", "real_machine"]
 
 # A law draws the same examples every time, with "fresh" others each time, with "thorough" many others. What failed once
 # is not tried first the next time, and a busy machine is not a reason to fail.

@@ -23,7 +23,7 @@ from bench.one_plan import (
     known_rows,
     measure_network,
     network_table,
-    of_all_forms,
+    of_all_variants,
     summary,
     summary_line,
 )
@@ -100,10 +100,10 @@ def test_percents_are_of_the_models_own_form_though_another_is_chosen() -> None:
         Candidate(Variant(fuse="bnff"), 45, unit_seconds, 9, 0.5 * unit_seconds, unit_seconds, 9, "chosen"),
         Candidate(Variant(depth=0.5, grid=(2, 2)), 0, 0.0, 0, None, None, None, "computes 90 % more"),
     )
-    columns = of_all_forms(replace(own, variant=Variant(fuse="bnff"), candidates=candidates))
+    columns = of_all_variants(replace(own, variant=Variant(fuse="bnff"), candidates=candidates))
     assert columns["predicted_added_percent"] == pytest.approx(-50)
     assert columns["lower_bound_percent"] == pytest.approx(-75)
-    alone = of_all_forms(own)
+    alone = of_all_variants(own)
     assert (alone["predicted_added_percent"], alone["lower_bound_percent"]) == (0.0, 0.0)
 
 
@@ -169,8 +169,8 @@ def test_a_quick_run_fills_every_row(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     put_in_place(monkeypatch)
-    monkeypatch.setattr("shoal.engine.search.split_forms._DEPTHS", (0.5,))
-    monkeypatch.setattr("shoal.engine.search.split_forms._PARTS", (2,))
+    monkeypatch.setattr("shoal.engine.search.split_variants._DEPTHS", (0.5,))
+    monkeypatch.setattr("shoal.engine.search.split_variants._PARTS", (2,))
     asked = ["--quick", "--networks", "googlenet", "--shares", "80", "--image", "32", "--allow", "recompute,exact"]
     asked += ["--out", str(tmp_path)]
     assert one_plan.main(asked) == 0

@@ -153,8 +153,8 @@ def test_a_quick_run_writes_what_its_page_shows(
 
 def test_slabs_are_measured_by_the_means_that_lead_to_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(volumes, "CATALOGUE", {"Small": replace(ENTRY, slabbed=SIZE), "None": ENTRY})
-    monkeypatch.setattr("shoal.engine.search.split_forms._DEPTHS", (0.5,))
-    monkeypatch.setattr("shoal.engine.search.split_forms._PARTS", (2,))
+    monkeypatch.setattr("shoal.engine.search.split_variants._DEPTHS", (0.5,))
+    monkeypatch.setattr("shoal.engine.search.split_variants._PARTS", (2,))
     arguments = ["--quick", "--no-compiled-peer", "--parts", "slabs", "--shares", "80", "--out", str(tmp_path)]
     assert volumes.main(arguments) == 0
     result = json.loads(next(path for path in tmp_path.iterdir() if "Small" in path.name).read_text())

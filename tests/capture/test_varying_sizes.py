@@ -77,7 +77,7 @@ def test_two_sizes_that_grew_share_the_growth_and_stay_multiples_of_what_was_see
 
 
 def test_up_to_three_shapes_that_grow_are_captured_with_numbers_where_that_gives_them_other_forms() -> None:
-    seen, plain = SizesSeen(has_forms=True), SizesSeen()
+    seen, plain = SizesSeen(has_variants=True), SizesSeen()
 
     def captured(**sizes: int) -> None:
         for one in (seen, plain):

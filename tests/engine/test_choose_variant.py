@@ -1,4 +1,4 @@
-"""A step that has one graph is traced once: its form is chosen while it is being compiled."""
+"""A step that has one graph is traced once: its variant is chosen while it is being compiled."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 import shoal
 from shoal.core.variant import WHOLE
-from shoal.engine import backend, best_form
+from shoal.engine import backend, variant_of_step
 from shoal.engine.search.search_state import Best
 from shoal.errors import BudgetError
 from tests.engine.search.test_best_variant import FUSED, batches, normalised, share_of_plain, step
@@ -46,7 +46,8 @@ def volumes() -> nn.Module:
 
 def test_where_convolutions_may_be_in_pieces_it_is_traced_once(traces: list[str]) -> None:
     batch = [torch.randn(1, 1, 32, 32, 32, generator=torch.Generator().manual_seed(1))]
-    # Which pieces have the same bits, and so how little is enough, differs by processor. With more, one form is enough.
+    # Which pieces have the same bits, and so how little is enough, differs by processor. With more, one variant is
+    # enough.
     with pytest.raises(BudgetError) as refused:
         shoal.plan(volumes(), *batch, budget=1, allow="bitwise")
     traces.clear()
@@ -56,8 +57,10 @@ def test_where_convolutions_may_be_in_pieces_it_is_traced_once(traces: list[str]
     assert model.shoal.plan.candidates and not differences(found, train(volumes(), batch))
 
 
-def test_forms_that_have_graphs_of_their_own_are_traced_each_once(traces: list[str]) -> None:
-    budget_bytes = share_of_plain(normalised, 1.2)  # the fused form takes up to 1.1 of it, by the convolutions' scratch
+def test_variants_that_have_graphs_of_their_own_are_traced_each_once(traces: list[str]) -> None:
+    budget_bytes = share_of_plain(
+        normalised, 1.2
+    )  # the fused variant takes up to 1.1 of it, by the convolutions' scratch
     model = shoal.compile(normalised(), budget=budget_bytes, allow="recompute, fuse")
     step(model, *batches(1))
     plan = model.shoal.plan
@@ -65,12 +68,14 @@ def test_forms_that_have_graphs_of_their_own_are_traced_each_once(traces: list[s
     assert traces == ["compiled", "priced"]
 
 
-def test_where_its_own_form_is_chosen_that_is_traced_once(traces: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_its_own_variant_is_chosen_that_is_traced_once(
+    traces: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def own(variants: Any, price: Any, budget_bytes: int, name: str) -> Best[Any, Any]:
         price(variants.graph(FUSED))
         return Best(WHOLE, variants.own, *price(variants.own).plan(budget_bytes))
 
-    monkeypatch.setattr(best_form, "fitting_variant", own)
+    monkeypatch.setattr(variant_of_step, "fitting_variant", own)
     budget_bytes = share_of_plain(normalised, 0.9)
     model = shoal.compile(normalised(), budget=budget_bytes, allow="recompute, fuse")
     found = train(model, batches(1))

@@ -60,9 +60,9 @@ def test_of_the_batches_that_are_tried_the_answer_alone_is_planned(monkeypatch: 
     planned: list[int] = []
     original = module.best_variant
 
-    def counting(forms: Any, *rest: Any) -> Any:
-        planned.append(forms)
-        return original(forms, *rest)
+    def counting(candidates: Any, *rest: Any) -> Any:
+        planned.append(candidates)
+        return original(candidates, *rest)
 
     monkeypatch.setattr(module, "best_variant", counting)
     tried: list[int] = []

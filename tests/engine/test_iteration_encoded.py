@@ -71,8 +71,8 @@ def refined() -> Refined:
 def encode_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """The variant and the storages are decided, whatever they cost."""
 
-    def best_variant(forms: Any, price: Any, budget_bytes: int, name: str) -> Best[Any, Any]:
-        graph = forms.graph(WHOLE)
+    def best_variant(candidates: Any, price: Any, budget_bytes: int, name: str) -> Best[Any, Any]:
+        graph = candidates.graph(WHOLE)
         return Best(WHOLE, graph, *price(graph).encoded.plan(budget_bytes, IF_FASTER))
 
     def choose_encoded(steps: Any, budget_bytes: int, plan: Any, *how: Any) -> tuple[Any, Plan]:

@@ -104,8 +104,8 @@ def gradients(model: nn.Module, step: Step, steps: int) -> dict[str, torch.Tenso
 def always(variant: Variant) -> Callable[..., Any]:
     """`best_variant` of one that is decided, whatever it costs."""
 
-    def best_variant(forms: Any, price: Any, budget_bytes: int, name: str) -> Best[Any, Any]:
-        graph = forms.graph(variant)
+    def best_variant(candidates: Any, price: Any, budget_bytes: int, name: str) -> Best[Any, Any]:
+        graph = candidates.graph(variant)
         made, plan = price(graph).plan(budget_bytes)
         return Best(variant, graph, made, replace(plan, variant=variant))
 
@@ -146,7 +146,7 @@ def test_an_iteration_trains_as_planned_in_each_variant(
         torch.testing.assert_close(buffer, plain.get_buffer(name))
 
 
-@pytest.mark.usefixtures("few_forms")
+@pytest.mark.usefixtures("few_variants")
 def test_the_plan_says_which_variants_were_considered() -> None:
     torch.manual_seed(0)
     model = shoal.compile(two_graphs(), budget="3MiB", allow="exact")
@@ -194,7 +194,7 @@ def flag(model: Sometimes) -> bool:
     return model.longer
 
 
-@pytest.mark.usefixtures("few_forms")
+@pytest.mark.usefixtures("few_variants")
 def test_graphs_that_are_followed_by_others_now_and_then_stay_as_they_are() -> None:
     torch.manual_seed(0)
     plain = Sometimes(breaks, [nn.Sequential(*blocks(3, 8, 8)), nn.Sequential(*blocks(8, 8, 8))], 8)
@@ -211,7 +211,7 @@ def test_graphs_that_are_followed_by_others_now_and_then_stay_as_they_are() -> N
 
 
 @needs_little_scratch
-@pytest.mark.usefixtures("few_forms")
+@pytest.mark.usefixtures("few_variants")
 def test_the_minimum_that_is_named_is_met_by_the_first_iteration_of_another_run() -> None:
     """In more bytes a graph that ran on slices runs unmodified at first, and keeps its result."""
     torch.manual_seed(0)
@@ -246,7 +246,7 @@ def too_little_unmodified() -> int:
 
 
 @needs_little_scratch
-@pytest.mark.usefixtures("few_forms")
+@pytest.mark.usefixtures("few_variants")
 @pytest.mark.parametrize("shared", [False, True], ids=["one model", "a shared budget"])
 def test_a_graph_that_does_not_fit_unmodified_runs_its_first_iteration_in_another_variant(
     shared: bool, too_little_unmodified: int

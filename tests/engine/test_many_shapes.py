@@ -173,7 +173,7 @@ def test_every_step_stays_in_the_budget_by_pytorchs_own_count(
         ours.zero_grad()
 
 
-def test_a_larger_batch_than_the_first_is_looked_at_in_all_forms_too() -> None:
+def test_a_larger_batch_than_the_first_is_looked_at_in_all_variants_too() -> None:
     """The first may be a trial, or the last batch of an epoch in a run that is resumed."""
     torch.manual_seed(0)
     ours = shoal.compile(nn.Sequential(*classifier(3, 8)), "1GiB", allow="recompute,fuse")

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from shoal.cost import measurement_cache
-from shoal.engine import form_cache, plan_cache
-from shoal.engine.step_planning import WHOLE_FORM
+from shoal.engine import plan_cache, variant_cache
+from shoal.engine.step_planning import UNMODIFIED
 from shoal.planners.keep_all import keep_all
 from tests.random_steps import HARDWARE, resnet_like
 
@@ -31,14 +31,14 @@ def planned() -> object:
 
 
 def chosen() -> object:
-    known = form_cache.recall("0123")
-    form_cache.remember("0123", WHOLE_FORM)
-    return known or WHOLE_FORM
+    known = variant_cache.recall("0123")
+    variant_cache.remember("0123", UNMODIFIED)
+    return known or UNMODIFIED
 
 
 @pytest.mark.timeout(120)  # to read a FIFO waits for a writer
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo], ids=["folder", "FIFO"])
-@pytest.mark.parametrize(("use", "folder"), [(measured, "costs"), (planned, "plans"), (chosen, "forms")])
+@pytest.mark.parametrize(("use", "folder"), [(measured, "costs"), (planned, "plans"), (chosen, "variants")])
 def test_what_is_no_file_is_not_read(
     use: Callable[[], object],
     folder: str,

@@ -146,6 +146,6 @@ def test_a_plan_says_what_it_was_made_with(tmp_path: Path) -> None:
 
 
 def test_pieces_are_for_the_planner_that_chooses() -> None:
-    assert "pieces" in CompileOptions.of(budget=1, allow="bitwise").form_means
-    assert "pieces" not in CompileOptions.of(budget=1, allow="recompute").form_means
-    assert "pieces" not in CompileOptions.of(budget=1, allow="bitwise", options=Options(planner="chain")).form_means
+    assert "pieces" in CompileOptions.of(budget=1, allow="bitwise").variant_means
+    assert "pieces" not in CompileOptions.of(budget=1, allow="recompute").variant_means
+    assert "pieces" not in CompileOptions.of(budget=1, allow="bitwise", options=Options(planner="chain")).variant_means

@@ -98,16 +98,16 @@ def test_make_example_is_asked_for_none_above_the_most(net: nn.Module) -> None:
     assert asked == [9]
 
 
-def test_maps_that_are_large_in_some_batches_alone_have_their_own_form(
+def test_maps_that_are_large_in_some_batches_alone_have_their_own_variant(
     net: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At 4 images all are small, at 16 all are large: those in between have a form that neither has."""
+    """At 4 images all are small, at 16 all are large: those in between have a variant that neither has."""
     with torch.device("meta"):
         net = nn.Sequential(*blocks(3, 8, 12), nn.Flatten())
     monkeypatch.setattr("shoal.engine.search.variants.MIN_ELEMS", 8 * 8 * 8 * 10)
     monkeypatch.setattr("shoal.transforms.fuse.fusion_size.MIN_ELEMS", 8 * 8 * 8 * 10)
     plan = plans_of(net, 2**20)(8)
-    assert [form.variant.large_only for form in plan.candidates].count(True) == 1
+    assert [candidate.variant.large_only for candidate in plan.candidates].count(True) == 1
     assert plan == shoal.plan(net, images(8), 2**20, **HOW)
 
 
@@ -126,7 +126,7 @@ def test_nothing_is_allocated(net: nn.Module) -> None:
 
 
 def test_slices_of_the_batch_are_looked_at_too(captured: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.engine.search.split_forms._PARTS", ())  # patches take long to plan
+    monkeypatch.setattr("shoal.engine.search.split_variants._PARTS", ())  # patches take long to plan
     with torch.device("meta"):
         net = nn.Sequential(*blocks(3, 24, 24), nn.MaxPool2d(4), nn.Flatten())
     how = HOW | {"allow": "recompute, exact_split"}

@@ -99,7 +99,8 @@ def test_they_train_in_a_share_of_plain_pytorchs_peak(name: str, share: float) -
 
 
 class NormCell(nn.Module):
-    """A cell whose batch norms may be frozen: its first call has another form under a tight budget than with room."""
+    """A cell whose batch norms may be frozen: its first call has another variant under a tight budget than with
+    room."""
 
     def __init__(self, frozen: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A small frontier with one point of each form of a step."""
+"""A small frontier with one point of each variant of a step."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from shoal.core.timeline import Timeline
 from shoal.core.variant import WHOLE, Candidate, Variant
 from shoal.report.data import Report
 from shoal.report.page import save_html
-from shoal.report.tables import MOST_PARTS, forms_of_step, largest_storages, parts_of_model, short_target
+from shoal.report.tables import MOST_PARTS, largest_storages, parts_of_model, short_target, variants_of_step
 from tests.engine.lossy_steps import chain, plan_encoding_everything
 from tests.random_steps import SLOW_LINK, offloads, steps
 
@@ -170,7 +170,7 @@ def test_an_encoded_storage_says_in_what_and_how_small(tmp_path: Path) -> None:
     assert parts_of_model(plan.timeline, plan).rows
 
 
-def test_the_forms_that_were_considered_are_listed_with_their_outcome(plan: Plan, tmp_path: Path) -> None:
+def test_the_variants_that_were_considered_are_listed_with_their_outcome(plan: Plan, tmp_path: Path) -> None:
     rows = (
         Candidate(WHOLE, 40, 0.02, 2**21, 0.021, 0.022, 2**20, "slower"),
         Candidate(Variant(fuse="icf"), 30, 0.01, 2**20, 0.01, 0.01, 2**20, "chosen"),
@@ -178,7 +178,7 @@ def test_the_forms_that_were_considered_are_listed_with_their_outcome(plan: Plan
     )
     page = save_html(Report(plan.timeline, plan=replace(plan, candidates=rows)), tmp_path / "page.html").read_text()
     assert (
-        forms_of_step(plan).rows == []
+        variants_of_step(plan).rows == []
         and "candidates-title" not in save_html(Report(plan.timeline, plan=plan), tmp_path / "page.html").read_text()
     )
     for cell in (

@@ -38,13 +38,13 @@ class SizesSeen:
         fixed: why sizes stay numbers; empty where they may vary.
         most_growth: the most that may fit, of what `GROWTHS` says.
         wander: whether they depend on values, so that the next may be the largest, however they came so far.
-        has_forms: whether a step that is captured with numbers can take other forms than the one with symbols.
+        has_variants: whether a step that is captured with numbers can take other variants than the one with symbols.
     """
 
     fixed: str = ""
     most_growth: float = GROWTHS[0]
     wander: bool = False
-    has_forms: bool = False
+    has_variants: bool = False
     _seen: dict[str, set[int]] = field(default_factory=dict)  # by the name of the size, as Dynamo words it
     _expected: bool = False
     _is_refused: bool = False
@@ -79,11 +79,11 @@ class SizesSeen:
         return shape in self._captured
 
     def deserves_numbers(self, shape: Shape) -> bool:
-        """Whether a shape is captured with numbers, though others were: it is larger, and may have a faster form so.
+        """Whether a shape is captured with numbers, though others were: it is larger, and may have a faster variant so.
 
         The first shape may be no more than a trial, or the last batch of an epoch in a run that is resumed.
         """
-        if not self.has_forms or self.wander or not 0 < len(self._captured) < _MOST_WITH_NUMBERS:
+        if not self.has_variants or self.wander or not 0 < len(self._captured) < _MOST_WITH_NUMBERS:
             return False
         largest = {name: max(numbers) for name, numbers in self._seen.items()}
         growth = [number - largest.get(name, number) for name, number in shape]
@@ -190,7 +190,7 @@ def tie_storages(gm: fx.GraphModule) -> None:
 
 
 def leave_out(sizes: Mapping[Any, torch.SymInt], names: Mapping[Any, str], shapes: Sequence[Shape]) -> None:
-    """Guard that the sizes are not those of a shape that has a graph of its own, which may be of a faster form."""
+    """Guard that the sizes are not those of a shape that has a graph of its own, which may be of a faster variant."""
     for shape in shapes:
         numbers = dict(shape)
         differ: Any = False

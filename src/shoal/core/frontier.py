@@ -31,9 +31,9 @@ class FrontierPoint:
         budget_bytes: most device bytes in use at any position of the step.
         predicted_peak_bytes: of the plan; at most the budget.
         seconds: of the step.
-        bound_seconds: the lower bound of the step inside the budget, for the forms and orders of ops that were
+        bound_seconds: the lower bound of the step inside the budget, for the variants and orders of ops that were
             considered.
-        variant: in which form the step is computed.
+        variant: in which variant the step is computed.
         kept, recomputed, offloaded, encoded: saved storages, and what the plan does with them.
     """
 
@@ -76,7 +76,7 @@ class FrontierData:
         plain_seconds, plain_peak_bytes: of the step as plain PyTorch computes it, everything kept and nothing
             rewritten; lossless rewrites by themselves may save bytes, so that the last point has fewer.
         budget_bytes: where the user stands; None where no budget was given.
-        left_out: forms of the step that were not considered, each with the reason.
+        left_out: variants of the step that were not considered, each with the reason.
         planning_seconds: how long it took.
     """
 
@@ -131,7 +131,7 @@ class BatchPoint(FrontierPoint):
 
     @property
     def bound_images_per_second(self) -> float:
-        """No plan of the forms and orders of ops that were considered does more."""
+        """No plan of the variants and orders of ops that were considered does more."""
         return self.batch / self.bound_seconds
 
     @property

@@ -32,7 +32,7 @@ from shoal.core.variant import WHOLE, Candidate, Variant
 from shoal.errors import InputError, PlanError, brief
 
 FORMAT = "shoal-plan"
-# 2: ops are named without their folder; 3: the order of ops, and in which form the step is computed; 4: which
+# 2: ops are named without their folder; 3: the order of ops, and in which variant the step is computed; 4: which
 # convolutions are computed in pieces; 5: what the host takes to launch each op
 VERSION = 5
 _READABLE = 4, VERSION  # in 4 no launch takes time
@@ -60,18 +60,18 @@ class Plan:
         planner: the strategy that made it.
         hardware: what its times are for.
         budget_bytes: the most device bytes in use at once; 0 for no limit.
-        lower_bound_seconds: no plan of this step in this form inside this budget adds less time than this to the form
-            with everything kept, by the same cost model; with the ops in this order and, where storages are encoded,
-            none that encodes the same ones.
+        lower_bound_seconds: no plan of this step in this variant inside this budget adds less time than this to the
+            variant with everything kept, by the same cost model; with the ops in this order and, where storages are
+            encoded, none that encodes the same ones.
         planning_seconds: how long planning took.
         exact_graph: the step without those ops; None where nothing is encoded.
         errors: ||decoded - x|| / ||x|| of each encoded storage, by its name.
         options: what the model was compiled with, as plain data; empty where a planner was called by itself.
         errors_measured: whether `errors` come from a step of the training. If not, they are those of normal numbers.
         stopped_early: parts of the search for it that a time limit ended. Planned again, it may be another plan.
-        variant: in which form the step is computed.
-        candidates: the forms that were considered; empty where there was no choice. "Plain" and "added" refer to the
-            step as the model's author wrote it, which is one of them where it is computed in another form.
+        variant: in which variant the step is computed.
+        candidates: the variants that were considered; empty where there was no choice. "Plain" and "added" refer to the
+            step as the model's author wrote it, which is one of them where it is computed in another variant.
         captured_order: names of the ops in the order in which they were captured; empty where they run in that order.
         breaks: where the model breaks into several graphs, of which this step is joined, and why.
         checkpoints: how many regions of the model stand under `torch.utils.checkpoint`.
@@ -124,8 +124,8 @@ class Plan:
 
     @cached_property
     def plain_timeline(self) -> Timeline:
-        """The simulated step when everything is kept, nothing is encoded and ops run as they were captured, in the form
-        of this plan.
+        """The simulated step when everything is kept, nothing is encoded and ops run as they were captured, in the
+        variant of this plan.
         """
         step = self.exact_step
         return simulate(replace(step, static_bytes=step.static_bytes - self.states_bytes), {}, self.budget_bytes)
@@ -142,7 +142,7 @@ class Plan:
 
     @property
     def plain_peak_bytes(self) -> int:
-        """The predicted peak of plain PyTorch: everything is kept, in the form in which the author wrote the step.
+        """The predicted peak of plain PyTorch: everything is kept, in the variant in which the author wrote the step.
 
         That is before the lossless rewrites, which are in every other figure: see `rewritten_peak_bytes`.
         """
@@ -161,17 +161,17 @@ class Plan:
 
     @property
     def plain_seconds(self) -> float:
-        """How long plain PyTorch's step takes: everything is kept, in the form in which the author wrote it."""
+        """How long plain PyTorch's step takes: everything is kept, in the variant in which the author wrote it."""
         return self._as_written.plain_seconds if self._as_written else self.plain_timeline.seconds
 
     @property
     def added_seconds(self) -> float:
-        """What the plan adds to plain PyTorch's step; negative where another form is faster."""
+        """What the plan adds to plain PyTorch's step; negative where another variant is faster."""
         return self.predicted_seconds - self.plain_seconds
 
     @property
     def least_added_seconds(self) -> float:
-        """`lower_bound_seconds` compared with plain PyTorch's step: no plan of this form and order adds less."""
+        """`lower_bound_seconds` compared with plain PyTorch's step: no plan of this variant and order adds less."""
         return self.lower_bound_seconds + self.plain_timeline.seconds - self.plain_seconds
 
     @cached_property

@@ -1,4 +1,4 @@
-"""In which form a step is computed: as the model says it, with batch norms fused, on patches, in pieces, or several.
+"""In which variant a step is computed: as the model says it, with batch norms fused, on patches, in pieces, or several.
 
 How norms are computed and which layers run part by part combine: what is not cut has its norms fused or inverted.
 """
@@ -43,7 +43,7 @@ class Pieces:
 
 @dataclass(frozen=True)
 class Variant:
-    """A form of a step. The default is the model's own.
+    """A variant of a step. The default is the model's own.
 
     Attributes:
         fuse: the level at which batch norms are done by their neighbours (`shoal.fuse_batchnorm`); "" for not at all.
@@ -155,14 +155,14 @@ WHOLE = Variant()
 
 @dataclass(frozen=True)
 class Candidate:
-    """A form of a step that was considered, and what came of it.
+    """A variant of a step that was considered, and what came of it.
 
     Attributes:
-        variant: the form.
+        variant: the variant.
         n_ops: of the step; 0 where it was not captured.
         plain_seconds, plain_peak_bytes: with everything kept; 0 likewise.
         bound_seconds: the lower bound of its step inside the budget, for the orders of ops that were considered; None
-            where nothing fits by it, or the form was not priced.
+            where nothing fits by it, or the variant was not priced.
         seconds, peak_bytes: of its plan; None where none was made, or none fits.
         outcome: why it was taken, or not.
         rewrites_save_bytes: as of `StepGraph`; the step as written takes `plain_peak_bytes` and these.
@@ -196,7 +196,7 @@ COLUMNS = ("variant", "ops", "plain ms", "plain peak", "bound ms", "step ms", "p
 
 
 def describe_candidates(variant: Variant, candidates: Sequence[Candidate]) -> list[str]:
-    """The form of a step, and the table of those that were considered, each column as wide as its widest cell."""
+    """The variant of a step, and the table of those that were considered, each column as wide as its widest cell."""
     if not candidates:
         return [] if variant == WHOLE else [f"computed        {variant}"]
     lines = aligned([COLUMNS, *(one.cells() for one in candidates)])

@@ -95,7 +95,8 @@ def compile(
         allow: the techniques that a plan may use, a text with commas or a collection. Sets: "keep" (none), "bitwise"
             (PyTorch's bits: recompute, offload, order, pieces), "exact" (the same function to rounding: bitwise, fuse,
             direct, exact_split), "lossy" (all: exact, encode, invert, split). None (default): SHOAL_ALLOW of the
-            environment, else "exact" ("bitwise" for planners other than "joint"). docs/explain/variants.md describes each.
+            environment, else "exact" ("bitwise" for planners other than "joint"). docs/explain/variants.md describes
+            each.
         offload_to: where saved tensors may be offloaded to: "host" (pinned memory on CUDA), a folder on a local disk
             (CPU only), or None for nowhere. "auto" (default): "host" on CUDA, None on the CPU.
         options: everything else; see `shoal.Options`.

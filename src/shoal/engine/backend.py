@@ -27,7 +27,7 @@ from shoal.capture.varying_sizes import bytes_at, make_static
 from shoal.core.plan import Plan
 from shoal.core.progress import doing, preparing
 from shoal.core.shares import NO_OTHERS
-from shoal.engine.choose_variant import Choose, compile_chosen, in_form, own_form
+from shoal.engine.choose_variant import Choose, compile_chosen, in_variant, own_variant
 from shoal.engine.compile_options import CompileOptions
 from shoal.engine.cuda_graphs import GraphedStep, ReplayedSteps, refuse
 from shoal.engine.first_run import checked, forward_only
@@ -40,7 +40,7 @@ from shoal.engine.placement import Placement
 from shoal.engine.reserved_budget import grow_segments
 from shoal.engine.session import Session
 from shoal.engine.status import Status
-from shoal.engine.step_planning import WHOLE_FORM, CompiledVariant
+from shoal.engine.step_planning import UNMODIFIED, CompiledVariant
 from shoal.engine.undefined_gradients import allocate_late, leave_undefined
 from shoal.errors import CaptureError
 from shoal.graph.symbolic_sizes import Numbers, call_sizes, numbers_of
@@ -109,8 +109,8 @@ def compile_step(session: Session, gm: fx.GraphModule, example_inputs: Sequence[
     def captured(graph: fx.GraphModule) -> Captured:
         return joint_step(graph, example_inputs, places, name=session.name, keeps_as_written=graph is gm)
 
-    def compiled(graph: fx.GraphModule, form: CompiledVariant | Choose) -> Callable[..., Any]:
-        return PlannedStep(session, places, form).compile(graph, example_inputs)
+    def compiled(graph: fx.GraphModule, compiled_as: CompiledVariant | Choose) -> Callable[..., Any]:
+        return PlannedStep(session, places, compiled_as).compile(graph, example_inputs)
 
     def of_this_shape() -> Callable[..., Any]:
         return compile_chosen(session, gm, example_inputs, captured, compiled)
@@ -122,7 +122,7 @@ def compile_step(session: Session, gm: fx.GraphModule, example_inputs: Sequence[
             make_static(gm)
             step = of_this_shape()
         else:
-            step = compile_for_shapes(session, gm, lambda: compiled(gm, own_form(session, gm)), of_this_shape)
+            step = compile_for_shapes(session, gm, lambda: compiled(gm, own_variant(session, gm)), of_this_shape)
         step = once_differentiable(step, lambda results, node: session.metering.returned(results, node))
         release_unused()  # what was tried out is of no step
         doing("first run")
@@ -134,15 +134,15 @@ class PlannedStep:
 
     Args:
         session, places: of the model.
-        form: in which form it is compiled; or what chooses that once the step is captured as it is, and returns the
-            step in that form too.
+        compiled_as: in which variant it is compiled; or what chooses that once the step is captured as it is, and
+            returns the step in that variant too.
     """
 
-    def __init__(self, session: Session, places: InputPlaces, form: CompiledVariant | Choose) -> None:
+    def __init__(self, session: Session, places: InputPlaces, compiled_as: CompiledVariant | Choose) -> None:
         self.session = session
         self.places = places
-        self.form = form if isinstance(form, CompiledVariant) else WHOLE_FORM
-        self._choose = None if isinstance(form, CompiledVariant) else form
+        self.compiled_as = compiled_as if isinstance(compiled_as, CompiledVariant) else UNMODIFIED
+        self._choose = None if isinstance(compiled_as, CompiledVariant) else compiled_as
         self.running: RunningTransfers | None = None  # of all graphs of an iteration, if it is one of several
         self.others = NO_OTHERS  # what it does for the storages of other graphs
         self.plan: Plan | None = None
@@ -170,7 +170,7 @@ class PlannedStep:
         results = [node.meta.get("example_value") for node in graph.graph.output_node().all_input_nodes]
         self.of_plain_tensors = are_plain((*example_inputs, *graph.parameters(), *graph.buffers(), *results))
         with eager_kernels(), line_of_failure(), unknown_sizes(GraphBreak):
-            doing("capture", str(self.form.variant))
+            doing("capture", str(self.compiled_as.variant))
             compiled: Callable[..., Any] = aot_autograd(
                 fw_compiler=self.compile_forward,
                 bw_compiler=self.compile_backward,
@@ -194,8 +194,8 @@ class PlannedStep:
 
     @property
     def keeps_as_written(self) -> bool:
-        """Whether its plan says what plain PyTorch takes; of another form the candidates say so."""
-        return self.form.variant == WHOLE_FORM.variant and not self.is_of_several
+        """Whether its plan says what plain PyTorch takes; of another variant the candidates say so."""
+        return self.compiled_as.variant == UNMODIFIED.variant and not self.is_of_several
 
     def partition(
         self,
@@ -219,10 +219,10 @@ class PlannedStep:
                 early=self.places.early,
             )
         if self._choose is not None:
-            self.form, captured = self._choose(captured)
+            self.compiled_as, captured = self._choose(captured)
             self._choose = None  # it holds the graph
         else:
-            captured = in_form(self.session, captured, self.form.variant)
+            captured = in_variant(self.session, captured, self.compiled_as.variant)
         self.fingerprint = captured.graph.fingerprint
         captured = self.session.in_traced_layouts(captured)
         undefined = captured.graph.undefined_gradients(captured.output_storages().values())
@@ -269,7 +269,7 @@ class PlannedStep:
 
     def make_plan(self, captured: Captured) -> Captured:
         """Set `plan` and `basis`; the step as it is under the plan."""
-        return self.session.make_plan(captured, self, self.form)
+        return self.session.make_plan(captured, self, self.compiled_as)
 
     def basis_in_call(self) -> Basis | None:
         """As of `Metered`."""

@@ -1,4 +1,4 @@
-"""In which form a captured step is compiled: chosen at the first step of each shape, then remembered."""
+"""In which variant a captured step is compiled: chosen at the first step of each shape, then remembered."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from shoal.capture.pieces import in_pieces
 from shoal.capture.step_writer import shrunk
 from shoal.core.plan import Plan
 from shoal.core.variant import Variant
-from shoal.engine import form_cache
-from shoal.engine.best_form import best_form
+from shoal.engine import variant_cache
 from shoal.engine.plan_kernels import check_kernels
-from shoal.engine.search.variants import OwnForm, Variants
+from shoal.engine.search.variants import OwnVariant, Variants
 from shoal.engine.search.without_effect import without_effect
 from shoal.engine.session import Session
-from shoal.engine.step_planning import WHOLE_FORM, CompiledVariant
+from shoal.engine.step_planning import UNMODIFIED, CompiledVariant
+from shoal.engine.variant_of_step import variant_of_step
 from shoal.errors import BudgetError, PlanError
 from shoal.lowlevel.torch_state import autocast_state, autocasting
 from shoal.memory.limit import no_memory_limit
 
-_WORTH_SECONDS = 0.5  # a form that is found faster is searched for again
+_WORTH_SECONDS = 0.5  # a variant that is found faster is searched for again
 
 log = logging.getLogger("shoal")
 Compiled = Callable[..., Any]
 Choose = Callable[[Captured], tuple[CompiledVariant, Captured]]
-CompileForm = Callable[[fx.GraphModule, CompiledVariant | Choose], Compiled]
+CompileVariant = Callable[[fx.GraphModule, CompiledVariant | Choose], Compiled]
 
 
 def compile_chosen(
@@ -41,61 +41,63 @@ def compile_chosen(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
     capture: Callable[[fx.GraphModule], Captured],
-    compile_form: CompileForm,
+    compile_variant: CompileVariant,
 ) -> Compiled:
-    """Compile a graph of Dynamo's in the form that trains fastest inside the budget.
+    """Compile a graph of Dynamo's in the variant that trains fastest inside the budget.
 
     Args:
         session: of the model.
         gm, example_inputs: as Dynamo hands them to a backend.
         capture: a graph → its training step, captured and not run.
-        compile_form: compiles a graph in one form; or in the one that a function chooses once the step is captured,
-            which returns the step in that form too.
+        compile_variant: compiles a graph in one variant; or in the one that a function chooses once the step is
+            captured, which returns the step in that variant too.
 
     Raises:
-        BudgetError: no form fits.
-        PlanError: the given plan is for a form that the step does not have.
+        BudgetError: no variant fits.
+        PlanError: the given plan is for a variant that the step does not have.
     """
-    variants = Variants(gm, session.options.form_means)
+    variants = Variants(gm, session.options.variant_means)
     devices = {value.device.type for value in example_inputs if isinstance(value, torch.Tensor)}
     if session.ready_plan is not None:
         check_kernels(session.ready_plan, "cuda" if "cuda" in devices else "cpu")
-        return _compile_as_planned(session.ready_plan, variants, compile_form)
+        return _compile_as_planned(session.ready_plan, variants, compile_variant)
     if session.options.budget_bytes is None or not _trains(example_inputs):
-        return compile_form(gm, WHOLE_FORM)
+        return compile_variant(gm, UNMODIFIED)
     leaves = session.offloading is not None
-    session.sizes.has_forms |= variants.has_others
+    session.sizes.has_variants |= variants.has_others
     session.say_without_effect(without_effect(variants, session.options, leaves=leaves, runs_here=True))
     key = _inputs(gm)
     known = session.status.variants.get(key)
     if known is not None:
         try:
-            return compile_form(variants.graph(known), session.forms.get((key, known), CompiledVariant(known)))
+            return compile_variant(variants.graph(known), session.compiled_as.get((key, known), CompiledVariant(known)))
         except (BudgetError, PlanError, Refused):
             pass  # there may be another that fits
-    if not variants.has_other_graphs:  # its form is chosen while AOTAutograd waits for it, and nothing is traced twice
+    if (
+        not variants.has_other_graphs
+    ):  # its variant is chosen while AOTAutograd waits for it, and nothing is traced twice
 
         def choose(whole: Captured) -> tuple[CompiledVariant, Captured]:
-            _, form, in_it = best_form(session, variants, lambda own: whole, session.options.form_means)
-            session.remember_form(key, form)
-            return form, in_it
+            _, compiled_as, in_it = variant_of_step(session, variants, lambda own: whole, session.options.variant_means)
+            session.remember_variant(key, compiled_as)
+            return compiled_as, in_it
 
-        return compile_form(gm, choose)
-    return _compile_best(session, variants, key, example_inputs, capture, compile_form)
+        return compile_variant(gm, choose)
+    return _compile_best(session, variants, key, example_inputs, capture, compile_variant)
 
 
-def own_form(session: Session, gm: fx.GraphModule) -> CompiledVariant | Choose:
-    """The step as its author wrote it, shrunk in the backward pass if it takes that; no other form is looked for."""
+def own_variant(session: Session, gm: fx.GraphModule) -> CompiledVariant | Choose:
+    """The step as its author wrote it, shrunk in the backward pass if it takes that; no other variant is looked for."""
     if session.options.budget_bytes is None:
-        return WHOLE_FORM
-    return lambda whole: best_form(session, OwnForm(gm), lambda own: whole, frozenset())[1:]
+        return UNMODIFIED
+    return lambda whole: variant_of_step(session, OwnVariant(gm), lambda own: whole, frozenset())[1:]
 
 
-def in_form(session: Session, captured: Captured, variant: Variant) -> Captured:
-    """A step, captured from the graph of a form, as it runs in that form; shrunk where anything of it can be.
+def in_variant(session: Session, captured: Captured, variant: Variant) -> Captured:
+    """A step, captured from the graph of a variant, as it runs in that variant; shrunk where anything of it can be.
 
     Raises:
-        PlanError: the form has pieces of ops that this step does not have.
+        PlanError: the variant has pieces of ops that this step does not have.
     """
     if variant.shrunk:
         captured = shrunk(captured) or captured
@@ -110,18 +112,18 @@ def _compile_best(
     key: str,
     example_inputs: Sequence[Any],
     capture: Callable[[fx.GraphModule], Captured],
-    compile_form: CompileForm,
+    compile_variant: CompileVariant,
 ) -> Compiled:
-    """Trace all forms of the step for the one that trains fastest, or only that one if an earlier run chose it."""
+    """Trace all variants of the step for the one that trains fastest, or only that one if an earlier run chose it."""
     with unset_fake_temporarily():
-        digest = form_cache.digest(session, variants.own, example_inputs)
-    if (form := form_cache.recall(digest)) is not None:
+        digest = variant_cache.digest(session, variants.own, example_inputs)
+    if (compiled_as := variant_cache.recall(digest)) is not None:
         try:
-            compiled = compile_form(variants.graph(form.variant), form)
+            compiled = compile_variant(variants.graph(compiled_as.variant), compiled_as)
         except (BudgetError, PlanError, Refused) as reason:
-            log.debug("%s: %s does not fit any more (%s)", session.name, form.variant, reason)
+            log.debug("%s: %s does not fit any more (%s)", session.name, compiled_as.variant, reason)
         else:
-            session.remember_form(key, form)
+            session.remember_variant(key, compiled_as)
             return compiled
 
     autocast = autocast_state(example_inputs)
@@ -137,33 +139,34 @@ def _compile_best(
                 return capture(graph)
 
         with unset_fake_temporarily():
-            graph, form, in_it = best_form(session, variants, captured, session.options.form_means)
-        session.remember_form(key, form)
-        if form.seconds > _WORTH_SECONDS:
-            form_cache.remember(digest, form)
+            graph, compiled_as, in_it = variant_of_step(session, variants, captured, session.options.variant_means)
+        session.remember_variant(key, compiled_as)
+        if compiled_as.seconds > _WORTH_SECONDS:
+            variant_cache.remember(digest, compiled_as)
         if graph is not variants.own and not in_it.can_replace(whole):
-            raise _Other(graph, form)
-        return form, in_it
+            raise _Other(graph, compiled_as)
+        return compiled_as, in_it
 
     try:
-        return compile_form(variants.own, choose)
-    except _Other as chosen_form:
-        return compile_form(chosen_form.graph, chosen_form.form)
+        return compile_variant(variants.own, choose)
+    except _Other as chosen_variant:
+        return compile_variant(chosen_variant.graph, chosen_variant.compiled_as)
 
 
 class _Other(Exception):
-    """Ends the compilation of a step in its own form: it trains faster in another one, which has to be traced again."""
+    """Ends the compilation of a step in its own variant: it trains faster in another one, which has to be traced
+    again."""
 
-    def __init__(self, graph: fx.GraphModule, form: CompiledVariant) -> None:
-        self.graph, self.form = graph, form
+    def __init__(self, graph: fx.GraphModule, compiled_as: CompiledVariant) -> None:
+        self.graph, self.compiled_as = graph, compiled_as
 
 
-def _compile_as_planned(plan: Plan, variants: Variants, compile_form: CompileForm) -> Compiled:
+def _compile_as_planned(plan: Plan, variants: Variants, compile_variant: CompileVariant) -> Compiled:
     try:
         graph = variants.graph(plan.variant)
     except Refused as reason:
         raise PlanError(f"the plan is for a step with {plan.variant}; here {reason}; plan it again") from None
-    return compile_form(graph, CompiledVariant(plan.variant, plan.candidates))
+    return compile_variant(graph, CompiledVariant(plan.variant, plan.candidates))
 
 
 def _trains(example_inputs: Sequence[Any]) -> bool:

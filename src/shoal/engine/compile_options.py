@@ -207,8 +207,8 @@ class CompileOptions:
                 raise InputError(f"{given} needs a CUDA device; the model is on {device_type}")
 
     @property
-    def form_means(self) -> frozenset[str]:
-        """The means that the forms of a step may use: only `joint` chooses how ops are computed."""
+    def variant_means(self) -> frozenset[str]:
+        """The means that the variants of a step may use: only `joint` chooses how ops are computed."""
         return self.means if self.planner == DEFAULT_PLANNER else self.means - KERNEL_MEANS
 
     def offloading(self, device_type: str) -> Offloading | None:

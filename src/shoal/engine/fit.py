@@ -161,12 +161,11 @@ def fit(
         >>> found.patch, found.too_large
         ((16, 48, 40), (16, 56, 40))
 
-    Known limits: what the training loop holds is counted as in `shoal.plan`; in a loop that holds less, more may
-    fit. It assumes that where a batch does not fit, no larger one
-    does, and likewise for a patch with more voxels. A patch is captured again for each that is tried: seconds to a
-    minute each for a large network. Of a step of hundreds of ops, only the form that seems to need least is searched
-    for a plan where none was found in a moment, and any search can miss a plan; then the answer is one that fits, not
-    the largest.
+    Known limits: what the training loop holds is counted as in `shoal.plan`; in a loop that holds less, more may fit.
+    It assumes that where a batch does not fit, no larger one does, and likewise for a patch with more voxels. A patch
+    is captured again for each that is tried: seconds to a minute each for a large network. Of a step of hundreds of
+    ops, only the variant that seems to need least is searched for a plan where none was found in a moment, and any
+    search can miss a plan; then the answer is one that fits, not the largest.
     """
     first, max_batch = arguments.positive("first", first), arguments.positive("max_batch", max_batch)
     arguments.callback("trying", trying)

@@ -131,9 +131,9 @@ def frontier(
 ) -> Frontier | BatchFrontier:
     """What a training step takes inside each budget, from the smallest that works to keeping everything.
 
-    It replaces trying budgets one by one: forms of the step are captured and priced once, then planned inside budgets
-    that are evenly spaced in the share of plain PyTorch's peak, up to where the fastest form keeps everything; the last
-    budget is that peak itself. Nothing of the model is run.
+    It replaces trying budgets one by one: variants of the step are captured and priced once, then planned inside
+    budgets that are evenly spaced in the share of plain PyTorch's peak, up to where the fastest variant keeps
+    everything; the last budget is that peak itself. Nothing of the model is run.
 
     Where `example` is a function of a batch size, as for `shoal.fit`, it is images per second against batch inside
     `budget` instead: from one image to the largest batch that fits, with the best.
@@ -152,11 +152,11 @@ def frontier(
 
     Returns:
         A `Frontier`, plain data: `points` by increasing budget, each with its predicted step and peak, the lower bound
-        of both, the form of the step and what is kept, recomputed, offloaded and encoded. `usable` is the one of
-        the smallest budget whose step takes at most twice plain PyTorch's. `table()` is for `rich.print`,
-        `save_html(path)` a page, `save_svg(path)` an image, `save(path)` JSON. More bytes are never slower.
-        With a function a `BatchFrontier`, with the same methods: `points` by increasing batch, each as `shoal.plan`
-        plans it inside the budget; `best` is the one of the most images per second, `largest` the last.
+        of both, the variant of the step and what is kept, recomputed, offloaded and encoded. `usable` is the one of the
+        smallest budget whose step takes at most twice plain PyTorch's. `table()` is for `rich.print`, `save_html(path)`
+        a page, `save_svg(path)` an image, `save(path)` JSON. More bytes are never slower. With a function a
+        `BatchFrontier`, with the same methods: `points` by increasing batch, each as `shoal.plan` plans it inside the
+        budget; `best` is the one of the most images per second, `largest` the last.
 
     Raises:
         InputError: an argument is none of what is listed above, or `example` is a function and there is no budget.
@@ -181,7 +181,7 @@ def frontier(
         >>> made.best.batch, made.largest.batch, made.too_many
         (7, 8, 9)
 
-    Known limits: the bound is that of the forms of the step that were considered; `left_out` lists the others.
+    Known limits: the bound is that of the variants of the step that were considered; `left_out` lists the others.
     """
     if isinstance(points, bool) or not isinstance(points, Integral) or not 2 <= points <= _MAX_POINTS:
         raise InputError(f"points={brief(points)}: expected an int from 2 to {_MAX_POINTS}")

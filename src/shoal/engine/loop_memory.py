@@ -76,7 +76,7 @@ class Basis:
         graph, exact_graph: as of `Plan`, with costs.
         outputs: names of the storages that the caller gets, by their places among the outputs.
         fingerprint: of the step as it was captured.
-        written: that of the step in the form in which its author wrote it, if that is another.
+        written: that of the step in the variant in which its author wrote it, if that is another.
     """
 
     graph: StepGraph
@@ -103,7 +103,7 @@ class Basis:
         return replace(plan, graph=ordered, captured_order=op_names(graph))
 
     def candidates(self, candidates: tuple[Candidate, ...], loop: LoopMemory) -> tuple[Candidate, ...]:
-        """The table of forms with what plain PyTorch takes in such a loop."""
+        """The table of variants with what plain PyTorch takes in such a loop."""
         if self.written is None:
             return candidates
         graph = in_loop(self.written.graph, loop, self.written.outputs)
@@ -326,8 +326,8 @@ def waiting_bytes(plan: Plan) -> int:
 
 
 def most_waiting_bytes(plan: Plan) -> int:
-    """What `waiting_bytes` is at most, under whatever plan of the same step; more where this plan has another form than
-    the author's, whose own graph is not at hand."""
+    """What `waiting_bytes` is at most, under whatever plan of the same step; more where this plan has another variant
+    than the author's, whose own graph is not at hand."""
     if plan.variant == WHOLE:
         return max(waiting_bytes(plan), waiting_bytes(replace(plan, residences={})))
     graph = plan.graph

@@ -1,9 +1,9 @@
 """One capture and one plan for many shapes of a model's inputs, where the step can be captured with symbolic sizes.
 
-The first shape is captured with numbers, in the form that trains fastest, and so are the next two that are larger than
-all before, where a step can take other forms than its author's. Of all others, the sizes that differ are symbols, and
-the form is the author's own. Such a plan is made at the most that each size may be: every storage of a smaller call is
-at most as large, so the plan bounds its peak. What cannot be captured so is captured shape by shape.
+The first shape is captured with numbers, in the variant that trains fastest, and so are the next two that are larger
+than all before, where a step can take other variants than its author's. Of all others, the sizes that differ are
+symbols, and the variant is the author's own. Such a plan is made at the most that each size may be: every storage of a
+smaller call is at most as large, so the plan bounds its peak. What cannot be captured so is captured shape by shape.
 """
 
 from __future__ import annotations

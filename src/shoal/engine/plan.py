@@ -15,14 +15,14 @@ from shoal.capture.call_arguments import Example
 from shoal.capture.capture_step import InputRefused, in_dynamo
 from shoal.core.hardware import Hardware
 from shoal.core.plan import Plan
-from shoal.engine.best_form import best_form
 from shoal.engine.forward_on_meta import sizes_that_would_do
 from shoal.engine.options import Options
 from shoal.engine.plan_kernels import kernels_of
 from shoal.engine.pricing import Pricing
-from shoal.engine.search.any_form import Fitting, any_form
+from shoal.engine.search.any_variant import Fitting, any_variant
 from shoal.engine.search.variants import Variants
-from shoal.engine.step_planning import WHOLE_FORM
+from shoal.engine.step_planning import UNMODIFIED
+from shoal.engine.variant_of_step import variant_of_step
 from shoal.errors import CaptureError, InputError
 from shoal.offload.policy import AUTO
 
@@ -105,15 +105,17 @@ def plan_of(pricing: Pricing, example: Example) -> Plan:
     started = time.perf_counter()
 
     def read(gm: fx.GraphModule, inputs: Sequence[Any]) -> Plan:
-        options, form = pricing.options, WHOLE_FORM
+        options, compiled_as = pricing.options, UNMODIFIED
         if pricing.budget_bytes is None:
             made = pricing.prices(gm, inputs)(gm).plan(0)[0]
-            return form.described(made.planned, made.loop, options)
+            return compiled_as.described(made.planned, made.loop, options)
         variants = Variants(gm, options.means)
         lines = pricing.say_without_effect(variants)
-        _, form, _ = best_form(pricing, variants, pricing.capture(gm, inputs), options.form_means)
-        assert form.found is not None
-        return replace(form.described(form.found.planned, form.found.loop, options), without_effect=lines)
+        _, compiled_as, _ = variant_of_step(pricing, variants, pricing.capture(gm, inputs), options.variant_means)
+        assert compiled_as.found is not None
+        return replace(
+            compiled_as.described(compiled_as.found.planned, compiled_as.found.loop, options), without_effect=lines
+        )
 
     found = _captured(pricing, example, read)
     if pricing.target is None:
@@ -122,11 +124,11 @@ def plan_of(pricing: Pricing, example: Example) -> Plan:
 
 
 def any_plan_of(pricing: Pricing, example: Example, likely: int) -> Fitting:
-    """A plan that fits, however slow: see `any_form`."""
+    """A plan that fits, however slow: see `any_variant`."""
 
     def read(gm: fx.GraphModule, inputs: Sequence[Any]) -> Fitting:
         variants = Variants(gm, pricing.options.means)
-        return any_form(variants, pricing.prices(gm, inputs), required_budget(pricing), pricing.name, likely)
+        return any_variant(variants, pricing.prices(gm, inputs), required_budget(pricing), pricing.name, likely)
 
     return _captured(pricing, example, read)
 

@@ -22,18 +22,18 @@ from shoal.core.plan import Plan
 from shoal.core.variant import WHOLE, Variant
 from shoal.engine.plans_by_size import PlansBySize
 from shoal.engine.pricing import Counted, Pricing
-from shoal.engine.search.any_form import Fitting, any_form
+from shoal.engine.search.any_variant import Fitting, any_variant
 from shoal.engine.search.best_variant import best_variant
 from shoal.engine.search.max_batch import largest_fitting
-from shoal.engine.search.priced import captured_form
+from shoal.engine.search.priced import captured_variant
 from shoal.engine.search.scaled_step import NotLinear, scaled_step
-from shoal.engine.search.split_forms import PatchWork, sliced_forms
-from shoal.engine.search.variants import Variants, forms_up_to, fused_forms
+from shoal.engine.search.split_variants import PatchWork, sliced_variants
+from shoal.engine.search.variants import Variants, fused_variants, variants_up_to
 from shoal.engine.step_planning import CountedStep
 from shoal.memory.static_memory import StaticMemory
 from shoal.memory.storage_bytes import distinct_bytes
 
-_SMALLEST = 4  # batch whose step stands for others: that of one image is often of another form
+_SMALLEST = 4  # batch whose step stands for others: that of one image is often of another variant
 _APART = 4
 _Read = TypeVar("_Read")
 MakeExample = Callable[[int], Example]
@@ -43,7 +43,7 @@ class PlansByBatch(PlansBySize[int]):
     """The plans of `shoal.plan` inside one budget, by batch.
 
     Capturing takes most of the time that a plan takes. So where a step's times follow from its counts (`hardware` is
-    named), the forms of the step are captured at 4, 16, 64, ... images, as far as they are asked for, and those in
+    named), the variants of the step are captured at 4, 16, 64, ... images, as far as they are asked for, and those in
     between are interpolated (see `scaled_step`). That is done where the step of a third batch is what two others say;
     all others are captured.
 
@@ -58,23 +58,23 @@ class PlansByBatch(PlansBySize[int]):
     def __init__(self, pricing: Pricing, make_example: MakeExample, max_batch: int) -> None:
         super().__init__(pricing, make_example)
         self._max_batch = max_batch
-        self._captured: dict[int, _CapturedForms] = {}
+        self._captured: dict[int, _CapturedVariants] = {}
 
     def _plan(self, batch: int) -> Plan:
         """The plan of steps that are captured for other batches too, where they are enough."""
         started, pricing = time.perf_counter(), self._pricing
         with suppress(NotLinear):
-            forms = self._forms(batch)
-            found = best_variant(forms, pricing.price_of_counts, self.budget_bytes, pricing.name).plan
-            lines, seconds = forms.listed.without_effect, time.perf_counter() - started
+            variants = self._variants(batch)
+            found = best_variant(variants, pricing.price_of_counts, self.budget_bytes, pricing.name).plan
+            lines, seconds = variants.listed.without_effect, time.perf_counter() - started
             return replace(found, planning_seconds=seconds, options=pricing.options.to_json(), without_effect=lines)
         return super()._plan(batch)  # not in a handler of NotLinear: an error of the model has no other error before it
 
     def _any_plan(self, batch: int) -> Fitting:
         pricing = self._pricing
         with suppress(NotLinear):
-            forms = self._forms(batch)
-            return any_form(forms, pricing.price_of_counts, self.budget_bytes, pricing.name, self._likely)
+            variants = self._variants(batch)
+            return any_variant(variants, pricing.price_of_counts, self.budget_bytes, pricing.name, self._likely)
         return super()._any_plan(batch)
 
     def largest(
@@ -100,34 +100,34 @@ class PlansByBatch(PlansBySize[int]):
         )
         return self._largest_planned(search, lambda found: found[0])
 
-    def _forms(self, batch: int) -> _CapturedForms | _ScaledForms:
-        """The forms of the step at a batch, without capturing it there if it is not one of 4, 16, 64, ..."""
+    def _variants(self, batch: int) -> _CapturedVariants | _ScaledVariants:
+        """The variants of the step at a batch, without capturing it there if it is not one of 4, 16, 64, ..."""
         if not self._pricing.is_of_counts or batch < _SMALLEST:
             raise NotLinear
         below = _SMALLEST
         while below * _APART <= batch:
             below *= _APART
         if batch == below:
-            return self._forms_at(batch)
+            return self._variants_at(batch)
         above = below * _APART
         beyond = below // _APART if below > _SMALLEST else above * _APART
         if max(above, beyond) > self._max_batch:
             raise NotLinear
         try:
-            known = {n: self._forms_at(n) for n in (below, above, beyond)}
-            return _ScaledForms(batch, known, _CapturedForms(self._pricing, self.example(batch)))
+            known = {n: self._variants_at(n) for n in (below, above, beyond)}
+            return _ScaledVariants(batch, known, _CapturedVariants(self._pricing, self.example(batch)))
         except Exception as error:  # of the model or of `make_example`, at a batch that the user did not ask for
             raise NotLinear from error
 
-    def _forms_at(self, batch: int) -> _CapturedForms:
+    def _variants_at(self, batch: int) -> _CapturedVariants:
         if batch not in self._captured:
-            self._captured[batch] = _CapturedForms(self._pricing, self.example(batch))
+            self._captured[batch] = _CapturedVariants(self._pricing, self.example(batch))
         return self._captured[batch]
 
 
 @dataclass(frozen=True)
 class _Listed:
-    """Which forms a step has, known before they are captured."""
+    """Which variants a step has, known before they are captured."""
 
     of_norms: tuple[Variant, ...]
     split: tuple[Variant, ...]
@@ -150,8 +150,8 @@ class _Listed:
         return {one.depth: replace(work, n_calls=work.n_calls // one.slices) for one, work in works}
 
 
-class _CapturedForms:
-    """The forms of the step at one batch, without times: each is captured when it is asked for.
+class _CapturedVariants:
+    """The variants of the step at one batch, without times: each is captured when it is asked for.
 
     The step as it is and with batch norms fused, which are always considered, are captured together.
     """
@@ -181,7 +181,7 @@ class _CapturedForms:
         return iter(self.listed.of_norms)
 
     def of_smaller_maps(self, fused: Variant) -> Iterator[Variant]:
-        return forms_up_to(fused, self.listed.norm_elems)
+        return variants_up_to(fused, self.listed.norm_elems)
 
     def split(self) -> Iterator[Variant]:
         return iter(self.listed.split)
@@ -213,11 +213,11 @@ class _CapturedForms:
         return in_dynamo(pricing.model, self._example, with_places, name=pricing.name)
 
 
-class _ScaledForms:
-    """The forms of the step at a batch, from those at the batches below, above and beyond it.
+class _ScaledVariants:
+    """The variants of the step at a batch, from those at the batches below, above and beyond it.
 
     Args:
-        batch: whose forms.
+        batch: whose variants.
         known: the three.
         here: captures those at `batch` that do not follow from the three.
 
@@ -225,10 +225,10 @@ class _ScaledForms:
         NotLinear: the step itself is not what the three let expect.
     """
 
-    def __init__(self, batch: int, known: Mapping[int, _CapturedForms], here: _CapturedForms) -> None:
+    def __init__(self, batch: int, known: Mapping[int, _CapturedVariants], here: _CapturedVariants) -> None:
         self._batch, self._known, self._here = batch, known, here
         self._below, self._above, _ = known
-        lists = [forms.listed for forms in known.values()]
+        lists = [variants.listed for variants in known.values()]
         if len({(one.patches, one.sliced_depth, one.of_norms[:1], len(one.norm_elems)) for one in lists}) > 1:
             raise NotLinear
         self.listed = lists[0]
@@ -239,15 +239,15 @@ class _ScaledForms:
     def of_norms(self) -> Iterator[Variant]:
         for variant in self.listed.of_norms[:1]:
             if variant.fuse:
-                yield from fused_forms(variant.fuse, self._norm_elems)
+                yield from fused_variants(variant.fuse, self._norm_elems)
         yield from (variant for variant in self.listed.of_norms if variant.invert)
 
     def of_smaller_maps(self, fused: Variant) -> Iterator[Variant]:
-        return forms_up_to(fused, self._norm_elems)
+        return variants_up_to(fused, self._norm_elems)
 
     def split(self) -> Iterator[Variant]:
         if self._samples > 1:
-            yield from sliced_forms(self.listed.sliced_depth, self._samples)
+            yield from sliced_variants(self.listed.sliced_depth, self._samples)
         yield from self.listed.patches
 
     def of_fewer_layers(self, sliced: Variant) -> Iterator[Variant]:
@@ -257,7 +257,7 @@ class _ScaledForms:
         if variant.slices:
             work = self.listed.on_one_slice[variant.depth]
             return replace(work, n_calls=variant.slices * work.n_calls)
-        one, *others = (forms.listed.works[variant.parts] for forms in self._known.values())
+        one, *others = (variants.listed.works[variant.parts] for variants in self._known.values())
         for other in others:
             if isinstance(one, str) or isinstance(other, str):
                 is_alike = one == other
@@ -276,7 +276,7 @@ class _ScaledForms:
         return self._here.graph(variant)
 
     def _scaled_graph(self, variant: Variant) -> Counted:
-        known = {batch: forms.graph(variant) for batch, forms in self._known.items()}
+        known = {batch: variants.graph(variant) for batch, variants in self._known.items()}
         smaller = {batch: step.shrunk for batch, step in known.items() if step.shrunk is not None}
         if smaller and len(smaller) < len(known):
             raise NotLinear
@@ -317,7 +317,7 @@ def _counted(captured: Captured) -> CountedStep:
 
 def _captured(variants: Variants, step: Callable[[fx.GraphModule], Counted], variant: Variant) -> Counted | str:
     try:
-        return captured_form(variants, step, variant)[1]
+        return captured_variant(variants, step, variant)[1]
     except Refused as reason:
         return str(reason)
 

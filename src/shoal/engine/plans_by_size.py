@@ -9,7 +9,7 @@ from shoal.capture.call_arguments import Example, arguments_of
 from shoal.core.plan import Plan
 from shoal.engine.plan import any_plan_of, plan_of, required_budget
 from shoal.engine.pricing import Pricing
-from shoal.engine.search.any_form import Fitting
+from shoal.engine.search.any_variant import Fitting
 from shoal.errors import BudgetError, InputError, brief
 from shoal.memory.storage_bytes import reject_without_shape
 
@@ -40,7 +40,7 @@ class PlansBySize(Generic[Size]):
         self._make_example = make_example
         self._plans: dict[Size, Plan] = {}
         self._fits: dict[Size, int | BudgetError] = {}
-        self._likely = 0  # the form that fitted last
+        self._likely = 0  # the variant that fitted last
 
     def __call__(self, size: Size) -> Plan:
         """The plan at a size.

@@ -1,4 +1,5 @@
-"""What the forms of a step cost, and their plans: what `shoal.plan`, `shoal.frontier` and `shoal.fit` choose from."""
+"""What the variants of a step cost, and their plans: what `shoal.plan`, `shoal.frontier` and `shoal.fit` choose
+from."""
 
 from __future__ import annotations
 
@@ -23,7 +24,6 @@ from shoal.cost.measure import measure
 from shoal.cost.measure_links import link_to
 from shoal.cost.profile import profile_step
 from shoal.cost.roofline import roofline
-from shoal.engine.best_form import form_prices
 from shoal.engine.compile_options import CompileOptions
 from shoal.engine.compiled_regions import in_unmeasured_regions
 from shoal.engine.launched_step import as_launched
@@ -34,7 +34,8 @@ from shoal.engine.search.encoding import Encoding
 from shoal.engine.search.priced import InVariant, Priced
 from shoal.engine.search.variants import Variants
 from shoal.engine.search.without_effect import without_effect
-from shoal.engine.step_planning import CountedStep, Planned, PlannedForm, StepCosts, StepPlanning
+from shoal.engine.step_planning import CountedStep, Planned, PlannedVariant, StepCosts, StepPlanning
+from shoal.engine.variant_of_step import variant_prices
 from shoal.errors import BudgetError, InputError
 from shoal.kernels.generator import state_bytes
 from shoal.memory.budget import budget_bytes as allowed_bytes
@@ -122,7 +123,7 @@ class Pricing:
         return self.target is None
 
     def capture(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[fx.GraphModule], Captured]:
-        """What captures a form of a step: a graph that is called as `gm` is → its step.
+        """What captures a variant of a step: a graph that is called as `gm` is → its step.
 
         Args:
             gm, inputs: as Dynamo hands them to a backend.
@@ -130,8 +131,8 @@ class Pricing:
         places, here = InputPlaces.of(gm), self.runs_here
         return lambda own: joint_step(own, inputs, places, name=self.name, runs_here=here, keeps_as_written=own is gm)
 
-    def prices(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[fx.GraphModule], Priced[PlannedForm]]:
-        """What prices a form of a step.
+    def prices(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[fx.GraphModule], Priced[PlannedVariant]]:
+        """What prices a variant of a step.
 
         Args:
             gm, inputs: as of `capture`.
@@ -140,7 +141,7 @@ class Pricing:
             A function of a graph that is called as `gm` is. Plans inside 0 bytes keep everything.
         """
         capture = self.capture(gm, inputs)
-        prices = form_prices(self, self.options.form_means, self.loops, {})
+        prices = variant_prices(self, self.options.variant_means, self.loops, {})
         return lambda graph: prices.price(InVariant(capture(graph)))
 
     def in_regions(self, captured: Captured) -> Captured:
@@ -223,7 +224,7 @@ class Pricing:
 
     @property
     def finds_smallest(self) -> bool:
-        """Whether its forms have `Priced.smallest`, and none has storages encoded."""
+        """Whether its variants have `Priced.smallest`, and none has storages encoded."""
         return self.options.planner == "joint" and self.options.lossy is None
 
     def price_of_counts(self, step: Counted) -> Priced[Plan]:

@@ -48,7 +48,7 @@ from shoal.engine.repair import SetAside, exceeded, highest_predicted
 from shoal.engine.reserved_budget import limit_for, look_beside, within_reserved
 from shoal.engine.search.encoding import IF_FASTER, Encoding
 from shoal.engine.status import Status
-from shoal.engine.step_planning import WHOLE_FORM, CompiledVariant, Planned, StepCosts, StepPlanning
+from shoal.engine.step_planning import UNMODIFIED, CompiledVariant, Planned, StepCosts, StepPlanning
 from shoal.engine.traced_layouts import TracedLayouts
 from shoal.errors import BudgetError
 from shoal.kernels.generator import state_bytes
@@ -93,7 +93,8 @@ class Session:
         early: how the gradients of the call under way are used while its backward pass runs.
         replayed: its steps as CUDA graphs, where they are to be.
         state_bytes: of the optimizers' state, as the plans in force count it.
-        forms: by the shapes of the inputs and the form in which a step is compiled, what is known of that form.
+        compiled_as: by the shapes of the inputs and the variant in which a step is compiled, what is known of that
+            variant.
         without_effect: a line for each means that was allowed by name and does not apply to the step.
         left_over: how many more calls wait, in the call under way, than in every iteration: backward passes that may
             never come, as of a batch that the loop skips.
@@ -112,7 +113,7 @@ class Session:
     metering: Metering = field(init=False)
     replayed: ReplayedSteps | None = None
     state_bytes: int = 0
-    forms: dict[tuple[str, Variant], CompiledVariant] = field(default_factory=dict)
+    compiled_as: dict[tuple[str, Variant], CompiledVariant] = field(default_factory=dict)
     without_effect: tuple[str, ...] = ()
     left_over: int = 0
     runs_here: ClassVar[bool] = True
@@ -351,18 +352,18 @@ class Session:
             log.info("%s: fits if the loop holds less than it may; the first step is metered", self.name)
         return made, loop
 
-    def remember_form(self, shapes: str, form: CompiledVariant) -> None:
-        """Compile later steps with inputs of these shapes in this form."""
-        self.status.variants[shapes] = form.variant
-        self.forms[shapes, form.variant] = replace(form, found=None)
+    def remember_variant(self, shapes: str, compiled_as: CompiledVariant) -> None:
+        """Compile later steps with inputs of these shapes in this variant."""
+        self.status.variants[shapes] = compiled_as.variant
+        self.compiled_as[shapes, compiled_as.variant] = replace(compiled_as, found=None)
 
-    def make_plan(self, captured: Captured, step: Metered, form: CompiledVariant = WHOLE_FORM) -> Captured:
+    def make_plan(self, captured: Captured, step: Metered, compiled_as: CompiledVariant = UNMODIFIED) -> Captured:
         """Profile the step's ops here, then plan it inside the budget; `step` gets the plan and what it was made for.
 
         Args:
             captured: the step.
             step: as it will run.
-            form: in which form it was captured.
+            compiled_as: in which variant it was captured.
 
         Returns:
             The step as it is under the plan, which may encode storages that `captured` does not.
@@ -372,8 +373,8 @@ class Session:
             PlanError: the ready plan belongs to another step.
         """
         started = time.perf_counter()
-        doing("plan", f"{len(captured.graph.ops)} ops, {form.variant}")
-        planned = form.planned_for(captured)
+        doing("plan", f"{len(captured.graph.ops)} ops, {compiled_as.variant}")
+        planned = compiled_as.planned_for(captured)
         if planned is None:
             planning = self.planning(captured)
             planned = self.try_to_plan(planning, self.loops(planning.outputs))
@@ -382,11 +383,11 @@ class Session:
             made = self._within_reserved(captured, made)
         captured, plan = made.captured, made.plan
         self._plannings[step] = made.planning
-        basis = form.basis(made.basis)
+        basis = compiled_as.basis(made.basis)
         check_own_plan(plan.captured_graph, plan.graph, plan.residences, self.status.budget_bytes or 0)
-        seconds = time.perf_counter() - started + form.seconds
+        seconds = time.perf_counter() - started + compiled_as.seconds
         plan = replace(
-            form.described(made, self.loop, self.options),
+            compiled_as.described(made, self.loop, self.options),
             planning_seconds=seconds,
             without_effect=self.without_effect,
             is_at_most=bool(captured.largest_nodes),

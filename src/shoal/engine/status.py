@@ -57,7 +57,7 @@ class Status:
         repairs: how often plans were made again because a measured peak was over the budget.
         encoded: by step, the storages that its plan encodes. They depend on times measured here; what an earlier run
             encoded, put here before the first step, is encoded again, so that the run continues with the same numbers.
-        variants: by the shapes of the inputs, the form in which the step is computed; likewise.
+        variants: by the shapes of the inputs, the variant in which the step is computed; likewise.
         preparations: how each step was prepared, and why again, in order.
         has_new_plans: a weak reference to what tells whether the next step may be metered.
         learn_refusals: one to what plans again where memory ran out, which nothing else reports.
@@ -322,8 +322,8 @@ class Status:
 
     @property
     def lower_bound_seconds(self) -> float | None:
-        """No plan of the largest step inside the budget adds less time than this to plain PyTorch's, in its form and
-        order of ops: negative where that form is faster.
+        """No plan of the largest step inside the budget adds less time than this to plain PyTorch's, in its variant and
+        order of ops: negative where that variant is faster.
         """
         return self.plan.least_added_seconds if self.plan else None
 

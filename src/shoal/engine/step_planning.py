@@ -54,8 +54,8 @@ class Planned:
 
 
 @dataclass(frozen=True)
-class PlannedForm:
-    """A step in one form, and its plan.
+class PlannedVariant:
+    """A step in one variant, and its plan.
 
     Attributes:
         captured: the step. laid_out: so that its results are laid out as traced.
@@ -71,14 +71,14 @@ class PlannedForm:
 
 @dataclass(frozen=True)
 class CompiledVariant:
-    """In which form a step is compiled.
+    """In which variant a step is compiled.
 
     Attributes:
-        variant: the form.
-        candidates: the forms that were considered.
+        variant: the variant.
+        candidates: the variants that were considered.
         seconds: how long that took.
-        written: what is known of the step in the form in which its author wrote it, if this is another; its static
-            bytes are those in addition to this form's.
+        written: what is known of the step in the variant in which its author wrote it, if this is another; its static
+            bytes are those in addition to this variant's.
         found: the step as it was captured to be considered, and its plan; None where nothing was considered.
     """
 
@@ -86,7 +86,7 @@ class CompiledVariant:
     candidates: tuple[Candidate, ...] = ()
     seconds: float = 0.0
     written: Basis | None = None
-    found: PlannedForm | None = None
+    found: PlannedVariant | None = None
 
     def planned_for(self, captured: Captured) -> tuple[Planned, LoopMemory] | None:
         """The plan that was found, for the same step as it is captured to be run; None where it has to be made.
@@ -101,11 +101,11 @@ class CompiledVariant:
         return replace(found.planned, captured=captured), found.loop
 
     def basis(self, made: Basis) -> Basis:
-        """What a plan was made for, with the form in which the author wrote the step."""
+        """What a plan was made for, with the variant in which the author wrote the step."""
         return replace(made, written=self.written and self.written.with_static(made.graph.static_bytes))
 
     def described(self, made: Planned, loop: LoopMemory, options: CompileOptions) -> Plan:
-        """A plan of the step in this form, with what was considered and what it was made for."""
+        """A plan of the step in this variant, with what was considered and what it was made for."""
         return replace(
             made.plan,
             options=options.to_json(),
@@ -116,7 +116,7 @@ class CompiledVariant:
         )
 
 
-WHOLE_FORM = CompiledVariant()
+UNMODIFIED = CompiledVariant()
 
 
 @dataclass(frozen=True)
@@ -239,8 +239,8 @@ class StepPlanning:
         return Basis(self._costs_of(self._captured), None, self.outputs, self.fingerprint)
 
     def enough_as_written(self, refused: BudgetError, written: Basis | None, loop: LoopMemory) -> BudgetError:
-        """The refusal of a form, or of the one in which the author wrote the step if a new training would take that one
-        in the budget that is named: in which form a step is compiled is chosen before its loop is known.
+        """The refusal of a variant, or of the one in which the author wrote the step if a new training would take that
+        one in the budget that is named: in which variant a step is compiled is chosen before its loop is known.
 
         Args:
             refused: of this step in the loop.

@@ -203,7 +203,9 @@ def _native_arithmetic(dtype: torch.dtype, channels: int, level: str | None) -> 
 
         def repeats(fused: bool) -> bool:
             return all(
-                have_same_bits(_native_call(trial[0], fused)(*trial, torch.empty_like(trial[0])), _whole_backward(*trial))
+                have_same_bits(
+                    _native_call(trial[0], fused)(*trial, torch.empty_like(trial[0])), _whole_backward(*trial)
+                )
                 for trial in trials
             )
 

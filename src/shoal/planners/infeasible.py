@@ -15,9 +15,9 @@ _FEW_OPS = 64  # of a step of which the least is searched whatever the budget
 
 
 def is_hopeless(graph: StepGraph, budget_bytes: int) -> bool:
-    """Whether what stays in any form of the step is over the budget, and a search for the least takes long.
+    """Whether what stays in any variant of the step is over the budget, and a search for the least takes long.
 
-    In every form the same parameters, buffers, inputs and gradients are there when the step ends.
+    In every variant the same parameters, buffers, inputs and gradients are there when the step ends.
     """
     return floor_bytes(graph) > budget_bytes and len(graph.ops) > _FEW_OPS
 

@@ -166,7 +166,7 @@ def render_svg(frontier: BatchFrontierData) -> str:
         f"times for {frontier.hardware}; best: {described(best)}",
         described=title(frontier),
     )
-    chart.forms(point.variant for point in points)
+    chart.variants(point.variant for point in points)
     chart.key("bound", "upper bound")
     chart.axes(x, y, "images in a step", "images/s")
     bound = [(point.batch, point.bound_images_per_second) for point in points]

@@ -154,7 +154,7 @@ def render_svg(frontier: FrontierData) -> str:
 
     words = title(frontier)
     chart = Chart(f"{frontier.model}: step time inside each budget", words.partition(", ")[2], described=words)
-    chart.forms(point.variant for point in points)
+    chart.variants(point.variant for point in points)
     chart.key("bound", "lower bound")
     if budget_bytes is not None and drawn_bytes is None:
         chart.key("budget-name", f"your budget, {format_bytes(budget_bytes)}, is further right")

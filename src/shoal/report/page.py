@@ -13,7 +13,7 @@ from shoal.core.timeline import Timeline
 from shoal.errors import InputError
 from shoal.report.charts import chart_data, patch_drawing
 from shoal.report.data import Report
-from shoal.report.tables import forms_of_step, largest_storages, parts_of_model
+from shoal.report.tables import largest_storages, parts_of_model, variants_of_step
 from shoal.report.words import fillings, glossary, headline, lede, name_of, outcomes, scales, settings, tiles
 
 
@@ -38,7 +38,7 @@ def render(report: Report) -> str:
         scales=scales(report),
         storages=largest_storages(report.plan),
         parts=parts_of_model(report.timeline, report.plan),
-        candidates=forms_of_step(report.plan),
+        candidates=variants_of_step(report.plan),
         outcomes=outcomes(report),
         settings=settings(report),
         glossary=glossary(report),

@@ -63,12 +63,12 @@ def _costs(plan: Plan) -> Iterator[str]:
         )
         return
     yield (
-        f"predicted peak  {peak} ({share} of plain PyTorch's {plan.plain_peak}; in this form keeping everything takes "
-        f"{format_bytes(kept.peak_bytes)})"
+        f"predicted peak  {peak} ({share} of plain PyTorch's {plan.plain_peak}; in this variant keeping "
+        f"everything takes {format_bytes(kept.peak_bytes)})"
     )
     added = added_text(plan.predicted_seconds, plan.plain_seconds)
     yield (
-        f"predicted step  {step}, {added} of plain PyTorch's {1e3 * plan.plain_seconds:.1f} ms; in this form "
+        f"predicted step  {step}, {added} of plain PyTorch's {1e3 * plan.plain_seconds:.1f} ms; in this variant "
         f"keeping everything takes {1e3 * kept.seconds:.1f} ms, and {alike} less than "
         f"{1e3 * kept.seconds + bound_ms:.1f} ms"
     )

@@ -16,7 +16,7 @@ _LETTER = 6.6  # pixels of one in a legend, on average
 
 
 def kind_of(variant: Variant) -> str:
-    """The class that a form has in drawings."""
+    """The class that a variant has in drawings."""
     return "fused" if variant.fuse else "patches" if variant.depth else "whole"
 
 
@@ -82,7 +82,7 @@ class Chart:
         self._shapes["texts"].append((kind, round(x, 1), round(y, 1), anchor, words))
 
     def point(self, kind: str, x: float, y: float, words: str, *, radius: float = 5.5) -> None:
-        """A point at two values, of a form or of "plain" PyTorch, with words for a pointer that rests on it."""
+        """A point at two values, of a variant or of "plain" PyTorch, with words for a pointer that rests on it."""
         self._point(kind, self.x(x), self.y(y), words, radius)
 
     def _point(self, kind: str, x: float, y: float, words: str, radius: float = 5.5) -> None:
@@ -99,8 +99,8 @@ class Chart:
         self.text(start, 74, words, kind=kind if kind == "budget-name" else "")
         self._legend_end = start + 15 + _LETTER * len(words)
 
-    def forms(self, variants: Iterable[Variant]) -> None:
-        """Keys to the forms of these variants, and to plain PyTorch."""
+    def variants(self, variants: Iterable[Variant]) -> None:
+        """Keys to the variants of these variants, and to plain PyTorch."""
         drawn = {kind_of(variant) for variant in variants}
         for kind in KINDS:
             if kind in drawn:

@@ -51,17 +51,17 @@ class PartTable(NamedTuple):
     columns: dict[str, str]
 
 
-class FormTable(NamedTuple):
-    """`columns`: the titles of what stands between the form and its outcome."""
+class VariantTable(NamedTuple):
+    """`columns`: the titles of what stands between the variant and its outcome."""
 
     rows: list[tuple[str, ...]]
     columns: tuple[str, ...]
 
 
-def forms_of_step(plan: Plan | None) -> FormTable:
-    """The forms of the step that were considered; no rows where there was no choice."""
+def variants_of_step(plan: Plan | None) -> VariantTable:
+    """The variants of the step that were considered; no rows where there was no choice."""
     candidates = plan.candidates if plan is not None else ()
-    return FormTable([one.cells() for one in candidates], COLUMNS[1:-1])
+    return VariantTable([one.cells() for one in candidates], COLUMNS[1:-1])
 
 
 def largest_storages(plan: Plan | None, count: int = 10) -> list[StorageRow]:

@@ -1,4 +1,4 @@
-"""Forms of a step that is made up, with what each needs and takes: they stand for `Variants`."""
+"""Variants of a step that is made up, with what each needs and takes: they stand for `Variants`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shoal.core.simulate import simulate
 from shoal.core.step import StepGraph
 from shoal.core.variant import WHOLE, Variant
 from shoal.engine.search.priced import Priced
-from shoal.engine.search.split_forms import PatchWork
+from shoal.engine.search.split_variants import PatchWork
 from shoal.errors import BudgetError
 from tests.random_steps import conv_bn_relu_chain
 
@@ -20,7 +20,7 @@ CROWDED_BYTES = 10**6
 
 
 class Refusing:
-    """Forms of which each needs another number of bytes, with what plans them."""
+    """Variants of which each needs another number of bytes, with what plans them."""
 
     def __init__(self, **needed_bytes: int) -> None:
         self.needed_bytes = {Variant(fuse="" if name == "whole" else name): need for name, need in needed_bytes.items()}
@@ -54,7 +54,7 @@ class Refusing:
 
 
 class OnPatches(Refusing):
-    """Forms that hold that many bytes besides, by the number of patches along each side; 1 is the step as it is."""
+    """Variants that hold that many bytes besides, by the number of patches along each side; 1 is the step as it is."""
 
     def __init__(self, *held_bytes: int) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class OnPatches(Refusing):
 
 
 class Many(Refusing):
-    """Forms of many ops, of which the least is not searched where the budget is hopeless."""
+    """Variants of many ops, of which the least is not searched where the budget is hopeless."""
 
     def __init__(self, **needed_bytes: int) -> None:
         super().__init__(**needed_bytes)
@@ -97,7 +97,7 @@ class Many(Refusing):
 
 
 class InSeconds(Refusing):
-    """Forms by the seconds that they take with everything kept, and that their plans take."""
+    """Variants by the seconds that they take with everything kept, and that their plans take."""
 
     def __init__(self, **seconds: tuple[float, float]) -> None:
         super().__init__(**dict.fromkeys(seconds, 0))

@@ -1,4 +1,4 @@
-"""The fastest form of a step: chosen by its plan, the same function, and all that training does to it."""
+"""The fastest variant of a step: chosen by its plan, the same function, and all that training does to it."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ FUSED = Variant(fuse="bnff")
 
 @pytest.fixture(autouse=True)
 def few_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.engine.search.split_forms._DEPTHS", (0.5,))
-    monkeypatch.setattr("shoal.engine.search.split_forms._PARTS", (2,))
-    monkeypatch.setattr("shoal.engine.search.split_forms._SLICES", ())
+    monkeypatch.setattr("shoal.engine.search.split_variants._DEPTHS", (0.5,))
+    monkeypatch.setattr("shoal.engine.search.split_variants._PARTS", (2,))
+    monkeypatch.setattr("shoal.engine.search.split_variants._SLICES", ())
 
 
 def wide_at_first() -> nn.Module:
@@ -182,7 +182,7 @@ def untraceable(*arguments: Any) -> Any:
 
 
 @pytest.mark.parametrize("points", [False, True], ids=["of a budget", "of a frontier"])
-def test_a_form_that_cannot_be_traced_is_left_out_and_the_step_trains(
+def test_a_variant_that_cannot_be_traced_is_left_out_and_the_step_trains(
     points: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shoal.engine.search.variants.fuse_graph", untraceable)
@@ -253,7 +253,8 @@ def test_below_what_the_whole_needs_it_runs_on_patches_without_changing_its_func
 def trained_in_less(
     network: Callable[[], nn.Module], x: torch.Tensor, share: float, before: torch.Tensor | None = None
 ) -> Variant:
-    """The form of a network that trains as it does inside a share of what it needs as it is; after a batch `before`."""
+    """The variant of a network that trains as it does inside a share of what it needs as it is; after a batch
+    `before`."""
     model, plain, exact = network(), network(), network().double()
     with pytest.raises(BudgetError) as whole:
         shoal.plan(model, x, 100_000, allow="bitwise")
@@ -275,7 +276,7 @@ def trained_in_less(
 @needs_little_scratch
 def test_below_what_the_whole_needs_it_runs_on_slices_of_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a smaller batch: Dynamo has a symbol for the size of this one."""
-    monkeypatch.setattr("shoal.engine.search.split_forms._SLICES", (4,))
+    monkeypatch.setattr("shoal.engine.search.split_variants._SLICES", (4,))
     few, x = batches(1, 2, 3, 16, 16)[0], batches(1, 6, 3, 16, 16)[0]
 
     def network() -> nn.Module:
@@ -287,7 +288,7 @@ def test_below_what_the_whole_needs_it_runs_on_slices_of_the_batch(monkeypatch: 
 
 def test_instance_norms_run_on_slices_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in nnU-Net's networks for volumes."""
-    monkeypatch.setattr("shoal.engine.search.split_forms._SLICES", (2,))
+    monkeypatch.setattr("shoal.engine.search.split_variants._SLICES", (2,))
     x = batches(1, 2, 1, 16, 16, 16)[0]
 
     def network() -> nn.Module:
@@ -314,7 +315,7 @@ class ChannelsBehind(nn.Module):
 
 
 def test_a_block_of_convnext_runs_on_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.engine.search.split_forms._SLICES", (2,))
+    monkeypatch.setattr("shoal.engine.search.split_variants._SLICES", (2,))
     x = batches(1, 4, 3, 32, 32)[0]
 
     def network() -> nn.Module:
@@ -365,7 +366,7 @@ def test_independent_patches_are_those_of_split() -> None:
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
 
 
-def test_where_nothing_fits_the_least_of_all_forms_is_told_and_works() -> None:
+def test_where_nothing_fits_the_least_of_all_variants_is_told_and_works() -> None:
     model = wide_at_first()
     least = least_bytes(model, allow="bitwise, exact_split")
     assert 200_000 < least < least_bytes_of_the_whole()
@@ -464,7 +465,7 @@ def test_a_model_that_enters_autocast_is_fused_and_trains_as_it_does() -> None:
         assert (one.grad - other.grad).norm() <= 2e-2 * other.grad.norm() + 1e-4
 
 
-def test_a_plan_that_was_saved_runs_in_its_form(tmp_path: Path) -> None:
+def test_a_plan_that_was_saved_runs_in_its_variant(tmp_path: Path) -> None:
     model = normalised()
     made = shoal.plan(model, torch.empty(IMAGES), share_of_plain(normalised, 0.9), allow="exact")
     read = Plan.load(made.save(tmp_path / "plan.json"))
@@ -479,7 +480,7 @@ def test_a_plan_that_was_saved_runs_in_its_form(tmp_path: Path) -> None:
 
 
 @needs_little_scratch
-def test_a_resumed_run_takes_the_form_it_had() -> None:
+def test_a_resumed_run_takes_the_variant_it_had() -> None:
     model, again = compiled(normalised), compiled(normalised)
     step(model, batches(1)[0])
     again.shoal.variants.update(dict.fromkeys(model.shoal.variants, WHOLE))  # type: ignore[union-attr,arg-type]

@@ -1,6 +1,6 @@
-"""The law of budgets, on random steps with forms of every kind: more bytes and more means are never slower.
+"""The law of budgets, on random steps with variants of every kind: more bytes and more means are never slower.
 
-A form that may gain less than half a percent is not planned, so that much is let pass.
+A variant that may gain less than half a percent is not planned, so that much is let pass.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shoal.engine.search.best_variant import best_variant
 from shoal.engine.search.encoding import EncodeBelow, EncodeIfFaster, NotFaster
 from shoal.engine.search.priced import Encodable, Priced
 from shoal.engine.search.search_state import GOOD_ENOUGH, WORTH_A_PLAN
-from shoal.engine.search.split_forms import PatchWork
+from shoal.engine.search.split_variants import PatchWork
 from shoal.errors import BudgetError
 from shoal.planners.infeasible import fewest_bytes
 from shoal.planners.joint import joint
@@ -64,8 +64,8 @@ def encoded(step: StepGraph, codec_seconds: float) -> StepGraph:
 
 
 @dataclass
-class Forms:
-    """Stands for `Variants`: a form's graph is its name."""
+class AnyVariants:
+    """Stands for `Variants`: a variant's graph is its name."""
 
     steps: dict[Variant, StepGraph]
     codec_seconds: float | None = None
@@ -136,31 +136,31 @@ def network(*widths: int) -> StepGraph:
 def test_slices_that_are_the_fastest_in_few_bytes_are_looked_at_in_more(widths: tuple[int, ...], slower: float) -> None:
     whole = network(*(100 * width for width in widths))
     parts = in_parts(whole, 3, slower)
-    forms, plain, least_bytes = Forms({WHOLE: whole, FEW: parts}), simulate(whole, {}), fewest_bytes(parts)
+    candidates, plain, least_bytes = AnyVariants({WHOLE: whole, FEW: parts}), simulate(whole, {}), fewest_bytes(parts)
     enough = (1 + GOOD_ENOUGH) * plain.seconds
-    found = [forms.seconds(int(least_bytes + n / 14 * (plain.peak_bytes - least_bytes))) for n in range(15)]
+    found = [candidates.seconds(int(least_bytes + n / 14 * (plain.peak_bytes - least_bytes))) for n in range(15)]
     for seconds, least in zip(found[1:], accumulate(found, min), strict=False):
         assert seconds * (1 - WORTH_A_PLAN) <= max(least, enough)
     assert found[-1] == plain.seconds < found[0]
 
 
 class Doubted(Priced[None]):
-    """A form of which the bound says, wrongly, that it does not fit."""
+    """A variant of which the bound says, wrongly, that it does not fit."""
 
     def least_seconds(self, budget_bytes: int) -> float:
         return math.inf
 
 
-def test_a_form_that_fits_after_all_is_planned_beside_a_slower_one_that_fits_by_its_bound() -> None:
+def test_a_variant_that_fits_after_all_is_planned_beside_a_slower_one_that_fits_by_its_bound() -> None:
     whole = conv_bn_relu_chain(4)
     budget_bytes = int(0.9 * simulate(whole, {}).peak_bytes)
-    forms = Forms({WHOLE: whole, FUSED: in_parts(whole, 4, 3.0)})
+    candidates = AnyVariants({WHOLE: whole, FUSED: in_parts(whole, 4, 3.0)})
 
     def price(variant: Any) -> Priced[None]:
-        priced = forms.price(variant)
+        priced = candidates.price(variant)
         return Doubted(priced.graph, priced.plan) if variant == WHOLE else priced
 
-    found = best_variant(forms, price, budget_bytes, "").plan  # type: ignore[arg-type]
+    found = best_variant(candidates, price, budget_bytes, "").plan  # type: ignore[arg-type]
     assert found.variant == WHOLE and found.predicted_seconds == joint(whole, HARDWARE, budget_bytes).predicted_seconds
     assert {one.variant: one.outcome for one in found.candidates} == {WHOLE: "chosen", FUSED: "slower"}
 
@@ -178,16 +178,16 @@ def test_more_bytes_and_more_means_are_never_slower(
         PATCHES: in_parts(whole, 2, 1.1 * slower),
     }
     means = {
-        "recompute": Forms({WHOLE: whole}),
-        "exact": Forms(exact),
-        "lossy": Forms(exact | {APART: in_parts(whole, 4, slower)}, codec_seconds),
+        "recompute": AnyVariants({WHOLE: whole}),
+        "exact": AnyVariants(exact),
+        "lossy": AnyVariants(exact | {APART: in_parts(whole, 4, slower)}, codec_seconds),
     }
     plain = simulate(whole, {})
     before = dict.fromkeys(means, math.inf)
     least_bytes = fewest_bytes(whole)
     for share in SHARES:
         budget_bytes = int(least_bytes + share * (plain.peak_bytes - least_bytes))
-        now = {name: forms.seconds(budget_bytes) for name, forms in means.items()}
+        now = {name: candidates.seconds(budget_bytes) for name, candidates in means.items()}
         for narrow, wide in pairwise(now):
             assert now[wide] * (1 - WORTH_A_PLAN) <= now[narrow], (narrow, wide, share)
         for name, seconds in now.items():

@@ -21,7 +21,7 @@ from shoal.core.means import LOSSY
 from shoal.core.plan import Plan
 from shoal.core.variant import WHOLE, Variant
 from shoal.engine.iteration.variants import IterationVariants
-from shoal.engine.search import best_variant, split_forms
+from shoal.engine.search import best_variant, split_variants
 from shoal.engine.search.combinations import in_parts, norms_of_the_rest
 from shoal.engine.search.variants import Variants
 from tests.engine.search.variant_steps import captured, step
@@ -76,7 +76,7 @@ def called(graph: fx.GraphModule) -> set[str]:
 
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_every_combination_computes_the_model(dims: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(split_forms, "_WORTH_SLABS_BYTES", 0)
+    monkeypatch.setattr(split_variants, "_WORTH_SLABS_BYTES", 0)
     torch.manual_seed(0)
     model, x = Network(dims).double(), torch.randn(5, 3, *SIZES[dims], dtype=torch.float64)
     plain, before = copy.deepcopy(model), copy.deepcopy(model.state_dict())
@@ -126,7 +126,7 @@ def planned(budget_share: float, allow: str) -> Plan:
         model, x = large_then_small(), torch.empty(8, 3, 48, 48)
     budget_bytes = int(budget_share * PLAIN_PEAK_BYTES)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(split_forms, "_PARTS", ())  # patches take long to plan
+        patch.setattr(split_variants, "_PARTS", ())  # patches take long to plan
         return shoal.plan(model, x, budget_bytes, hardware="p100-nvlink", offload_to=None, allow=f"recompute, {allow}")
 
 
@@ -153,8 +153,8 @@ def test_more_techniques_are_never_slower_where_fused_norms_need_more_bytes() ->
 
 def test_a_combination_trains_inside_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether fused norms are faster on this machine is not what is tested: they are taken to be."""
-    monkeypatch.setattr(best_variant, "norms_of_the_rest", lambda forms: (Variant(fuse="bnff"), False))
-    monkeypatch.setattr(split_forms, "_PARTS", ())  # patches take long to plan
+    monkeypatch.setattr(best_variant, "norms_of_the_rest", lambda candidates: (Variant(fuse="bnff"), False))
+    monkeypatch.setattr(split_variants, "_PARTS", ())  # patches take long to plan
     torch.manual_seed(0)
     # In float64, for in float32 rounding may change the sign of an activation, in plain PyTorch too.
     model, x = large_then_small().double(), torch.randn(8, 3, 48, 48, dtype=torch.float64)

@@ -20,7 +20,7 @@ import shoal
 from shoal.capture.layered import Refused
 from shoal.core.means import LOSSY
 from shoal.core.variant import Variant
-from shoal.engine.search import split_forms
+from shoal.engine.search import split_variants
 from shoal.engine.search.variants import Variants
 from shoal.errors import BudgetError
 from tests.engine.search.variant_steps import captured, step
@@ -125,17 +125,17 @@ def made(dims: int, kind: str, dtype: torch.dtype) -> tuple[nn.Module, torch.Ten
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dims", [2, 3])
 def test_every_variant_computes_the_model(dims: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(split_forms, "_WORTH_SLABS_BYTES", 0)
+    monkeypatch.setattr(split_variants, "_WORTH_SLABS_BYTES", 0)
     model, x = made(dims, kind, torch.float64)
     plain, before = made(dims, kind, torch.float64)[0], copy.deepcopy(model.state_dict())
     graph, inputs = captured(model, x)
     expected = step(lambda: plain(x), plain)
-    forms, ran = Variants(graph, LOSSY), list[Variant]()
+    candidates, ran = Variants(graph, LOSSY), list[Variant]()
     patches = [Variant(depth=depth, grid=(2,) * dims) for depth in (0.5, 1.0)]
     for variant in (*VARIANTS, *patches):
         model.load_state_dict(before)
         try:
-            rewritten = forms.graph(variant)
+            rewritten = candidates.graph(variant)
         except Refused:
             continue
         ran.append(variant)
@@ -183,8 +183,8 @@ def small(kind: str, dtype: torch.dtype) -> tuple[nn.Module, torch.Tensor]:
 
 
 def test_the_minimum_that_is_named_is_that_of_slices_and_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(split_forms, "_PARTS", ())  # patches take long to plan, and so do many slices
-    monkeypatch.setattr(split_forms, "_SLICES", (4,))
+    monkeypatch.setattr(split_variants, "_PARTS", ())  # patches take long to plan, and so do many slices
+    monkeypatch.setattr(split_variants, "_SLICES", (4,))
     model, x = small("spectral_norm", torch.float32)
     with pytest.raises(BudgetError) as refused:
         shoal.compile(model, 80_000, allow="recompute, exact_split", optimizer="sgd")(x)

@@ -1,4 +1,4 @@
-"""In which order forms that no bound expects to fit are asked: by made-up steps that keep everything."""
+"""In which order variants that no bound expects to fit are asked: by made-up steps that keep everything."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ def ways(*steps: StepGraph, encoded: bool = False) -> list[Way[str, None]]:
     def plan(budget_bytes: int) -> None:
         raise AssertionError("nothing is planned")
 
-    forms = [
-        PricedVariant(Variant(slices=place + 2), f"form {place}", Priced(step, plan))
+    candidates = [
+        PricedVariant(Variant(slices=place + 2), f"variant {place}", Priced(step, plan))
         for place, step in enumerate(steps)
     ]  # type: ignore[arg-type]
-    return [Way(form, encoded, form.priced.graph) for form in forms]
+    return [Way(candidate, encoded, candidate.priced.graph) for candidate in candidates]
 
 
 def order(found: list[Way[str, None]]) -> list[str]:
-    return [way.form.graph for way in found]
+    return [way.candidate.graph for way in found]
 
 
 def test_what_is_expected_to_fit_comes_first_the_fastest_of_it_and_then_what_needs_least() -> None:
     steps = [kept_alone(4000), kept_alone(1000, 2.0), kept_alone(3000), kept_alone(1200, 1.0)]
     found = nearest_first(ways(*steps), needed_bytes(steps[3]))
-    assert order(found) == ["form 3", "form 1", "form 2", "form 0"]
+    assert order(found) == ["variant 3", "variant 1", "variant 2", "variant 0"]
     expected = [way.expected_bytes for way in found]
     assert all(nbytes <= needed_bytes(way.step) for nbytes, way in zip(expected, found, strict=True))
 
@@ -56,7 +56,7 @@ def test_of_the_same_step_the_way_that_may_encode_comes_first() -> None:
         assert [way.encoded for way in found] == [True, False]
 
 
-def test_where_a_single_op_is_over_the_budget_what_a_form_about_needs_counts() -> None:
+def test_where_a_single_op_is_over_the_budget_what_a_variant_about_needs_counts() -> None:
     steps = [kept_alone(2000), kept_alone(1000)]
     found = nearest_first(ways(*steps), fewest_bytes(steps[1]) - 1)
     assert [way.expected_bytes for way in found] == [needed_bytes(step) for step in reversed(steps)]

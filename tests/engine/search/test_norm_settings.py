@@ -21,7 +21,7 @@ from shoal.capture.layered import Refused
 from shoal.capture.traced_functions import admit_cumulative_norms, cumulative_norms
 from shoal.core.means import LOSSY
 from shoal.core.variant import Variant
-from shoal.engine.search import split_forms
+from shoal.engine.search import split_variants
 from shoal.engine.search.variants import Variants
 from shoal.errors import BudgetError
 from tests.engine.search.variant_steps import captured
@@ -127,18 +127,18 @@ def step(run: Callable[[], torch.Tensor], model: nn.Module) -> dict[str, torch.T
 
 def assert_right(dims: int, settings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Every variant gives what plain PyTorch gives."""
-    monkeypatch.setattr(split_forms, "_WORTH_SLABS_BYTES", 0)
+    monkeypatch.setattr(split_variants, "_WORTH_SLABS_BYTES", 0)
     torch.manual_seed(0)
     model, x = Network(dims, settings).double(), torch.randn(5, 3, *_SIZES[dims], dtype=torch.float64)
     plain = copy.deepcopy(model)
     before = copy.deepcopy(model.state_dict())
     expected = step(lambda: plain(x), plain)
     graph, inputs = captured_with_cumulative_norms(model, x)
-    forms, ran = Variants(graph, LOSSY), 0
+    candidates, ran = Variants(graph, LOSSY), 0
     for variant in variants(dims):
         model.load_state_dict(before)
         try:
-            rewritten = forms.graph(variant)
+            rewritten = candidates.graph(variant)
         except Refused:
             continue
         ran += 1
@@ -185,8 +185,8 @@ def two_convolutions() -> nn.Module:
 
 
 def test_a_model_with_frozen_batch_norms_trains_at_the_minimum_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(split_forms, "_PARTS", ())  # patches take long to plan, and so do many slices
-    monkeypatch.setattr(split_forms, "_SLICES", (2,))
+    monkeypatch.setattr(split_variants, "_PARTS", ())  # patches take long to plan, and so do many slices
+    monkeypatch.setattr(split_variants, "_SLICES", (2,))
     x, allow = torch.randn(4, 3, 24, 24), "recompute, exact_split"
     with pytest.raises(BudgetError) as refused:
         shoal.compile(two_convolutions(), budget="150kB", allow=allow)(x)

@@ -33,7 +33,7 @@ def test_a_scaled_step_is_the_captured_one() -> None:
         assert scaled_step(small, 4, large, 16, batch) == captured(net, batch)
 
 
-def test_steps_of_two_forms_are_told_apart() -> None:
+def test_steps_of_two_variants_are_told_apart() -> None:
     """Shrunk, a ReLU of a large result has a mask of its own."""
     with torch.device("meta"):
         net = nn.Sequential(nn.Conv2d(3, 64, 3), nn.ReLU(), nn.Conv2d(64, 4, 3))
@@ -71,7 +71,7 @@ def test_counts_that_would_not_be_whole_are_no_answer() -> None:
 
 
 @pytest.mark.parametrize("change", [{"layer": "elsewhere"}, {"recomputable": False}, {"reads": ()}])
-def test_ops_that_differ_in_more_than_counts_are_another_form(change: dict[str, object]) -> None:
+def test_ops_that_differ_in_more_than_counts_are_another_variant(change: dict[str, object]) -> None:
     graph = conv_bn_relu_chain(2)
     changed = replace(graph, ops=(replace(graph.ops[0], **change), *graph.ops[1:]))
     assert scaled_step(graph, 4, changed, 16, 10) is None

@@ -10,7 +10,7 @@ from torch import nn
 
 import shoal
 from shoal.core.variant import Variant
-from shoal.engine.search import split_forms, variants
+from shoal.engine.search import split_variants, variants
 from shoal.errors import BudgetError
 from tests.float32_rule import too_far
 
@@ -49,9 +49,9 @@ def trained(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(autouse=True)
 def _small_tensors_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(split_forms, "_WORTH_SLABS_BYTES", 1 << 10)
-    monkeypatch.setattr(split_forms, "_SLABS", ((4, False), (4, True)))
-    monkeypatch.setattr(split_forms, "_PARTS", ())  # patches take long to plan
+    monkeypatch.setattr(split_variants, "_WORTH_SLABS_BYTES", 1 << 10)
+    monkeypatch.setattr(split_variants, "_SLABS", ((4, False), (4, True)))
+    monkeypatch.setattr(split_variants, "_PARTS", ())  # patches take long to plan
 
 
 def needed_bytes(allow: str) -> int:
@@ -76,20 +76,20 @@ def test_a_step_trains_in_a_budget_that_recomputing_does_not_meet() -> None:
     assert not too_far(mine, theirs, exact)
 
 
-def test_large_volumes_alone_have_such_forms(monkeypatch: pytest.MonkeyPatch) -> None:
-    forms: list[list[Variant]] = []
+def test_large_volumes_alone_have_such_variants(monkeypatch: pytest.MonkeyPatch) -> None:
+    candidates: list[list[Variant]] = []
 
     def read(gm: torch.fx.GraphModule, _: Any) -> torch.fx.GraphModule:
-        forms.append([one for one in variants.Variants(gm, frozenset({"exact_split"})).split() if one.slabs])
+        candidates.append([one for one in variants.Variants(gm, frozenset({"exact_split"})).split() if one.slabs])
         return gm
 
     torch.compile(made()[0], backend=read)(made()[1])
-    monkeypatch.setattr(split_forms, "_WORTH_SLABS_BYTES", 4 << 20)
+    monkeypatch.setattr(split_variants, "_WORTH_SLABS_BYTES", 4 << 20)
     torch._dynamo.reset()
     torch.compile(made()[0], backend=read)(made()[1])
-    assert forms == [[Variant(slabs=4), Variant(slabs=4, twice=True)], []]
-    assert [str(one) for one in forms[0]] == ["large layers on 4 slabs", "large layers on 4 slabs, measured first"]
-    assert {means for one in forms[0] for means in one.means} == {"exact_split"}
+    assert candidates == [[Variant(slabs=4), Variant(slabs=4, twice=True)], []]
+    assert [str(one) for one in candidates[0]] == ["large layers on 4 slabs", "large layers on 4 slabs, measured first"]
+    assert {means for one in candidates[0] for means in one.means} == {"exact_split"}
 
 
 class UnderAutocast(Network):
@@ -102,7 +102,7 @@ class UnderAutocast(Network):
 def test_a_network_that_enters_autocast_needs_what_it_needs_when_called_under_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(split_forms, "_SLABS", ((4, True),))
+    monkeypatch.setattr(split_variants, "_SLABS", ((4, True),))
     model, x = made()
 
     def needed_bytes(network: nn.Module, allow: str, budget_bytes: int = 1) -> int:

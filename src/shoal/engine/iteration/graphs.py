@@ -34,7 +34,7 @@ from shoal.core.variant import WHOLE, Pieces, Variant
 from shoal.cost.measure_links import link_to
 from shoal.cost.profile import profile_step
 from shoal.engine.backend import PlannedStep
-from shoal.engine.choose_variant import in_form
+from shoal.engine.choose_variant import in_variant
 from shoal.engine.compile_options import WITHOUT_LINK
 from shoal.engine.iteration.first import fits_easily
 from shoal.engine.iteration.plan import GraphVariant
@@ -134,7 +134,7 @@ class GraphStep(PlannedStep):
     run: Callable[..., Any]
 
     def __init__(self, steps: GraphSequence, node: Node, places: InputPlaces) -> None:
-        super().__init__(steps.session, places, self._in_its_form)
+        super().__init__(steps.session, places, self._in_its_variant)
         self.steps, self.running = steps, steps.running
         self.node = node
         self.trains = False
@@ -142,15 +142,15 @@ class GraphStep(PlannedStep):
         self.checkpoints = 0
         self.errors: Mapping[str, float] = {}
 
-    def _in_its_form(self, captured: Captured) -> tuple[CompiledVariant, Captured]:
+    def _in_its_variant(self, captured: Captured) -> tuple[CompiledVariant, Captured]:
         """Shrunk wherever there is a budget: how little room there is for a part is known when all have run."""
         chosen, part = self.node.chosen, self.node.part
         if part is not None and chosen is None:
             part.unmodified = captured
         shrinks = chosen.variant.shrunk if chosen is not None else bool(self.session.status.budget_bytes)
         smaller = shrunk(captured) if shrinks else None
-        form = CompiledVariant(Variant(shrunk=smaller is not None))
-        return form, in_form(self.session, smaller or captured, WHOLE)
+        compiled_as = CompiledVariant(Variant(shrunk=smaller is not None))
+        return compiled_as, in_variant(self.session, smaller or captured, WHOLE)
 
     def make_plan(self, captured: Captured) -> Captured:
         """Take the part's share of the plan, or for a first run what leaves most room."""
@@ -194,7 +194,7 @@ class GraphStep(PlannedStep):
 def described(
     plan: Plan, nodes: Sequence[Node], without_effect: tuple[str, ...], broken: str = "", *, is_chosen: bool
 ) -> Plan:
-    """The plan with what is told of its graphs: their form, checkpointed regions, where the model breaks.
+    """The plan with what is told of its graphs: their variant, checkpointed regions, where the model breaks.
 
     Args:
         plan: of the parts joined into one step.
@@ -207,7 +207,7 @@ def described(
     breaks = dict.fromkeys([broken, *(n.part.broken for n in nodes if n.part is not None)])
     of_first_run = next((n.chosen.variant for n in nodes if n.chosen is not None), WHOLE)
     as_they_are = replace(
-        of_first_run, pieces=pieces, shrunk=any(n.step is not None and n.step.form.variant.shrunk for n in nodes)
+        of_first_run, pieces=pieces, shrunk=any(n.step is not None and n.step.compiled_as.variant.shrunk for n in nodes)
     )
     return replace(
         plan,
@@ -302,7 +302,7 @@ class GraphSequence(ABC):
 
     def pieces_of(self, captured: Captured, in_use_bytes: int) -> tuple[Pieces, ...]:
         """Which convolutions of a part to compute in pieces: none where everything can be kept."""
-        means = self.session.options.form_means
+        means = self.session.options.variant_means
         if not KERNEL_MEANS & means or captured.largest_nodes:
             return ()
         graph = profile_step(captured, captured.device)
@@ -340,7 +340,7 @@ class GraphSequence(ABC):
             TracingContext.try_get(),
             break_after(gm),
             constant_numbers(),
-            self.session.options.form_means if self.session.ready_plan is None else LOSSY,
+            self.session.options.variant_means if self.session.ready_plan is None else LOSSY,
             autocast_state(example_inputs),
         )
         here = self.node.followed_by(part)  # what is captured runs next, and its guards are still open

@@ -26,15 +26,15 @@ from shoal.engine.iteration.first import in_first_run
 from shoal.engine.iteration.graphs import DynamoGraph, GraphSequence
 from shoal.engine.iteration.plan import GraphVariant, PlannedParts, VariantPlanning
 from shoal.engine.iteration.record import Ports
-from shoal.engine.search.any_form import smallest_form
+from shoal.engine.search.any_variant import smallest_variant
 from shoal.engine.search.best_variant import best_variant
 from shoal.engine.search.choose_encoded import bounding_step, choose_encoded
 from shoal.engine.search.combinations import without_norms
 from shoal.engine.search.encoded_steps import EncodedSteps
 from shoal.engine.search.encoding import EncodeBelow, EncodeIfFaster
 from shoal.engine.search.priced import Encodable, InVariant, Priced, Prices
-from shoal.engine.search.split_forms import PatchWork
-from shoal.engine.search.variants import forms_up_to
+from shoal.engine.search.split_variants import PatchWork
+from shoal.engine.search.variants import variants_up_to
 from shoal.engine.step_planning import allowed
 from shoal.kernels.generator import state_bytes
 from shoal.memory.limit import no_memory_limit
@@ -46,7 +46,7 @@ _Changed = Mapping[DynamoGraph, tuple[fx.GraphModule, Variant]]  # graphs that a
 
 
 class IterationVariants:
-    """See `shoal.engine.search.variants.Forms`.
+    """See `shoal.engine.search.variants.Variants`.
 
     Args:
         graphs: those of the iteration.
@@ -59,7 +59,7 @@ class IterationVariants:
         return iter(dict.fromkeys(variant for one in self._graphs for variant in one.variants.of_norms()))
 
     def of_smaller_maps(self, fused: Variant) -> Iterator[Variant]:
-        return forms_up_to(fused, [elems for one in self._graphs for elems in one.variants.norm_elems])
+        return variants_up_to(fused, [elems for one in self._graphs for elems in one.variants.norm_elems])
 
     def split(self) -> Iterator[Variant]:
         found: dict[Variant, Variant] = {}
@@ -200,7 +200,7 @@ def plan_best_variant(
         )
         return priced, costed
 
-    prices = Prices(session.options.form_means, session.in_regions, timed, costs, pieces=pieces)
+    prices = Prices(session.options.variant_means, session.in_regions, timed, costs, pieces=pieces)
     best = best_variant(IterationVariants(graphs), price, budget_bytes, session.name)
     return replace(best.made, plan=best.plan)
 
@@ -235,12 +235,12 @@ def first_variant(
 
         return Priced(first, smallest, smallest=smallest), [graph]
 
-    prices = Prices(session.options.form_means, session.in_regions, timed, costs)
+    prices = Prices(session.options.variant_means, session.in_regions, timed, costs)
 
     def price(graph: fx.GraphModule) -> Priced[None]:
         return prices.price(InVariant(sequence.captured(one, graph)))
 
-    return GraphVariant(smallest_form(one.variants, price, budget_bytes), "")
+    return GraphVariant(smallest_variant(one.variants, price, budget_bytes), "")
 
 
 def _captured(one: DynamoGraph, changed: tuple[fx.GraphModule, Variant] | None, sequence: GraphSequence) -> InVariant:

@@ -139,8 +139,10 @@ class _KeptPlans:
 
 
 def _point(batch: int, plan: Plan, budget_bytes: int) -> BatchPoint:
-    whole = next((form for form in plan.candidates if form.variant == WHOLE), None)  # None: there is no other form
-    bounds = (form.bound_seconds for form in plan.candidates if form.bound_seconds is not None)
+    whole = next(
+        (candidate for candidate in plan.candidates if candidate.variant == WHOLE), None
+    )  # None: there is no other variant
+    bounds = (candidate.bound_seconds for candidate in plan.candidates if candidate.bound_seconds is not None)
     return BatchPoint.of(
         plan,
         budget_bytes,

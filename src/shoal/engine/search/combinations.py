@@ -9,17 +9,17 @@ from typing import Any
 from shoal.core.step import StepGraph
 from shoal.core.variant import WHOLE, Variant
 from shoal.engine.search.search_state import GOOD_ENOUGH
-from shoal.engine.search.variants import Forms
+from shoal.engine.search.variants import AnyVariants
 from shoal.planners.estimates import about_least_bytes
 
 
 def without_norms(variant: Variant) -> tuple[Variant, ...]:
-    """What takes the place of a form in parts that the step does not have: norms as they are, if all are cut."""
+    """What takes the place of a variant in parts that the step does not have: norms as they are, if all are cut."""
     return () if WHOLE in (variant.norms, variant.parts) else (variant.parts,)
 
 
-def in_parts(variants: Forms[Any], norms: Variant, *, needs_more: bool) -> Iterator[Variant]:
-    """The forms in parts, with norms computed in another way in the layers that are not cut.
+def in_parts(variants: AnyVariants[Any], norms: Variant, *, needs_more: bool) -> Iterator[Variant]:
+    """The variants in parts, with norms computed in another way in the layers that are not cut.
 
     If the step needs more bytes with these, it is asked for on slices with norms as they are too.
 
@@ -41,15 +41,15 @@ def is_slowed_by_slices(sliced: StepGraph, rest: StepGraph) -> bool:
     return sliced.plain_seconds > (1 + GOOD_ENOUGH) * rest.plain_seconds
 
 
-def norms_of_the_rest(forms: Iterable[tuple[Variant, StepGraph]]) -> tuple[Variant, bool]:
+def norms_of_the_rest(candidates: Iterable[tuple[Variant, StepGraph]]) -> tuple[Variant, bool]:
     """How norms are computed in layers that are not cut, and whether the step needs more bytes so.
 
     Batch norms are fused if that is faster with everything kept, other norms are inverted if that needs fewer bytes.
 
     Args:
-        forms: of the whole step, the unmodified one among them, with what they cost.
+        candidates: of the whole step, the unmodified one among them, with what they cost.
     """
-    graphs = dict(forms)
+    graphs = dict(candidates)
     whole, inverted = graphs[WHOLE], Variant(invert=True)
     whole_bytes, found, needs_more = about_least_bytes(whole), WHOLE, False
     fused = [one for one in graphs if one.fuse and one == one.norms and one.up_to == 1]

@@ -1,6 +1,6 @@
-"""Where no form of a step fits by its bound: the order in which they are planned after all, or only for the least.
+"""Where no variant of a step fits by its bound: the order in which they are planned after all, or only for the least.
 
-A search for the least takes as long as a plan, an estimate of it far less. So every form, exact and with all encoded
+A search for the least takes as long as a plan, an estimate of it far less. So every variant, exact and with all encoded
 that may be, is estimated by one plan that recomputes on demand, and those that come near the lowest by more of them.
 """
 
@@ -20,7 +20,7 @@ from shoal.planners.infeasible import fewest_bytes
 
 @dataclass(frozen=True)
 class PricedVariant(Generic[Graph, Made]):
-    """A form of the step that was captured and priced."""
+    """A variant of the step that was captured and priced."""
 
     variant: Variant
     graph: Graph
@@ -29,17 +29,17 @@ class PricedVariant(Generic[Graph, Made]):
 
 @dataclass(frozen=True)
 class Way(Generic[Graph, Made]):
-    """A form that does not fit by its bound, exact or encoded.
+    """A variant that does not fit by its bound, exact or encoded.
 
     Attributes:
-        form: which.
+        candidate: which.
         encoded: whether storages may be encoded.
         step: as it is then: with all encoded that may be.
         expected_bytes: what it is expected to need at least; where nothing can fit, about what it needs.
         found_bytes: the peak of a plan that was found in a moment.
     """
 
-    form: PricedVariant[Graph, Made]
+    candidate: PricedVariant[Graph, Made]
     encoded: bool
     step: StepGraph
     expected_bytes: int = 0

@@ -1,4 +1,4 @@
-"""A form of the step, captured and priced, and whether it is small enough to be.
+"""A variant of the step, captured and priced, and whether it is small enough to be.
 
 `Prices` makes what a captured step costs of how it is timed and planned: as it is launched, shrunk, with ops in pieces.
 """
@@ -24,8 +24,8 @@ from shoal.core.step import StepGraph
 from shoal.core.variant import WHOLE, Pieces, Variant
 from shoal.engine.search.encoding import EncodeBelow, EncodeIfFaster
 from shoal.engine.search.scaled_step import NotLinear
-from shoal.engine.search.split_forms import PatchWork
-from shoal.engine.search.variants import Forms, Graph
+from shoal.engine.search.split_variants import PatchWork
+from shoal.engine.search.variants import AnyVariants, Graph
 from shoal.memory.limit import no_memory_limit
 from shoal.planners.estimates import least_seconds
 
@@ -33,19 +33,19 @@ log = logging.getLogger("shoal")
 
 Made = TypeVar("Made")
 Cost = TypeVar("Cost")
-_MAX_OPS = 12  # of all forms together, as a multiple of the whole step's
+_MAX_OPS = 12  # of all variants together, as a multiple of the whole step's
 _MIN_OPS = 6_000  # the same for small steps, in ops
 _OPS_A_CALL = 5  # of a layer on a patch: it is cut out, and both passes compute it
 
 
 @dataclass(frozen=True)
 class Encodable(Generic[Made]):
-    """What a form costs with storages encoded.
+    """What a variant costs with storages encoded.
 
     Attributes:
         graph: makes the step with a share of what may be encoded, by codecs that take no time, and no bytes in addition
             exact values.
-        plan: plans the form inside a budget, or raises BudgetError; NotFaster where no plan is what is asked for.
+        plan: plans the variant inside a budget, or raises BudgetError; NotFaster where no plan is what is asked for.
     """
 
     graph: Callable[[float], StepGraph]
@@ -54,19 +54,19 @@ class Encodable(Generic[Made]):
 
 @dataclass(frozen=True)
 class Priced(Generic[Made]):
-    """A form of the step with what it costs.
+    """A variant of the step with what it costs.
 
     Attributes:
         graph: with seconds, workspaces and all that the training loop holds.
         plan: plans it inside a budget, or raises BudgetError; what the caller wants of it, and the plan.
         encoded: the same with storages encoded; None where nothing may be.
-        shrunk: the same form with what waits within the backward pass shrunk; None where nothing can be.
-        cut: the same form with convolutions in pieces, and which those are; None where there are none.
+        shrunk: the same variant with what waits within the backward pass shrunk; None where nothing can be.
+        cut: the same variant with convolutions in pieces, and which those are; None where there are none.
         faster: likewise only with those that direct kernels compute, which may be faster.
         refuse: raises the BudgetError of a budget that is hopeless (see `planners.infeasible`), in a moment; None
             where the planner may not find the plan that this tells of.
-        smallest: as `plan`, for a search that asks only whether the form fits: any plan, however slow. None where the
-            planner is another one than `joint`.
+        smallest: as `plan`, for a search that asks only whether the variant fits: any plan, however slow. None where
+            the planner is another one than `joint`.
     """
 
     graph: StepGraph
@@ -149,12 +149,12 @@ class Prices(Generic[Made]):
 
 
 def why_too_many(work: PatchWork, whole_ops: int, captured_ops: int) -> str:
-    """Why a form on patches is not captured; "" where it may be.
+    """Why a variant on patches is not captured; "" where it may be.
 
     Args:
         work: what its patches take.
         whole_ops: of the step as it is.
-        captured_ops: of all forms so far.
+        captured_ops: of all variants so far.
     """
     n_ops = expected_ops(work, whole_ops)
     is_too_many = captured_ops + n_ops > max(_MAX_OPS * whole_ops, _MIN_OPS)
@@ -162,7 +162,7 @@ def why_too_many(work: PatchWork, whole_ops: int, captured_ops: int) -> str:
 
 
 def expected_ops(work: PatchWork, whole_ops: int) -> int:
-    """How many ops a form on patches has, about, before it is captured.
+    """How many ops a variant on patches has, about, before it is captured.
 
     Args:
         work: what its patches take.
@@ -171,11 +171,13 @@ def expected_ops(work: PatchWork, whole_ops: int) -> int:
     return whole_ops + _OPS_A_CALL * work.n_calls
 
 
-def captured_form(variants: Forms[Graph], price: Callable[[Graph], Cost], variant: Variant) -> tuple[Graph, Cost]:
-    """The graph of a form, and what it costs.
+def captured_variant(
+    variants: AnyVariants[Graph], price: Callable[[Graph], Cost], variant: Variant
+) -> tuple[Graph, Cost]:
+    """The graph of a variant, and what it costs.
 
     Raises:
-        Refused: the step does not have that form, or cannot be traced in it: then it is computed in another one.
+        Refused: the step does not have that variant, or cannot be traced in it: then it is computed in another one.
     """
     doing("capture", str(variant))
     try:

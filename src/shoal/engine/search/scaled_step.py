@@ -1,7 +1,7 @@
 """The step at a batch size, interpolated from the steps at two others.
 
 Every count of a step (bytes, shapes, floating-point operations) is a constant plus so much for each image, so two
-captured steps of the same form give all others. Steps that differ in more than counts (a network that computes
+captured steps of the same variant give all others. Steps that differ in more than counts (a network that computes
 something else at some size) are not interpolated, nor are counts that would not be whole (an allocator that rounds).
 """
 
@@ -32,7 +32,7 @@ def scaled_step(one: StepGraph, one_batch: int, other: StepGraph, other_batch: i
         batch: best between the two.
 
     Returns:
-        The step, or None if the two are not of one form or a count would not be whole.
+        The step, or None if the two are not of one variant or a count would not be whole.
     """
     if _form(one) != _form(other):
         return None

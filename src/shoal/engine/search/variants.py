@@ -1,4 +1,4 @@
-"""The forms that a captured step can take: whole, with batch norms fused, on patches. Each is a graph to be traced.
+"""The variants that a captured step can take: whole, with batch norms fused, on patches. Each is a graph to be traced.
 
 That convolutions are computed in pieces changes the traced step, not the graph: see `shoal.capture.pieces`.
 """
@@ -19,7 +19,7 @@ from shoal.capture.layered import LayeredGraph, Refused, as_dynamo_graph, layere
 from shoal.core.means import KERNEL_MEANS
 from shoal.core.variant import WHOLE, Variant
 from shoal.engine.search.pieces_of_a_graph import PiecesOfAGraph
-from shoal.engine.search.split_forms import MAX_DIMS, MIN_DIMS, PatchWork, SplitForms, spatial_dims
+from shoal.engine.search.split_variants import MAX_DIMS, MIN_DIMS, PatchWork, SplitVariants, spatial_dims
 from shoal.transforms.fuse.fuse_graph import fuse_graph, highest_level
 from shoal.transforms.fuse.fusion_size import MIN_ELEMS, FusionSize
 
@@ -28,8 +28,8 @@ _Graph = TypeVar("_Graph", covariant=True)
 _SMALLER_MAPS = (0.9, 0.5, 0.25)  # of the largest map: up to these, batch norms are fused where all of them do not fit
 
 
-class Forms(Protocol[_Graph]):
-    """The forms that a step can take, each with a graph of some kind: see `Variants`."""
+class AnyVariants(Protocol[_Graph]):
+    """The variants that a step can take, each with a graph of some kind: see `Variants`."""
 
     def of_norms(self) -> Iterator[Variant]:
         """With batch norms done by their neighbours, where there are any, and with other norms inverted."""
@@ -44,14 +44,14 @@ class Forms(Protocol[_Graph]):
         """On as many slices of the batch with fewer and fewer layers cut."""
 
     def work(self, variant: Variant) -> PatchWork:
-        """What a form on slices or patches takes; raises Refused."""
+        """What a variant on slices or patches takes; raises Refused."""
 
     def graph(self, variant: Variant) -> _Graph:
-        """The graph of a form; raises Refused."""
+        """The graph of a variant; raises Refused."""
 
 
-class OwnForm:
-    """A step as its author wrote it, and no other form: see `Forms`."""
+class OwnVariant:
+    """A step as its author wrote it, and no other variant: see `Variants`."""
 
     def __init__(self, gm: fx.GraphModule) -> None:
         self._own = gm
@@ -76,14 +76,14 @@ class OwnForm:
 
 
 class Variants:
-    """The forms of one step as Dynamo captured it.
+    """The variants of one step as Dynamo captured it.
 
     Args:
         gm: Dynamo's graph.
         means: what may be used, of `shoal.core.means`.
 
     Attributes:
-        own: that graph, the form in which the model's author wrote the step.
+        own: that graph, the variant in which the model's author wrote the step.
     """
 
     def __init__(self, gm: fx.GraphModule, means: frozenset[str]) -> None:
@@ -103,17 +103,17 @@ class Variants:
             return str(reason)
 
     @cached_property
-    def _splits(self) -> SplitForms:
-        return SplitForms(self._source, self._means)
+    def _splits(self) -> SplitVariants:
+        return SplitVariants(self._source, self._means)
 
     @property
     def has_other_graphs(self) -> bool:
-        """Whether it has a form with a graph of its own."""
+        """Whether it has a variant with a graph of its own."""
         return next(self.of_norms(), None) is not None or next(self.split(), None) is not None
 
     @property
     def has_others(self) -> bool:
-        """Whether it may have any form but its own."""
+        """Whether it may have any variant but its own."""
         return self.has_other_graphs or self._pieces.any
 
     def why_not(self, means: str) -> str:
@@ -153,7 +153,7 @@ class Variants:
         if "fuse" not in self._means or (source := self._source) is None or not source.layers(_BatchNorm):
             return
         if self._level is not None:
-            yield from fused_forms(self._level, self.norm_elems)
+            yield from fused_variants(self._level, self.norm_elems)
 
     @property
     def norm_elems(self) -> tuple[int, ...]:
@@ -177,13 +177,13 @@ class Variants:
 
     def of_smaller_maps(self, fused: Variant) -> Iterator[Variant]:
         """With batch norms fused but for those of the largest maps."""
-        yield from forms_up_to(fused, self.norm_elems)
+        yield from variants_up_to(fused, self.norm_elems)
 
     def graph(self, variant: Variant) -> fx.GraphModule:
         """A graph with the calling convention of Dynamo's.
 
         Raises:
-            Refused: the step does not have that form.
+            Refused: the step does not have that variant.
         """
         own = with_inverted_norms(self.own) if variant.invert else self.own
         is_in_parts = variant.parts != WHOLE
@@ -222,7 +222,7 @@ class Variants:
         """What one of these takes, known before it is captured.
 
         Raises:
-            Refused: the step does not have that form.
+            Refused: the step does not have that variant.
         """
         return self._splits.work(variant)
 
@@ -237,14 +237,14 @@ class Variants:
         return self._splits.samples
 
 
-def fused_forms(level: str, norm_elems: Sequence[int]) -> Iterator[Variant]:
+def fused_variants(level: str, norm_elems: Sequence[int]) -> Iterator[Variant]:
     """Everything fused at a level, and what pays by itself where the batch norms' sizes tell them apart."""
     yield Variant(fuse=level)
     if any(elems >= MIN_ELEMS for elems in norm_elems) and any(elems < MIN_ELEMS for elems in norm_elems):
         yield Variant(fuse=level, large_only=True)
 
 
-def forms_up_to(fused: Variant, norm_elems: Sequence[int]) -> Iterator[Variant]:
+def variants_up_to(fused: Variant, norm_elems: Sequence[int]) -> Iterator[Variant]:
     """With batch norms of the largest maps left as they are and the others fused: each fuses fewer than the last."""
     before, largest = len(norm_elems), max(norm_elems, default=0)
     for up_to in _SMALLER_MAPS:

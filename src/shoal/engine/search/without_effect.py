@@ -17,7 +17,7 @@ def without_effect(variants: Variants, options: CompileOptions, *, leaves: bool,
     """A line for each means that does not apply, of those that `allow=` and other keywords name one by one.
 
     Args:
-        variants: the forms of the step.
+        variants: the variants of the step.
         options: what the plan may use.
         leaves: whether saved tensors may wait anywhere other than on the device.
         runs_here: whether the step is planned for this machine.

@@ -1,4 +1,4 @@
-"""Which forms on slices, slabs or patches are worth to be captured: capturing one takes as long as many bounds."""
+"""Which variants on slices, slabs or patches are worth to be captured: capturing one takes as long as many bounds."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from shoal.core.step import StepGraph
 from shoal.core.variant import WHOLE, Candidate, Variant
 from shoal.engine.search.priced import Made, expected_ops, why_too_many
 from shoal.engine.search.search_state import GOOD_ENOUGH, WORTH_A_PLAN, SearchState
-from shoal.engine.search.split_forms import PatchWork
+from shoal.engine.search.split_variants import PatchWork
 from shoal.engine.search.variants import Graph
 from shoal.planners.estimates import about_least_bytes
 
-_ENOUGH_SLICES = 4  # with which patches that overlap are left out once a form fits
+_ENOUGH_SLICES = 4  # with which patches that overlap are left out once a variant fits
 _SURE = 0.9  # of what the step on more slices is expected to take
-_FEW_OPS = 1000  # of a form on slices; one of more is captured only where there is as much more to gain
+_FEW_OPS = 1000  # of a variant on slices; one of more is captured only where there is as much more to gain
 _LOWER = 0.99  # where nothing fits, patches that need more than so much of what others need are not made finer
 
 
 class WorthCapturing(Generic[Graph, Made]):
-    """Judges forms by what they compute, before they are captured.
+    """Judges variants by what they compute, before they are captured.
 
     Args:
         state: what is known.
@@ -29,14 +29,14 @@ class WorthCapturing(Generic[Graph, Made]):
 
     def __init__(self, state: SearchState[Graph, Made]) -> None:
         self._state = state
-        self._about_bytes: dict[Variant, int] = {}  # what each form needs, where nothing fits in any
+        self._about_bytes: dict[Variant, int] = {}  # what each variant needs, where nothing fits in any
         self._no_lower: set[Variant] = set()  # of these on patches, those that need no fewer than the ones before
 
     def why_not(self, variant: Variant, work: PatchWork) -> str:
-        """Why a form cannot be the fastest, or is too large; "" where it is worth it.
+        """Why a variant cannot be the fastest, or is too large; "" where it is worth it.
 
         Args:
-            variant: the form.
+            variant: the variant.
             work: what it takes.
         """
         state = self._state
@@ -53,15 +53,15 @@ class WorthCapturing(Generic[Graph, Made]):
             return "with norms fused in the others the plan is near to its bound" if state.is_near(best.variant) else ""
         one_after_another = variant.slices or variant.slabs
         if one_after_another and not self.is_slow_enough(work, state.best_seconds):
-            return "the other forms are slowed down little"
+            return "the other variants are slowed down little"
         if variant.slices and self._kept_seconds_on(variant) > state.best_seconds:
             return "more slices take longer than the best, with everything kept"
         if variant.slices and any(_has_room(row, whole) for row in state.rows):
             return "fewer slices are not short of room, by their bound"
         if variant.twice and state.best is not None:
-            return "another form fits and measures nothing twice"
+            return "another variant fits and measures nothing twice"
         if work.more_share > 0 and self.most_slices >= _ENOUGH_SLICES and state.best is not None:
-            return "another form fits, and slices and slabs compute nothing twice"
+            return "another variant fits, and slices and slabs compute nothing twice"
         if self._others_gain_nothing(variant):
             return "other parts gain nothing, by their bound"
         if work.more_share > slowed_share:
@@ -70,27 +70,27 @@ class WorthCapturing(Generic[Graph, Made]):
 
     def _note_what_is_needed(self) -> None:
         """Where nothing fits, finer patches are only for the minimum."""
-        for form in self._state.unfit if self._state.best is None else ():
-            if form.variant in self._about_bytes:
+        for candidate in self._state.unfit if self._state.best is None else ():
+            if candidate.variant in self._about_bytes:
                 continue
             before_bytes = min(self._about_bytes.values(), default=math.inf)
-            about_bytes = self._about_bytes[form.variant] = about_least_bytes(form.priced.graph)
-            if form.variant.grid and about_bytes > _LOWER * before_bytes:
-                self._no_lower.add(form.variant)
+            about_bytes = self._about_bytes[candidate.variant] = about_least_bytes(candidate.priced.graph)
+            if candidate.variant.grid and about_bytes > _LOWER * before_bytes:
+                self._no_lower.add(candidate.variant)
 
     def is_slow_enough(self, work: PatchWork, least_seconds: float) -> bool:
         """Whether so fast a step leaves enough to be gained by slices for them to be captured.
 
         Args:
             work: what the slices take.
-            least_seconds: of the step in another form.
+            least_seconds: of the step in another variant.
         """
         whole = self._state.whole
         n_times = max(1.0, expected_ops(work, len(whole.ops)) / _FEW_OPS)
         return least_seconds > (1 + GOOD_ENOUGH * n_times) * whole.plain_seconds
 
     def _others_gain_nothing(self, variant: Variant) -> bool:
-        """Whether forms in parts hardly lower the bound of the step as it is, which has a plan.
+        """Whether variants in parts hardly lower the bound of the step as it is, which has a plan.
 
         On fewer patches; or in any parts, where their plan would have to be much nearer to its bound.
         """
@@ -106,7 +106,7 @@ class WorthCapturing(Generic[Graph, Made]):
         )
 
     def _kept_seconds_on(self, variant: Variant) -> float:
-        """About the step with everything kept, from forms on fewer slices: each slice more takes as much more."""
+        """About the step with everything kept, from variants on fewer slices: each slice more takes as much more."""
         rows = (row for row in self._state.rows if row.n_ops and _is_on_slices(row))
         known = {row.variant.slices: row.plain_seconds for row in rows if row.variant.depth == variant.depth}
         if not known:
@@ -116,24 +116,24 @@ class WorthCapturing(Generic[Graph, Made]):
 
     @property
     def most_slices(self) -> int:
-        """The most slices or slabs of a form that was captured."""
-        forms = self._state.forms.values()
-        return max((max(form.variant.slices, form.variant.slabs) for form in forms), default=0)
+        """The most slices or slabs of a variant that was captured."""
+        candidates = self._state.candidates.values()
+        return max((max(candidate.variant.slices, candidate.variant.slabs) for candidate in candidates), default=0)
 
 
 def _has_room(row: Candidate, whole: StepGraph) -> bool:
-    """Whether a form on slices is hardly slowed down for lack of room by its bound; each slice more takes longer."""
+    """Whether a variant on slices is hardly slowed down for lack of room by its bound; each slice more takes longer."""
     if not _is_on_slices(row) or row.bound_seconds is None or row.plain_seconds < whole.plain_seconds:
         return False
     return row.bound_seconds <= (1 + WORTH_A_PLAN) * row.plain_seconds
 
 
 def _is_on_slices(row: Candidate) -> bool:
-    """Whether a form is the step on slices of the batch, with nothing else changed."""
+    """Whether a variant is the step on slices of the batch, with nothing else changed."""
     return bool(row.variant.slices) and _is_in_parts(row)
 
 
 def _is_in_parts(row: Candidate) -> bool:
-    """Whether a form is the step on slices, slabs or patches, with nothing else changed."""
+    """Whether a variant is the step on slices, slabs or patches, with nothing else changed."""
     variant = row.variant
     return bool(variant.slices or variant.slabs or variant.grid) and not (variant.pieces or variant.shrunk)

@@ -1,9 +1,9 @@
-"""Forms cached between runs: which form of a step trained fastest inside a budget is not searched for again.
+"""Variants cached between runs: which variant of a step trained fastest inside a budget is not searched for again.
 
-To find it, every form is traced; a later run of the same step on the same machine traces the chosen one only. One file
-a step, in the folder `forms` of `shoal.core.files.cache_dir()`, filed under a digest of all that the search depends on,
-Shoal's own source included. The plan itself is found by `plan_cache`, and checked: where the form does not fit any
-more, the others are searched. A broken cache costs only time.
+To find it, every variant is traced; a later run of the same step on the same machine traces the chosen one only. One
+file a step, in the folder `variants` of `shoal.core.files.cache_dir()`, filed under a digest of all that the search
+depends on, Shoal's own source included. The plan itself is found by `plan_cache`, and checked: where the variant does
+not fit any more, the others are searched. A broken cache costs only time.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from shoal.engine.session import Session
 from shoal.engine.step_planning import CompiledVariant
 from shoal.errors import InputError
 
-_FORMAT = "shoal-cached-form 2"  # 2: with the step as its author wrote it
+_FORMAT = "shoal-cached-variant 2"  # 2: with the step as its author wrote it
 
 log = logging.getLogger("shoal")
 
 
 def digest(session: Session, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> str:
-    """Tells a step whose form is searched for from any other; "" where that depends on a function of the caller's.
+    """Tells a step whose variant is searched for from any other; "" where that depends on a function of the caller's.
 
     Args:
         session: of the model.
@@ -63,9 +63,9 @@ def digest(session: Session, gm: fx.GraphModule, example_inputs: Sequence[Any]) 
 
 
 def recall(digest: str) -> CompiledVariant | None:
-    """The form that was chosen in an earlier run, with what was considered then."""
+    """The variant that was chosen in an earlier run, with what was considered then."""
     try:
-        path = cache_dir() / "forms" / f"{digest}.json"
+        path = cache_dir() / "variants" / f"{digest}.json"
         if not digest or not path.is_file():
             return None
         value = read_object(read_json(path), "the file")
@@ -73,32 +73,39 @@ def recall(digest: str) -> CompiledVariant | None:
             raise InputError("it is of another format")
         variant = read_record(Variant, value.get("variant"), "variant")
         candidates = tuple(read_record(Candidate, one, "candidates") for one in value["candidates"])
-        form = CompiledVariant(variant, candidates, written=_basis(value["written"]) if value.get("written") else None)
+        compiled_as = CompiledVariant(
+            variant, candidates, written=_basis(value["written"]) if value.get("written") else None
+        )
         os.utime(path)
     except (OSError, InputError) as error:
-        log.debug("ignored the cached form %s (%s); searching again", digest, error)
+        log.debug("ignored the cached variant %s (%s); searching again", digest, error)
         return None
-    return form
+    return compiled_as
 
 
-def remember(digest: str, form: CompiledVariant) -> None:
-    """Keep which form was chosen for a later run."""
+def remember(digest: str, compiled_as: CompiledVariant) -> None:
+    """Keep which variant was chosen for a later run."""
     if not digest:
         return
     written: dict[str, Any] | None = None
-    if form.written is not None:
-        graph, outputs = form.written.graph, form.written.outputs
+    if compiled_as.written is not None:
+        graph, outputs = compiled_as.written.graph, compiled_as.written.outputs
         graphs = [one.to_json() for one in (graph, graph.as_written) if one is not None]
         written = {"graphs": graphs, "places": list(outputs), "names": list(outputs.values())}
     try:
-        folder = cache_dir() / "forms"
+        folder = cache_dir() / "variants"
         folder.mkdir(parents=True, exist_ok=True)
-        candidates = [asdict(one) for one in form.candidates]
-        value = {"format": _FORMAT, "variant": asdict(form.variant), "candidates": candidates, "written": written}
+        candidates = [asdict(one) for one in compiled_as.candidates]
+        value = {
+            "format": _FORMAT,
+            "variant": asdict(compiled_as.variant),
+            "candidates": candidates,
+            "written": written,
+        }
         write_text(folder / f"{digest}.json", json_text(value, indent=None))
         drop_oldest(folder.glob("*.json"))
     except (OSError, InputError) as error:
-        log.debug("cannot cache a form: %s", error)
+        log.debug("cannot cache a variant: %s", error)
 
 
 def _basis(value: Any) -> Basis:

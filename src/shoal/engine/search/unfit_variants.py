@@ -1,4 +1,4 @@
-"""Forms that do not fit by their bounds, and may by recomputing again and again, or in another order."""
+"""Variants that do not fit by their bounds, and may by recomputing again and again, or in another order."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ def plan_unfit(
 ) -> None:
     """Plan them, exact and with storages encoded.
 
-    While nothing fits, a form is planned if it is expected to need fewer bytes than are known to be enough. Expected is
-    the smallest share, over the forms planned so far, of what a quick plan of the form needs. Once a plan fits, a form
-    is planned if its quick plan fits. One that was planned with storages encoded might have been exact.
+    While nothing fits, a variant is planned if it is expected to need fewer bytes than are known to be enough. Expected
+    is the smallest share, over the variants planned so far, of what a quick plan of the variant needs. Once a plan
+    fits, a variant is planned if its quick plan fits. One that was planned with storages encoded might have been exact.
 
     Args:
-        state: what is known; the best plan is noted there, and what each form needs.
-        is_encoded: whether a form was planned with storages encoded already.
-        for_the_minimum: whether forms are planned that are not expected to fit, for what they need.
+        state: what is known; the best plan is noted there, and what each variant needs.
+        is_encoded: whether a variant was planned with storages encoded already.
+        for_the_minimum: whether variants are planned that are not expected to fit, for what they need.
     """
     planned: set[Variant] = set()
-    lowest_share = 0.0  # what a form needs, as a share of what its quick plan needs; of the forms planned so far
+    lowest_share = 0.0  # what a variant needs, as a share of what its quick plan needs; of the variants planned so far
     for way in _ways_to_the_least(state, is_encoded):
-        variant = way.form.variant
+        variant = way.candidate.variant
         is_known = variant in planned or {(variant, way.encoded), (variant, True)} & state.refused.keys()
         expected_bytes = max(way.expected_bytes, lowest_share * way.found_bytes)
         enough_bytes = _enough_bytes(state) if for_the_minimum else state.budget_bytes + 1
@@ -61,11 +61,11 @@ def nearest(state: SearchState[Graph, Made]) -> BudgetError:
 def _ways_to_the_least(
     state: SearchState[Graph, Made], is_encoded: Callable[[Variant], bool]
 ) -> list[Way[Graph, Made]]:
-    """Each form that does not fit by its bound and may gain, exact and all encoded; the most promising first."""
-    ways = [Way(form, False, form.priced.graph) for form in state.unfit]
-    for form in state.unfit:
-        if form.priced.encoded is not None and state.may_fit(form) and not is_encoded(form.variant):
-            ways.append(Way(form, True, form.priced.encoded.graph(1.0)))
+    """Each variant that does not fit by its bound and may gain, exact and all encoded; the most promising first."""
+    ways = [Way(candidate, False, candidate.priced.graph) for candidate in state.unfit]
+    for candidate in state.unfit:
+        if candidate.priced.encoded is not None and state.may_fit(candidate) and not is_encoded(candidate.variant):
+            ways.append(Way(candidate, True, candidate.priced.encoded.graph(1.0)))
     ways = [way for way in ways if state.may_gain(way.step.plain_seconds)]
     if state.best is not None:  # what needs more, whatever its plan, is of no use any more
         ways = [way for way in ways if state.fits(fewest_bytes(way.step))]
@@ -78,15 +78,15 @@ def _planned(way: Way[Graph, Made], budget_bytes: int) -> Best[Graph, Made]:
     Raises:
         BudgetError: there is none.
     """
-    form = way.form
+    candidate = way.candidate
     if way.encoded:
-        assert form.priced.encoded is not None
-        made, plan = form.priced.encoded.plan(budget_bytes, IF_FASTER)
+        assert candidate.priced.encoded is not None
+        made, plan = candidate.priced.encoded.plan(budget_bytes, IF_FASTER)
     else:
-        made, plan = form.priced.plan(budget_bytes)
-    return Best(form.variant, form.graph, made, plan)
+        made, plan = candidate.priced.plan(budget_bytes)
+    return Best(candidate.variant, candidate.graph, made, plan)
 
 
 def _enough_bytes(state: SearchState[Graph, Made]) -> float:
-    """The least that any form was found to need."""
+    """The least that any variant was found to need."""
     return min((error.least_feasible_bytes or math.inf for error in state.refused.values()), default=math.inf)

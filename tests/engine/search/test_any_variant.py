@@ -1,4 +1,4 @@
-"""Whether any form fits, in a moment: which forms are asked for it, and what is told where none does."""
+"""Whether any variant fits, in a moment: which variants are asked for it, and what is told where none does."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.engine.search.made_up_variants import Many, OnPatches, Refusing
 
 from shoal.core.plan import Plan
 from shoal.core.sizes import MAX_BYTES
 from shoal.core.step import StepGraph
 from shoal.core.variant import WHOLE, Variant
-from shoal.engine.search.any_form import any_form
+from shoal.engine.search.any_variant import any_variant
 from shoal.engine.search.priced import Priced
 from shoal.errors import BudgetError
 from shoal.planners.estimates import quick_least
 from shoal.planners.infeasible import floor_bytes
 from shoal.planners.joint import joint
 from shoal.planners.smallest_plan import smallest_inside
-from tests.engine.search.made_up_forms import Many, OnPatches, Refusing
 from tests.raising import raising
 from tests.random_steps import HARDWARE, conv_bn_relu_chain, steps
 
@@ -44,7 +44,7 @@ class OfOneStep(Refusing):
 
 
 class Holding(OnPatches):
-    """Forms on patches, of which `any_form` asks."""
+    """Variants on patches, of which `any_variant` asks."""
 
     def price(self, variant: Variant) -> Priced[None]:
         return with_smallest(super().price(variant), [])
@@ -57,12 +57,12 @@ def test_it_is_so_where_a_plan_for_speed_fits(step: StepGraph, share: float) -> 
         joint(step, HARDWARE, budget_bytes)
     except BudgetError as refused:
         with pytest.raises(BudgetError) as error:
-            any_form(forms := OfOneStep(step), forms.price, budget_bytes, "net")
+            any_variant(candidates := OfOneStep(step), candidates.price, budget_bytes, "net")
         named_bytes = error.value.least_feasible_bytes  # 190 where the other search names 176, on one step: both run
         assert named_bytes and refused.least_feasible_bytes
         assert joint(step, HARDWARE, named_bytes).predicted_peak_bytes <= named_bytes
     else:
-        found = any_form(forms := OfOneStep(step), forms.price, budget_bytes, "net")
+        found = any_variant(candidates := OfOneStep(step), candidates.price, budget_bytes, "net")
         assert found.peak_bytes <= budget_bytes and found.place == 0
 
 
@@ -70,41 +70,44 @@ def test_a_smaller_plan_is_searched_only_where_none_was_found_in_a_moment() -> N
     step = conv_bn_relu_chain(20)
     least_bytes = quick_least(step, MAX_BYTES).found_bytes
     for budget_bytes, n_searches in ((least_bytes, 0), (int(0.99 * least_bytes), 1), (int(0.5 * least_bytes), 0)):
-        forms = OfOneStep(step)
+        candidates = OfOneStep(step)
         try:
-            any_form(forms, forms.price, budget_bytes, "")
+            any_variant(candidates, candidates.price, budget_bytes, "")
         except BudgetError:
             assert budget_bytes < least_bytes
-        assert len(forms.searched) == n_searches
+        assert len(candidates.searched) == n_searches
 
 
-def test_the_form_that_fitted_last_is_asked_first_and_no_other_where_it_fits() -> None:
-    forms = Holding(9_000_000, 5_000_000, 1_000)
-    *_, small = forms.held_bytes
-    found = any_form(forms, forms.price, 1_000_000, "")
-    assert forms.captured[0] == WHOLE and forms.captured[-1] == small and found.peak_bytes <= 1_000_000
-    forms.captured.clear()
-    assert any_form(forms, forms.price, 1_000_000, "", likely=found.place).place == found.place
-    assert forms.captured == [small]
-    forms.captured.clear()
+def test_the_variant_that_fitted_last_is_asked_first_and_no_other_where_it_fits() -> None:
+    candidates = Holding(9_000_000, 5_000_000, 1_000)
+    *_, small = candidates.held_bytes
+    found = any_variant(candidates, candidates.price, 1_000_000, "")
+    assert candidates.captured[0] == WHOLE and candidates.captured[-1] == small and found.peak_bytes <= 1_000_000
+    candidates.captured.clear()
+    assert any_variant(candidates, candidates.price, 1_000_000, "", likely=found.place).place == found.place
+    assert candidates.captured == [small]
+    candidates.captured.clear()
     with pytest.raises(BudgetError):
-        any_form(forms, forms.price, 3_000, "", likely=found.place)
-    assert forms.captured[:2] == [small, WHOLE] and forms.captured.count(small) == 1  # it is not asked twice
-    forms.captured.clear()
-    assert any_form(forms, forms.price, 6_000_000, "", likely=99).place == 1 and forms.captured[0] == WHOLE
+        any_variant(candidates, candidates.price, 3_000, "", likely=found.place)
+    assert candidates.captured[:2] == [small, WHOLE] and candidates.captured.count(small) == 1  # it is not asked twice
+    candidates.captured.clear()
+    assert (
+        any_variant(candidates, candidates.price, 6_000_000, "", likely=99).place == 1
+        and candidates.captured[0] == WHOLE
+    )
 
 
 def test_where_none_fits_the_lowest_peak_that_was_found_is_told() -> None:
-    forms = Holding(9_000_000, 5_000_000)
+    candidates = Holding(9_000_000, 5_000_000)
     with raising(BudgetError, "(1000 bytes)") as refused:
-        any_form(forms, forms.price, 1_000, "net")
+        any_variant(candidates, candidates.price, 1_000, "net")
     lowest_bytes = refused.value.least_feasible_bytes
     assert lowest_bytes is not None and 5_000_000 < lowest_bytes < 6_000_000
     assert f"({lowest_bytes} bytes)" in str(refused.value)
 
 
-def test_a_budget_below_what_stays_in_every_form_is_refused_before_another_form_is_captured() -> None:
-    forms = Many(whole=1, bnff=1)
+def test_a_budget_below_what_stays_in_every_variant_is_refused_before_another_variant_is_captured() -> None:
+    candidates = Many(whole=1, bnff=1)
     with pytest.raises(BudgetError):
-        any_form(forms, forms.price, floor_bytes(forms.step) - 1, "")
-    assert forms.captured == [WHOLE]
+        any_variant(candidates, candidates.price, floor_bytes(candidates.step) - 1, "")
+    assert candidates.captured == [WHOLE]

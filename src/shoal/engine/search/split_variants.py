@@ -1,4 +1,5 @@
-"""The forms of a step whose first layers run part by part: on slices of the batch, on slabs of volumes, on patches."""
+"""The variants of a step whose first layers run part by part: on slices of the batch, on slabs of volumes, on
+patches."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ class PatchWork:
     n_calls: int
 
 
-class SplitForms:
+class SplitVariants:
     """Those of one step.
 
     Args:
@@ -78,7 +79,7 @@ class SplitForms:
 
     def _sliced(self) -> Iterator[Variant]:
         if (samples := self.samples) > 1:
-            yield from sliced_forms(self.sliced_depth, samples)
+            yield from sliced_variants(self.sliced_depth, samples)
 
     def _on_slabs(self) -> Iterator[Variant]:
         for slabs, twice in _SLABS:
@@ -137,14 +138,14 @@ class SplitForms:
         return max(map(_elems, [*behind, *region.leaving]), default=0)
 
     def graph(self, source: LayeredGraph, variant: Variant) -> tuple[fx.GraphModule, tuple[Any, ...]]:
-        """The layers of the step in a form, and the values that its graph takes before its inputs.
+        """The layers of the step in a variant, and the values that its graph takes before its inputs.
 
         Args:
             source: the layers, a copy that may be changed.
             variant: one of `split`, or with fewer layers.
 
         Raises:
-            Refused: the step does not have that form.
+            Refused: the step does not have that variant.
         """
         if variant.slices:
             region = _sliced_region(source, variant.depth)
@@ -162,10 +163,10 @@ class SplitForms:
         return rewritten, (cut.regions, cut.cores)
 
     def work(self, variant: Variant) -> PatchWork:
-        """What a form on patches takes, known before it is captured.
+        """What a variant on patches takes, known before it is captured.
 
         Raises:
-            Refused: the step does not have that form.
+            Refused: the step does not have that variant.
         """
         source = self._source
         assert source is not None
@@ -184,7 +185,7 @@ class SplitForms:
         return PatchWork(more_flops / max(1, all_flops), len(nodes) * math.prod(variant.grid))
 
 
-def sliced_forms(depth: float, samples: int) -> Iterator[Variant]:
+def sliced_variants(depth: float, samples: int) -> Iterator[Variant]:
     """On few slices of the batch, then on more, each about as large as the others; none where the depth is 0."""
     for slices in dict.fromkeys(-(-samples // -(-samples // most)) for most in _SLICES):
         if depth and slices > 1:

@@ -1,7 +1,7 @@
-"""Whether a step fits a budget in any form: what a search for the largest batch asks of one batch after another.
+"""Whether a step fits a budget in any variant: what a search for the largest batch asks of one batch after another.
 
-No form is planned for its seconds. Each is estimated by plans that recompute on demand, which mostly are within some
-percent of the smallest; of steps of many ops only the form that comes nearest is searched for a smaller one.
+No variant is planned for its seconds. Each is estimated by plans that recompute on demand, which mostly are within some
+percent of the smallest; of steps of many ops only the variant that comes nearest is searched for a smaller one.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from shoal.core.over_budget import over_budget
 from shoal.core.sizes import MAX_BYTES
 from shoal.core.variant import WHOLE, Variant
 from shoal.engine.search.nearest_first import PricedVariant, Way
-from shoal.engine.search.priced import Made, Priced, captured_form
+from shoal.engine.search.priced import Made, Priced, captured_variant
 from shoal.engine.search.search_state import SearchState
-from shoal.engine.search.variants import Forms, Graph
+from shoal.engine.search.variants import AnyVariants, Graph
 from shoal.engine.search.worth_capturing import WorthCapturing
 from shoal.errors import BudgetError
 from shoal.planners.estimates import about_least_bytes, quick_least
 from shoal.planners.infeasible import fewest_bytes, is_hopeless
 
-_FEW_OPS = 200  # of a form that is searched even where another one comes nearer
+_FEW_OPS = 200  # of a variant that is searched even where another one comes nearer
 
 
 @dataclass(frozen=True)
@@ -32,32 +32,34 @@ class Fitting:
 
     Attributes:
         peak_bytes: its peak.
-        place: of its form, among those that a step like this has.
+        place: of its variant, among those that a step like this has.
     """
 
     peak_bytes: int
     place: int
 
 
-def any_form(
-    variants: Forms[Graph], price: Callable[[Graph], Priced[Made]], budget_bytes: int, name: str, likely: int = 0
+def any_variant(
+    variants: AnyVariants[Graph], price: Callable[[Graph], Priced[Made]], budget_bytes: int, name: str, likely: int = 0
 ) -> Fitting:
-    """The first plan that is found to fit, in whatever form.
+    """The first plan that is found to fit, in whatever variant.
 
     Args:
         variants, price, budget_bytes, name: as of `best_variant`; what is priced has `Priced.smallest`.
-        likely: the place of the form that is asked first.
+        likely: the place of the variant that is asked first.
 
     Raises:
         BudgetError: none was found; it names the lowest peak of those that were.
         CaptureError: the step cannot be captured as it is.
     """
-    return _AnyFormSearch(variants, price, budget_bytes).find(name, likely)
+    return _AnyVariantSearch(variants, price, budget_bytes).find(name, likely)
 
 
-def smallest_form(variants: Forms[Graph], price: Callable[[Graph], Priced[Made]], budget_bytes: int) -> Variant:
-    """The form of the first plan that is found to fit; if none fits, that of the lowest peak."""
-    search = _AnyFormSearch(variants, price, budget_bytes)
+def smallest_variant(
+    variants: AnyVariants[Graph], price: Callable[[Graph], Priced[Made]], budget_bytes: int
+) -> Variant:
+    """The variant of the first plan that is found to fit; if none fits, that of the lowest peak."""
+    search = _AnyVariantSearch(variants, price, budget_bytes)
     found = MAX_BYTES, WHOLE
     for peak in search.peaks(0):
         found = min(found, peak, key=lambda one: one[0])
@@ -66,14 +68,14 @@ def smallest_form(variants: Forms[Graph], price: Callable[[Graph], Priced[Made]]
     return found[1]
 
 
-class _AnyFormSearch(Generic[Graph, Made]):
-    """Captures forms until one fits."""
+class _AnyVariantSearch(Generic[Graph, Made]):
+    """Captures variants until one fits."""
 
-    def __init__(self, variants: Forms[Graph], price: Callable[[Graph], Priced[Made]], budget_bytes: int) -> None:
+    def __init__(self, variants: AnyVariants[Graph], price: Callable[[Graph], Priced[Made]], budget_bytes: int) -> None:
         self._variants, self._price = variants, price
         parts = list(variants.split())
         self._norms = list(variants.of_norms())
-        self._forms = [
+        self._all = [
             WHOLE,
             *(one for one in parts if one.slices),
             *self._norms,
@@ -84,24 +86,24 @@ class _AnyFormSearch(Generic[Graph, Made]):
         self._ways: list[Way[Graph, Made]] = []
 
     def find(self, name: str, likely: int) -> Fitting:
-        """As `any_form`."""
+        """As `any_variant`."""
         budget_bytes, least_bytes = self._state.budget_bytes, MAX_BYTES
         for peak_bytes, variant in self.peaks(likely):
             least_bytes = min(least_bytes, peak_bytes)
             if self._state.fits(peak_bytes):
-                return Fitting(peak_bytes, self._forms.index(replace(variant, pieces=(), shrunk=False)))
+                return Fitting(peak_bytes, self._all.index(replace(variant, pieces=(), shrunk=False)))
         details = {"searched": "not in full"}
         raise over_budget(name, least_bytes, budget_bytes, details=details)
 
     def peaks(self, likely: int) -> Iterator[tuple[int, Variant]]:
-        """The peaks of plans, of one form after another, and of each the quickest to be found first."""
-        first = self._forms[likely] if likely < len(self._forms) else WHOLE
+        """The peaks of plans, of one variant after another, and of each the quickest to be found first."""
+        first = self._all[likely] if likely < len(self._all) else WHOLE
         if first != WHOLE:
             yield from self._quick(first)
         yield from self._quick(WHOLE)
         if is_hopeless(self._state.whole, self._state.budget_bytes):
             return
-        for variant in self._forms[1:]:
+        for variant in self._all[1:]:
             if variant != first and self._is_worth_capturing(variant):
                 yield from self._quick(variant)
         yield from self._searched()
@@ -109,13 +111,13 @@ class _AnyFormSearch(Generic[Graph, Made]):
     def _quick(self, variant: Variant) -> Iterator[tuple[int, Variant]]:
         """Of plans that are found in a moment."""
         ways = []
-        for form in self._with_what_needs_less(variant):
-            about_bytes = about_least_bytes(form.priced.graph)
-            ways.append(Way(form, False, form.priced.graph, found_bytes=about_bytes))
-            yield about_bytes, form.variant
+        for candidate in self._with_what_needs_less(variant):
+            about_bytes = about_least_bytes(candidate.priced.graph)
+            ways.append(Way(candidate, False, candidate.priced.graph, found_bytes=about_bytes))
+            yield about_bytes, candidate.variant
         for way in sorted(ways, key=lambda way: way.found_bytes):
             least = quick_least(way.step, self._state.budget_bytes)
-            yield least.found_bytes, way.form.variant
+            yield least.found_bytes, way.candidate.variant
             expected_bytes = least.expected_bytes if way.step.link is None else fewest_bytes(way.step)
             self._ways.append(replace(way, expected_bytes=expected_bytes, found_bytes=least.found_bytes))
 
@@ -124,12 +126,12 @@ class _AnyFormSearch(Generic[Graph, Made]):
         may_fit = [way for way in self._ways if self._state.fits(way.expected_bytes)]
         for n, way in enumerate(sorted(may_fit, key=lambda way: way.found_bytes)):
             if n == 0 or len(way.step.ops) <= _FEW_OPS:
-                assert way.form.priced.smallest is not None
+                assert way.candidate.priced.smallest is not None
                 try:
-                    peak_bytes = way.form.priced.smallest(self._state.budget_bytes)[1].predicted_peak_bytes
+                    peak_bytes = way.candidate.priced.smallest(self._state.budget_bytes)[1].predicted_peak_bytes
                 except BudgetError as error:
                     peak_bytes = error.least_feasible_bytes or MAX_BYTES
-                yield peak_bytes, way.form.variant
+                yield peak_bytes, way.candidate.variant
 
     def _is_worth_capturing(self, variant: Variant) -> bool:
         if variant.slices:
@@ -142,30 +144,30 @@ class _AnyFormSearch(Generic[Graph, Made]):
             return False
 
     def _with_what_needs_less(self, variant: Variant) -> Iterator[PricedVariant[Graph, Made]]:
-        """A form; shrunk; and with convolutions in pieces: the last two only where they need fewer bytes."""
+        """A variant; shrunk; and with convolutions in pieces: the last two only where they need fewer bytes."""
         try:
-            graph, priced = captured_form(self._variants, self._price, variant)
+            graph, priced = captured_variant(self._variants, self._price, variant)
         except Refused:
             return
-        if priced.graph.fingerprint in self._state.forms:
+        if priced.graph.fingerprint in self._state.candidates:
             return
-        form = PricedVariant(variant, graph, priced)
-        yield self._noted(form)
+        candidate = PricedVariant(variant, graph, priced)
+        yield self._noted(candidate)
         if (shrunk := priced.shrunk()) is not None:
             smaller = PricedVariant(replace(variant, shrunk=True), graph, shrunk)
-            if _needs_less(smaller, form):
-                form = smaller
-                yield self._noted(form)
-        if (cut := form.priced.cut()) is not None:
-            in_pieces = PricedVariant(replace(form.variant, pieces=cut[0]), graph, cut[1])
-            if _needs_less(in_pieces, form):
+            if _needs_less(smaller, candidate):
+                candidate = smaller
+                yield self._noted(candidate)
+        if (cut := candidate.priced.cut()) is not None:
+            in_pieces = PricedVariant(replace(candidate.variant, pieces=cut[0]), graph, cut[1])
+            if _needs_less(in_pieces, candidate):
                 yield self._noted(in_pieces)
 
-    def _noted(self, form: PricedVariant[Graph, Made]) -> PricedVariant[Graph, Made]:
-        self._state.forms[form.priced.graph.fingerprint] = form
-        self._state.unfit.append(form)
-        return form
+    def _noted(self, candidate: PricedVariant[Graph, Made]) -> PricedVariant[Graph, Made]:
+        self._state.candidates[candidate.priced.graph.fingerprint] = candidate
+        self._state.unfit.append(candidate)
+        return candidate
 
 
-def _needs_less(form: PricedVariant[Graph, Made], other: PricedVariant[Graph, Made]) -> bool:
-    return about_least_bytes(form.priced.graph) < about_least_bytes(other.priced.graph)
+def _needs_less(candidate: PricedVariant[Graph, Made], other: PricedVariant[Graph, Made]) -> bool:
+    return about_least_bytes(candidate.priced.graph) < about_least_bytes(other.priced.graph)

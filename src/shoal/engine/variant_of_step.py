@@ -1,4 +1,4 @@
-"""The form in which a step trains fastest inside the budget: one search for `shoal.compile` and for `shoal.plan`."""
+"""The variant in which a step trains fastest inside the budget: one search for `shoal.compile` and for `shoal.plan`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from shoal.engine.search.best_variant import best_variant, fitting_variant
 from shoal.engine.search.encoding import Encoding
 from shoal.engine.search.priced import InVariant, Priced, Prices
 from shoal.engine.search.search_state import Best
-from shoal.engine.search.variants import Forms
-from shoal.engine.step_planning import CompiledVariant, Planned, PlannedForm, StepPlanning
+from shoal.engine.search.variants import AnyVariants
+from shoal.engine.step_planning import CompiledVariant, Planned, PlannedVariant, StepPlanning
 from shoal.errors import BudgetError
 
 _Graph = TypeVar("_Graph", bound=Hashable)
@@ -66,29 +66,29 @@ class ModelPlanning(Protocol):
         """See `StepPlanning.plan_in_any`."""
 
 
-def best_form(
-    model: ModelPlanning, variants: Forms[_Graph], capture: Callable[[_Graph], Captured], means: frozenset[str]
+def variant_of_step(
+    model: ModelPlanning, variants: AnyVariants[_Graph], capture: Callable[[_Graph], Captured], means: frozenset[str]
 ) -> tuple[_Graph, CompiledVariant, Captured]:
-    """The form in which a step trains fastest: its graph, its plan, and the step in it.
+    """The variant in which a step trains fastest: its graph, its plan, and the step in it.
 
-    A form in which the step fits whatever the loop holds is taken before a faster one that only may.
+    A variant in which the step fits whatever the loop holds is taken before a faster one that only may.
 
     Args:
         model: whose step it is.
-        variants: its forms.
+        variants: its variants.
         capture: a graph → its training step, captured and not run.
         means: techniques that change its ops.
 
     Raises:
-        BudgetError: no form fits.
+        BudgetError: no variant fits.
     """
     started = time.perf_counter()
     plannings: dict[str, StepPlanning] = {}
     budget_bytes = model.options.budget_bytes or 0
     captured = cache(capture)
 
-    def price(loops: _Loops) -> Callable[[_Graph], Priced[PlannedForm]]:
-        prices = form_prices(model, means, loops, plannings)
+    def price(loops: _Loops) -> Callable[[_Graph], Priced[PlannedVariant]]:
+        prices = variant_prices(model, means, loops, plannings)
         return lambda graph: prices.price(InVariant(captured(graph)))
 
     found = _found(model, variants, price, budget_bytes)
@@ -99,19 +99,19 @@ def best_form(
         whole = model.in_traced_layouts(captured(variants.graph(WHOLE))).graph.fingerprint
         if whole in plannings:
             written = plannings[whole].unplanned.with_static(-made.planned.basis.graph.static_bytes)
-    form = CompiledVariant(found.variant, candidates, time.perf_counter() - started, written)
-    return found.graph, replace(form, found=made), made.captured
+    compiled_as = CompiledVariant(found.variant, candidates, time.perf_counter() - started, written)
+    return found.graph, replace(compiled_as, found=made), made.captured
 
 
 def _found(
     model: ModelPlanning,
-    variants: Forms[_Graph],
-    price: Callable[[_Loops], Callable[[_Graph], Priced[PlannedForm]]],
+    variants: AnyVariants[_Graph],
+    price: Callable[[_Loops], Callable[[_Graph], Priced[PlannedVariant]]],
     budget_bytes: int,
-) -> Best[_Graph, PlannedForm]:
-    """The form that fits whatever the loop holds; else one that fits if the loop holds less; else what they need."""
+) -> Best[_Graph, PlannedVariant]:
+    """The variant that fits whatever the loop holds; else one that fits if the loop holds less; else what they need."""
 
-    def in_some(part: slice) -> Callable[[_Graph], Priced[PlannedForm]]:
+    def in_some(part: slice) -> Callable[[_Graph], Priced[PlannedVariant]]:
         return price(lambda places: model.loops(places)[part])
 
     most, less, least = in_some(slice(1)), in_some(slice(1, None)), in_some(slice(-1, None))
@@ -130,13 +130,13 @@ def _found(
             raise with_optimistic(refused, optimistic) from None
 
 
-def form_prices(
+def variant_prices(
     model: ModelPlanning, means: frozenset[str], loops: _Loops, plannings: dict[str, StepPlanning]
-) -> Prices[PlannedForm]:
-    """What the forms of a step cost in whichever of some loops.
+) -> Prices[PlannedVariant]:
+    """What the variants of a step cost in whichever of some loops.
 
     Args:
-        model, means: as of `best_form`.
+        model, means: as of `variant_of_step`.
         loops: of a step, by the places of its outputs.
         plannings: by fingerprint, the steps that were priced; filled in.
     """
@@ -149,13 +149,13 @@ def form_prices(
         planning = planning_of(model.in_traced_layouts(captured))
         return planning.priced(loops(planning.outputs)[-1])
 
-    def costs(steps: Sequence[InVariant]) -> tuple[Priced[PlannedForm], Sequence[StepGraph]]:
+    def costs(steps: Sequence[InVariant]) -> tuple[Priced[PlannedVariant], Sequence[StepGraph]]:
         captured, laid_out = steps[0].captured, model.in_traced_layouts(steps[0].captured)
         planning = planning_of(laid_out)
 
-        def made(one: StepPlanning, how: Encoding) -> tuple[PlannedForm, Plan]:
+        def made(one: StepPlanning, how: Encoding) -> tuple[PlannedVariant, Plan]:
             planned, loop = model.try_to_plan(one, loops(one.outputs), how)
-            return PlannedForm(captured, laid_out, planned, loop), planned.plan
+            return PlannedVariant(captured, laid_out, planned, loop), planned.plan
 
         plannings[planning.fingerprint] = planning
         priced = planning.in_loops(loops(planning.outputs), made)

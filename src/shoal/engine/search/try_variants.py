@@ -1,4 +1,5 @@
-"""Forms of a step that were captured: each is bounded, and what may be faster than the best plan so far is planned."""
+"""Variants of a step that were captured: each is bounded, and what may be faster than the best plan so far is
+planned."""
 
 from __future__ import annotations
 
@@ -19,83 +20,90 @@ from shoal.planners.estimates import about_least_bytes, quick_least
 
 _LOWERED = 0.95  # of the smallest peak that is found in a moment: a plan for speed may have a lower one
 
-Bounded = list[tuple[float, PricedVariant[Graph, Made]]]  # forms that fit by their bounds, with these in seconds
+Bounded = list[tuple[float, PricedVariant[Graph, Made]]]  # variants that fit by their bounds, with these in seconds
 
 
-def try_forms(state: SearchState[Graph, Made], forms: Iterable[PricedVariant[Graph, Made]]) -> None:
-    """Bound forms, and plan what may be faster than the best plan so far, the most promising first.
+def try_variants(state: SearchState[Graph, Made], candidates: Iterable[PricedVariant[Graph, Made]]) -> None:
+    """Bound variants, and plan what may be faster than the best plan so far, the most promising first.
 
     Args:
-        state: what is known; each form gets a row in its table.
-        forms: those that are like one that was tried before are left out: a form may change nothing.
+        state: what is known; each variant gets a row in its table.
+        candidates: those that are like one that was tried before are left out: a variant may change nothing.
     """
-    plan_forms(state, bound_forms(state, forms))
+    plan_variants(state, bound_variants(state, candidates))
 
 
-def bound_forms(state: SearchState[Graph, Made], forms: Iterable[PricedVariant[Graph, Made]]) -> Bounded[Graph, Made]:
-    """Bound forms: `try_forms` without planning. Those that do not fit by their bounds get their row.
+def bound_variants(
+    state: SearchState[Graph, Made], candidates: Iterable[PricedVariant[Graph, Made]]
+) -> Bounded[Graph, Made]:
+    """Bound variants: `try_variants` without planning. Those that do not fit by their bounds get their row.
 
     Returns:
         The others.
     """
     bounded = []
-    for form in forms:
-        fingerprint = form.priced.graph.fingerprint
-        if fingerprint in state.forms:
+    for candidate in candidates:
+        fingerprint = candidate.priced.graph.fingerprint
+        if fingerprint in state.candidates:
             continue
-        state.forms[fingerprint] = form
-        bound_seconds = form.priced.least_seconds(state.budget_bytes)
+        state.candidates[fingerprint] = candidate
+        bound_seconds = candidate.priced.least_seconds(state.budget_bytes)
         if math.isfinite(bound_seconds):
-            bounded.append((bound_seconds, form))
+            bounded.append((bound_seconds, candidate))
         else:
-            state.unfit.append(form)
-            state.rows.append(_row(form, None))
+            state.unfit.append(candidate)
+            state.rows.append(_row(candidate, None))
     return bounded
 
 
-def plan_forms(state: SearchState[Graph, Made], bounded: Bounded[Graph, Made]) -> None:
+def plan_variants(state: SearchState[Graph, Made], bounded: Bounded[Graph, Made]) -> None:
     """Plan those that may be faster than the best plan so far, the most promising first.
 
-    A form that is shrunk or has pieces comes after itself without them where its bound is hardly lower. One that seems
-    to need more than the budget comes last: it takes as long to plan, and mostly in vain.
+    A variant that is shrunk or has pieces comes after itself without them where its bound is hardly lower. One that
+    seems to need more than the budget comes last: it takes as long to plan, and mostly in vain.
     """
-    bounds = {form.variant: bound_seconds for bound_seconds, form in bounded}
+    bounds = {candidate.variant: bound_seconds for bound_seconds, candidate in bounded}
 
     has_others = state.best is not None or len(bounded) > 1
-    too_large = {form.variant: found for _, form in bounded if has_others and (found := _too_large(state, form))}
+    too_large = {
+        candidate.variant: found for _, candidate in bounded if has_others and (found := _too_large(state, candidate))
+    }
 
     def place(one: tuple[float, PricedVariant[Graph, Made]]) -> tuple[bool, float, int]:
-        bound_seconds, form = one
-        plainer = [bounds[variant] for variant in _plainer(form.variant) if variant in bounds]
+        bound_seconds, candidate = one
+        plainer = [bounds[variant] for variant in _plainer(candidate.variant) if variant in bounds]
         hardly_lower = [other for other in plainer if bound_seconds >= (1 - WORTH_A_PLAN) * other]
-        n_changes = len(form.variant.pieces) + form.variant.shrunk
-        return form.variant in too_large, max([bound_seconds, *hardly_lower]), n_changes
+        n_changes = len(candidate.variant.pieces) + candidate.variant.shrunk
+        return candidate.variant in too_large, max([bound_seconds, *hardly_lower]), n_changes
 
-    for bound_seconds, form in sorted(bounded, key=place):
-        row = _row(form, bound_seconds)
+    for bound_seconds, candidate in sorted(bounded, key=place):
+        row = _row(candidate, bound_seconds)
         reason = _why_not(state, row, bound_seconds)
-        if not reason and state.best is not None and form.variant in too_large:
-            reason = f"needs {format_bytes(too_large[form.variant])} as far as was found in a moment, and another fits"
-            state.unfit.append(form)  # fewer norms fused may fit
+        if not reason and state.best is not None and candidate.variant in too_large:
+            reason = (
+                f"needs {format_bytes(too_large[candidate.variant])} as far as was found in a moment, and another fits"
+            )
+            state.unfit.append(candidate)  # fewer norms fused may fit
         if reason:
             state.rows.append(replace(row, outcome=reason))
             continue
-        doing("plan", f"{row.n_ops} ops, {form.variant}")
+        doing("plan", f"{row.n_ops} ops, {candidate.variant}")
         try:
-            made, plan = form.priced.plan(state.budget_bytes)
+            made, plan = candidate.priced.plan(state.budget_bytes)
         except BudgetError as error:
-            row = replace(row, outcome=state.refuse(form.variant, error))
-            state.unfit.append(form)
+            row = replace(row, outcome=state.refuse(candidate.variant, error))
+            state.unfit.append(candidate)
         else:
             seconds, peak_bytes = plan.predicted_seconds, plan.predicted_peak_bytes
             row = replace(row, seconds=seconds, peak_bytes=peak_bytes, outcome="slower")
-            state.take_if_faster(Best(form.variant, form.graph, made, plan))
+            state.take_if_faster(Best(candidate.variant, candidate.graph, made, plan))
         state.rows.append(row)
 
 
-def _too_large(state: SearchState[Graph, Made], form: PricedVariant[Graph, Made]) -> int:
-    """The smallest peak of a form that is found in a moment, where that is well over the budget; 0 where it is not."""
-    graph = form.priced.graph
+def _too_large(state: SearchState[Graph, Made], candidate: PricedVariant[Graph, Made]) -> int:
+    """The smallest peak of a variant that is found in a moment, where that is well over the budget; 0 where it is
+    not."""
+    graph = candidate.priced.graph
     if graph.link is not None or any(
         state.fits(peak) for peak in (simulate(graph, {}).peak_bytes, about_least_bytes(graph))
     ):
@@ -104,13 +112,13 @@ def _too_large(state: SearchState[Graph, Made], form: PricedVariant[Graph, Made]
     return 0 if state.fits(int(_LOWERED * found_bytes)) else found_bytes
 
 
-def _row(form: PricedVariant[Graph, Made], bound_seconds: float | None) -> Candidate:
-    """The row of a form that has no plan yet."""
-    graph = form.priced.graph
+def _row(candidate: PricedVariant[Graph, Made], bound_seconds: float | None) -> Candidate:
+    """The row of a variant that has no plan yet."""
+    graph = candidate.priced.graph
     kept = simulate(graph, {})
     outcome = "does not fit, by its bound"
     return Candidate(
-        form.variant,
+        candidate.variant,
         len(graph.ops),
         kept.seconds,
         kept.peak_bytes,
@@ -123,14 +131,14 @@ def _row(form: PricedVariant[Graph, Made], bound_seconds: float | None) -> Candi
 
 
 def _why_not(state: SearchState[Graph, Made], row: Candidate, bound_seconds: float) -> str:
-    """Why a form that fits by its bound is not planned; "" where it is."""
+    """Why a variant that fits by its bound is not planned; "" where it is."""
     variant = row.variant
     if not state.may_gain(bound_seconds):
         return f"cannot be {'much ' if bound_seconds < state.best_seconds else ''}faster, by its bound"
     if state.fits(row.plain_peak_bytes):
         return ""  # with everything kept it is a plan
     # On slices few saved tensors can be made compact. Plans of whole steps with compact ones are nearer to the same
-    # bound, so those are left out only if the plan of the plainer form is near to it already.
+    # bound, so those are left out only if the plan of the plainer variant is near to it already.
     plainer = {one for one in _plainer(variant) if variant.slices or one.shrunk == variant.shrunk or state.is_near(one)}
     if _fits_as(state, plainer, bound_seconds):
         return f"fits without {'pieces' if variant.pieces else 'being shrunk'}, and gains nothing by its bound"
@@ -140,18 +148,18 @@ def _why_not(state: SearchState[Graph, Made], row: Candidate, bound_seconds: flo
 
 
 def _gains_nothing(bound_seconds: float, planned: Candidate) -> bool:
-    """Whether a lower bound is hardly below that of a form that has a plan."""
+    """Whether a lower bound is hardly below that of a variant that has a plan."""
     if planned.seconds is None or planned.bound_seconds is None:
         return False
     return bound_seconds >= (1 - WORTH_A_PLAN) * planned.bound_seconds
 
 
 def _plainer(variant: Variant) -> set[Variant]:
-    """The same form without pieces, not shrunk, and neither."""
+    """The same variant without pieces, not shrunk, and neither."""
     others = {replace(variant, pieces=()), replace(variant, shrunk=False), replace(variant, pieces=(), shrunk=False)}
     return others - {variant}
 
 
 def _fits_as(state: SearchState[Graph, Made], others: Collection[Variant], bound_seconds: float) -> bool:
-    """Whether one of other forms has a plan, and a lower bound that is hardly higher."""
+    """Whether one of other variants has a plan, and a lower bound that is hardly higher."""
     return any(_gains_nothing(bound_seconds, row) for row in state.rows if row.variant in others)

@@ -1,4 +1,4 @@
-"""The form of a step that an earlier run chose is traced only; nothing in the cache but time can be lost."""
+"""The variant of a step that an earlier run chose is traced only; nothing in the cache but time can be lost."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import shoal
-from shoal.engine import choose_variant, form_cache
+from shoal.engine import choose_variant, variant_cache
 from shoal.engine.step_planning import CompiledVariant
 from tests.engine.search.test_best_variant import FUSED, batches, normalised, share_of_plain, step
 from tests.engine.test_choose_variant import traces  # noqa: F401  # a fixture
@@ -20,10 +20,10 @@ from tests.scratch import needs_little_scratch
 
 
 @pytest.fixture(autouse=True)
-def forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def candidates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("SHOAL_CACHE", str(tmp_path))
     monkeypatch.setattr(choose_variant, "_WORTH_SECONDS", 0.0)
-    return tmp_path / "forms"
+    return tmp_path / "variants"
 
 
 @cache
@@ -37,7 +37,7 @@ def compiled(share: float = 0.9) -> nn.Module:
 
 
 @needs_little_scratch
-def test_a_later_run_traces_the_chosen_form_alone_and_trains_as_the_first(traces: list[str]) -> None:  # noqa: F811
+def test_a_later_run_traces_the_chosen_variant_alone_and_trains_as_the_first(traces: list[str]) -> None:  # noqa: F811
     first, later = compiled(), compiled()
     step(first, *batches(1))
     assert traces == ["compiled", "priced"]
@@ -70,16 +70,16 @@ def test_another_step_is_searched_for_itself(traces: list[str]) -> None:  # noqa
 @needs_little_scratch
 def test_a_damaged_file_costs_only_time(
     traces: list[str],  # noqa: F811
-    forms: Path,
+    candidates: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     step(compiled(), *batches(1))
-    (file,) = forms.iterdir()
+    (file,) = candidates.iterdir()
     text = file.read_text()
     value = json.loads(text)
     value["variant"]["pieces"] = [{"op": "no such op", "dim": 0, "count": 2}]
     for damaged, said in (
-        (text[: len(text) // 2], "ignored the cached form"),
+        (text[: len(text) // 2], "ignored the cached variant"),
         (json.dumps(value), "does not fit any more"),
     ):
         file.write_text(damaged)
@@ -96,5 +96,5 @@ def test_a_damaged_file_costs_only_time(
 def test_without_a_folder_to_write_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SHOAL_CACHE", str(tmp_path / "file"))
-    form_cache.remember("0123", CompiledVariant(FUSED))
-    assert form_cache.recall("0123") is None and form_cache.recall("") is None
+    variant_cache.remember("0123", CompiledVariant(FUSED))
+    assert variant_cache.recall("0123") is None and variant_cache.recall("") is None
