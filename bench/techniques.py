@@ -35,6 +35,7 @@ SETS = {
 }
 COLUMNS = "<techniques|share %|budget|step us|added %|<variant"
 FORMATS = "{techniques}|{share:.0f}|{budget_bytes:bytes}|{us:.0f}|{added_percent:+.0f}|{variant}"
+_RADII = {"recompute": 10.0, "fuse": 10.0, "exact_split": 6.5, "both": 4.0}  # points that coincide are rings
 _SLACK = 0.02 + 0.005  # of the unmodified step, and of the fastest plan
 
 
@@ -103,7 +104,8 @@ def chart(result: Mapping[str, Any]) -> str:
         ]
         drawn.line("bound", points)
         for share, times in points:
-            drawn.point(kind, share, times, f"{techniques}: {times:.2f} of plain PyTorch's step inside {share:g} %")
+            words = f"{techniques}: {times:.2f} of plain PyTorch's step inside {share:g} %"
+            drawn.point(kind, share, times, words, radius=_RADII[techniques])
     drawn.point("plain", 100.0, 1.0, "plain PyTorch")
     return drawn.svg()
 

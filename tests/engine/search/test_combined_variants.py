@@ -135,7 +135,7 @@ def test_where_the_first_layers_need_too_much_they_run_on_slices_and_the_norms_o
     assert both.variant.slices and both.variant.fuse
     assert both.predicted_seconds < on_slices.predicted_seconds
     assert both.predicted_peak_bytes <= both.budget_bytes
-    assert both.predicted_seconds < 1.9 * both.plain_timeline.seconds  # docs/explain/techniques.md; 2.95 with 75 % cut
+    assert both.predicted_seconds < 1.9 * both.plain_timeline.seconds  # 2.95 with 75 % cut
     with pytest.raises(shoal.BudgetError):
         planned(0.4, "fuse")
 
