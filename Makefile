@@ -31,7 +31,7 @@ STANDIN := build/cuda-standin
 # The site is made without torch and without Shoal itself.
 DOCS := .venv-docs/bin
 
-.PHONY: demo test test-bench test-hosts test-nnunet test-cuda-standin lint sanitize aarch64 docs notebooks wheel build-demo build-test build-hosts build-nnunet build-cuda clean
+.PHONY: demo test test-slow test-bench test-hosts test-nnunet test-cuda-standin lint sanitize aarch64 docs notebooks wheel build-demo build-test build-hosts build-nnunet build-cuda clean
 
 demo: build-demo
 	@echo "== Plain PyTorch inside a wall of $(DEMO_BUDGET): it must run out of memory =="
@@ -45,7 +45,11 @@ demo: build-demo
 
 # Bytecode is written whatever the shell says: workers and the processes of tests would each compile every module again.
 test: build-test
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(PYTEST_ARGS) --ignore tests/bench
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(PYTEST_ARGS) --ignore tests/bench -m "not slow"
+
+# One in twenty-five tests takes two seconds and more: all of them take as long as the others together.
+test-slow: build-test
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(PYTEST_ARGS) --ignore tests/bench -m slow
 
 # The benchmarks are no part of the package; what they measure and how they check themselves is tested here.
 test-bench: build-test

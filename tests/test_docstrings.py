@@ -54,6 +54,7 @@ def is_here(name: str) -> bool:
     return importlib.util.find_spec(host) is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, written in WRITTEN.items() if written])
 def test_the_examples_of_a_module_print_what_they_say(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

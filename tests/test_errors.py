@@ -38,6 +38,7 @@ def messages() -> Iterator[tuple[str, ast.expr]]:
                 yield f"{path.relative_to(ROOT)}:{node.lineno}", node.args[0]
 
 
+@pytest.mark.slow
 def test_every_message_is_short() -> None:
     found = dict(messages())
     assert len(found) > 300

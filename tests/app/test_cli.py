@@ -407,6 +407,7 @@ def test_the_largest_batch_is_that_of_fit(here: Path) -> None:
     assert answer["images_per_second"] == pytest.approx(answer["batch"] / answer["predicted_seconds"])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tiny")
 def test_a_plan_that_does_not_fit_still_has_its_largest_batch(here: Path) -> None:
     arguments = [*ALEXNET, "--batch", "65536", "--planner", "keep_all", "--budget", "1GiB", "--max-batch"]
@@ -424,6 +425,7 @@ def test_a_plan_that_does_not_fit_still_has_its_largest_batch(here: Path) -> Non
     assert 0 < answer["batch"] < 65536
 
 
+@pytest.mark.slow
 def test_the_largest_patch_is_that_of_fit(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "find", lambda name: partial(UNet, 2, 1, 4))
     plan = ["plan", "--model", "unet", "--batch", "2", "--hardware", "rtx-3060-12gb", "--planner", "keep_all"]

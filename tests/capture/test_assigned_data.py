@@ -73,6 +73,7 @@ def train(model: nn.Module) -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
+@pytest.mark.slow
 def test_it_trains_as_in_plain_pytorch() -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(*(layer for update in ALL for layer in (Assigns(update), nn.BatchNorm2d(4), nn.Tanh())))

@@ -116,6 +116,7 @@ def test_a_plan_of_another_step_is_refused(captured: Captured) -> None:
         in_pieces(captured, [Pieces("nothing", direct=True)])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not direct_convolution.applies(), reason="the native library was not built")
 def test_convolutions_over_what_they_read_keep_the_prediction_and_the_gradients() -> None:
     torch.manual_seed(0)

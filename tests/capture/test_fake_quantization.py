@@ -78,6 +78,7 @@ def test_a_plan_leaves_the_observers_as_they_were() -> None:
     assert not differences(model.state_dict(), before)
 
 
+@pytest.mark.slow
 def test_observers_that_are_reset_get_their_sizes_again() -> None:
     def reset(model: nn.Module) -> None:
         for module in model.modules():
@@ -98,6 +99,7 @@ def left_by_a_step(model: nn.Module) -> dict[str, torch.Tensor]:
     return dict(model.named_buffers()) | gradients
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("share", [0.8, 0.5])
 def test_it_trains_in_a_share_of_plain_pytorchs_peak(share: float) -> None:

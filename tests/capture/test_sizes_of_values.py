@@ -35,6 +35,7 @@ class PickingPlaces(Picking):
         return rows.flatten(0, 2)[x[:, 0].flatten().relu().nonzero()[:, 0]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Picking, PickingPlaces])
 def test_what_a_mask_selects_trains_as_in_plain_pytorch(kind: type[Picking]) -> None:
     planned = assert_same_training(kind(), images(3, 2, 3, 8, 8))

@@ -245,6 +245,7 @@ def launch_each(elems: int, block_elems: int | None) -> None:
     one_bit_triton.decode_blocks(mask, there(len(scales), 2), block_elems, x)
 
 
+@pytest.mark.slow
 @with_triton
 @not_interpreted
 @each_capability

@@ -99,6 +99,7 @@ plain = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(plain)
 def test_json_reads_back_as_it_was(tmp_path_factory: pytest.TempPathFactory, value: object) -> None:
     path = write_json(tmp_path_factory.getbasetemp() / "value.json", value)

@@ -146,6 +146,7 @@ def test_a_file_with_flipped_bits_is_a_plan_or_refused(plan: Plan, tmp_path: Pat
         _load(tmp_path / "p.json", bytes(damaged))
 
 
+@pytest.mark.slow
 def test_a_file_that_lacks_a_key_is_a_plan_or_refused(plan: Plan, tmp_path: Path) -> None:
     whole = _saved(plan, tmp_path / "p.json")
     for path in _paths(whole):
@@ -158,6 +159,7 @@ def test_a_file_that_lacks_a_key_is_a_plan_or_refused(plan: Plan, tmp_path: Path
             _load(tmp_path / "p.json", json.dumps(copy))
 
 
+@pytest.mark.slow
 def test_a_file_with_a_wrong_value_anywhere_is_a_plan_or_refused(plan: Plan, tmp_path: Path) -> None:
     whole = _saved(plan, tmp_path / "p.json")
     draw = random.Random(1)

@@ -44,6 +44,7 @@ def volumes() -> nn.Module:
     return nn.Sequential(*layers, nn.Conv3d(16, 1, 1))
 
 
+@pytest.mark.slow
 def test_where_convolutions_may_be_in_pieces_it_is_traced_once(traces: list[str]) -> None:
     batch = [torch.randn(1, 1, 32, 32, 32, generator=torch.Generator().manual_seed(1))]
     # Which pieces have the same bits, and so how little is enough, differs by processor. With more, one variant is

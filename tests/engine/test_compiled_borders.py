@@ -161,6 +161,7 @@ def test_each_size_has_regions_of_its_own() -> None:
     assert len(regions) == 2 and all(regions) and not regions[0] & regions[1]
 
 
+@pytest.mark.slow
 def test_cuts_that_are_drawn_anew_train_as_with_eager_kernels() -> None:
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Conv2d(a, 8, 3, padding=1), nn.BatchNorm2d(8), nn.SiLU()) for a in (3, 8)]

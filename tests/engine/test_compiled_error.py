@@ -59,6 +59,7 @@ def squares(tensors: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack([tensor.square().sum() for tensor in tensors])
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("name", ["batch norm, channels_last", "transformer"])
 def test_gradients_are_no_further_from_float64_than_eager_ones(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

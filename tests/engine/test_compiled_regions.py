@@ -52,6 +52,7 @@ def error(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> flo
     return math.sqrt(off / sum(float(value.square().sum()) for _, value in pairs))
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_kept_or_recomputed_a_step_gives_the_same_bits(all_regions: None) -> None:
     net, batches = network(), images(2, 4, 3, 12, 12)
@@ -83,6 +84,7 @@ class Tokens(nn.Module):
         return tokens + self.down(nn.functional.gelu(self.up(self.norms[1](tokens)), approximate="tanh"))
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_in_bfloat16_gradients_are_no_further_from_float64_than_eager_ones(all_regions: None) -> None:
     torch.manual_seed(0)

@@ -119,6 +119,7 @@ _POOLINGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "size"), [("average", (63,)), ("max", (25, 30)), ("max", (16,) * 3)])
 def test_poolings_in_one_two_and_three_dimensions(kind: str, size: tuple[int, ...]) -> None:
     dims = len(size)
@@ -133,6 +134,7 @@ def test_poolings_in_one_two_and_three_dimensions(kind: str, size: tuple[int, ..
     assert len(ours.shoal.plans) == 1
 
 
+@pytest.mark.slow
 def test_a_last_short_batch_and_accumulated_gradients_have_their_plans() -> None:
     ours = small()
     theirs = copy.deepcopy(ours)

@@ -148,6 +148,7 @@ def patch_fits(patch: tuple[int, ...], budget: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_the_largest_patch_grows_by_what_the_strides_divide_within_its_limits() -> None:
     budget = 1_500_000
     tried: list[Any] = []

@@ -22,6 +22,7 @@ IMAGES = torch.empty(2, 3, 64, 64)
 P100 = "p100-nvlink"
 
 
+@pytest.mark.slow
 @needs_little_scratch
 def test_no_plan_made_by_itself_is_faster_and_none_fits_in_less() -> None:
     how: dict[str, Any] = {"allow": "recompute, fuse"}  # on the made-up machine, where what is fused is faster
@@ -60,6 +61,7 @@ def test_what_is_encoded_is_counted() -> None:
     assert all(point.bound_seconds <= point.seconds * (1 + 1e-6) for point in frontier.points)
 
 
+@pytest.mark.slow
 def test_with_a_function_it_is_images_per_second_by_batch_as_every_plan_by_itself_says() -> None:
     with torch.device("meta"):
         net = nn.Sequential(*blocks(3, 8), nn.Flatten())

@@ -178,6 +178,7 @@ def peak_bytes_of_two_graphs() -> int:
     return int(model.shoal.measured_peak_bytes)
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("kept", [0, 1], ids=["the plan keeps nothing", "the plan keeps everything"])
 @pytest.mark.parametrize("times", [1, 10], ids=["little is kept in the first step", "everything is"])

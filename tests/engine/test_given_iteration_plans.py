@@ -51,6 +51,7 @@ def plan_of_two_graphs(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     return planned(two_graphs, of_two_graphs, tmp_path_factory.mktemp("plan") / "plan.json", 0.8, "recompute")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("of", "variant"), [("graphs", None), ("graphs", "fused"), ("calls", None), ("calls", "slices")]
 )
@@ -142,6 +143,7 @@ def train(towers: list[nn.Module], iterations: int) -> list[torch.Tensor | None]
     return [parameter.grad for tower in towers for parameter in tower.parameters()]
 
 
+@pytest.mark.slow
 def test_models_that_share_a_budget_run_by_a_given_plan(tmp_path: Path) -> None:
     roomy = shoal.Budget("1GiB")
     train(two_towers(roomy), 3)

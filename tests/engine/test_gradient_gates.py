@@ -62,6 +62,7 @@ def train(model: nn.Module, steps: int = 3) -> list[torch.Tensor]:
     return [parameter.detach() for parameter in model.parameters()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [network, convolutions])
 def test_an_optimizer_that_steps_in_hooks_trains_as_in_plain_pytorch(make: Callable[[], nn.Module]) -> None:
     plain, planned = make(), make()

@@ -45,6 +45,7 @@ def quantized() -> nn.Module:
     return prepared(Net(n_layers=2, channels=16), get_default_qat_qconfig("x86", version=0))
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize(
     "made",

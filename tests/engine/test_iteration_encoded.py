@@ -125,6 +125,7 @@ def test_an_iteration_trains_as_planned_with_storages_encoded(
         assert (found[name] - expected[name]).norm() <= 0.02 * expected[name].norm()
 
 
+@pytest.mark.slow
 def test_the_gradients_are_those_of_one_graph_with_the_same_storages_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model, whole = two_stages(), two_stages(lambda x: None)
@@ -140,6 +141,7 @@ def test_the_gradients_are_those_of_one_graph_with_the_same_storages_encoded(mon
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.slow
 def test_storages_are_encoded_if_that_is_faster_and_again_in_a_later_run() -> None:
     with codecs_of_no_time():
         torch.manual_seed(0)
@@ -154,6 +156,7 @@ def test_storages_are_encoded_if_that_is_faster_and_again_in_a_later_run() -> No
     assert [storage.name for storage in other.plan.encoded] == [next(iter(status.encoded.values()))[0]]
 
 
+@pytest.mark.slow
 def test_a_graph_that_does_not_encode_what_was_planned_is_said_and_planned_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

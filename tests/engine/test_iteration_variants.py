@@ -112,6 +112,7 @@ def always(variant: Variant) -> Callable[..., Any]:
     return best_variant
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "step", "variant"),
     [
@@ -146,6 +147,7 @@ def test_an_iteration_trains_as_planned_in_each_variant(
         torch.testing.assert_close(buffer, plain.get_buffer(name))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_variants")
 def test_the_plan_says_which_variants_were_considered() -> None:
     torch.manual_seed(0)
@@ -156,6 +158,7 @@ def test_the_plan_says_which_variants_were_considered() -> None:
     assert "batch norm fused" in model.shoal.plan.explain()
 
 
+@pytest.mark.slow
 def test_a_graph_that_is_not_what_it_was_planned_as_is_said_and_planned_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -194,6 +197,7 @@ def flag(model: Sometimes) -> bool:
     return model.longer
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_variants")
 def test_graphs_that_are_followed_by_others_now_and_then_stay_as_they_are() -> None:
     torch.manual_seed(0)
@@ -210,6 +214,7 @@ def test_graphs_that_are_followed_by_others_now_and_then_stay_as_they_are() -> N
             torch.testing.assert_close(p.grad, expected, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 @needs_little_scratch
 @pytest.mark.usefixtures("few_variants")
 def test_the_minimum_that_is_named_is_met_by_the_first_iteration_of_another_run() -> None:
@@ -245,6 +250,7 @@ def too_little_unmodified() -> int:
     return budget_bytes
 
 
+@pytest.mark.slow
 @needs_little_scratch
 @pytest.mark.usefixtures("few_variants")
 @pytest.mark.parametrize("shared", [False, True], ids=["one model", "a shared budget"])

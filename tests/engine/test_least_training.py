@@ -40,6 +40,7 @@ def least(graph: StepGraph, hardware: Hardware, budget_bytes: int) -> Plan:
     return Plan(found.graph, held, "least", hardware.name, budget_bytes, captured_order=op_names(graph))
 
 
+@pytest.mark.slow
 def test_at_its_least_a_split_network_has_the_planned_peak_and_right_gradients() -> None:
     (batch,) = images(1, 4, 3, 64, 64)
     split = shoal.split(network(), 1.0, (2, 1), halo="exact")

@@ -117,6 +117,7 @@ def peak_of_a_step(model: nn.Module, batch: torch.Tensor) -> int:
     return resident_bytes + allocations.peak_bytes(allocations.record(step)[1])
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_inside_a_budget_the_measured_peak_is_the_predicted_one() -> None:
     net, batches = large_enough()
@@ -134,6 +135,7 @@ def test_inside_a_budget_the_measured_peak_is_the_predicted_one() -> None:
     assert status.plan.errors_measured and all(0 < error < 0.05 for error in status.plan.errors.values())
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_encoding_makes_the_faster_plan_and_the_exact_one_where_there_is_room() -> None:
     net, batches = large_enough()
@@ -171,6 +173,7 @@ def test_payloads_are_offloaded_as_they_are(tmp_path: Path) -> None:
     planned.zero_grad()
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_short_last_batch_and_eval_mode() -> None:
     net, batches = large_enough()
@@ -186,6 +189,7 @@ def test_a_short_last_batch_and_eval_mode() -> None:
     assert same_bits(planned(batches[0]), net(batches[0]))
 
 
+@pytest.mark.slow
 def test_drawn_cuts_are_encoded_like_any_other_size() -> None:
     torch.manual_seed(0)
     net = split(chain(3, 8, 8, 8), 0.7, grid=(2, 1), stochastic=0.3)

@@ -124,6 +124,7 @@ def compiled(net: nn.Module, planner: planners.Planner = keep_nothing, budget: i
     return shoal.compile(copy.deepcopy(net), budget, offload_to="host", options=shoal.Options(planner=planner))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "shapes", "planner"),
     [
@@ -148,6 +149,7 @@ def test_one_graph_for_every_later_size_trains_bit_for_bit(
     assert ours.shoal.captures == len(ours.shoal.plans) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "shapes"),
     [

@@ -143,6 +143,7 @@ LOOPS: dict[str, tuple[Callable[[], nn.Module], Loop, bool]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("loop", "place"), zip(LOOPS, cycle(("host", "file")), strict=False))
 def test_any_choice_of_what_to_offload_and_when_trains_like_plain_pytorch(
     loop: str, place: str, tmp_path: Path, done: Done
@@ -191,6 +192,7 @@ def test_models_that_share_a_budget_do_so_and_take_what_is_predicted(done: Done)
     assert shared.peak_bytes == shared.predicted_peak_bytes
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_slow_link_stalls_less_in_the_memory_that_is_predicted(tmp_path: Path) -> None:
     torch.manual_seed(0)

@@ -139,6 +139,7 @@ def test_a_second_forward_pass_may_come_before_the_backward_pass_sent_back_or_no
     assert not differences(found, train(net, batches, loss_of=partial(loss_with_second_pass, net)))
 
 
+@pytest.mark.slow
 def test_two_forward_passes_at_once_need_host_bytes_for_both() -> None:
     net, (one, two) = classifier(3, 8, 8), images(2, 4, 3, 8, 8)
 

@@ -99,6 +99,7 @@ def test_a_random_order_trains_as_plain_pytorch_does(network: str, seed: int) ->
     assert plan.captured_order and op_names(plan.graph) != plan.captured_order
 
 
+@pytest.mark.slow
 def test_joint_orders_a_step_runs_it_and_its_file_runs_it_again(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, batches = inception(), images(2, 4, 3, 32, 32)
@@ -179,6 +180,7 @@ def of_images(model: nn.Module) -> None:
 ITERATIONS = {"graphs": (Broken, of_images), "calls": (Refined, of_two_calls), "models": (Pair, of_two_models)}
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("of", ITERATIONS)
 def test_an_iteration_in_a_random_order_trains_as_plain_pytorch_does_in_the_bytes_predicted(of: str) -> None:
@@ -201,6 +203,7 @@ def test_an_iteration_in_a_random_order_trains_as_plain_pytorch_does_in_the_byte
     assert not differences(found, gradients(plain, step, 4))
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_joint_orders_an_iteration_that_would_not_fit_as_captured_and_its_file_runs_it_again(tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -223,6 +226,7 @@ def test_joint_orders_an_iteration_that_would_not_fit_as_captured_and_its_file_r
     assert again.shoal.measured_peak_bytes <= status.budget_bytes
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_an_iteration_trains_in_less_than_it_needs_as_captured() -> None:
     torch.manual_seed(0)

@@ -138,6 +138,7 @@ def test_the_parts_of_a_model_train_as_plain_pytorch(network: str) -> None:
     assert _parts(planned.shoal.plan.graph) >= 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     [
@@ -151,6 +152,7 @@ def test_they_do_in_every_loop(how: dict[str, Any]) -> None:
     assert_same_training(Chain(prints), images(4, 2, 3, 8, 8), **how)
 
 
+@pytest.mark.slow
 def test_a_last_short_batch_has_parts_of_its_own_and_a_plan_for_all_up_to_the_largest() -> None:
     planned = assert_same_training(
         Chain(breaks), [*images(2, 3, 3, 8, 8), *images(1, 2, 3, 8, 8), *images(1, 3, 3, 8, 8)]
@@ -172,6 +174,7 @@ def test_evaluation_runs_as_without_shoal() -> None:
     assert not planned.shoal.plans
 
 
+@pytest.mark.slow
 def test_steps_that_go_different_ways_have_plans_of_their_own() -> None:
     class Choosing(Chain):
         n_stages = 3

@@ -94,6 +94,7 @@ class Widening(nn.Module):
         return self.wide(rows) if x.mean() > 1 else self.narrow(rows)
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_where_a_step_goes_a_way_that_does_not_fit_beside_the_plan_of_its_first_parts_it_begins_anew() -> None:
     plain = Widening()
@@ -115,6 +116,7 @@ def test_where_a_step_goes_a_way_that_does_not_fit_beside_the_plan_of_its_first_
     assert ours.shoal.measured_peak_bytes <= ours.shoal.budget_bytes
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize(
     ("kind", "between", "share"),
@@ -149,6 +151,7 @@ class Spoken(nn.Module):
         return F.ctc_loss(found, targets, torch.full((8,), 24), torch.full((8,), 6)).sqrt()
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_what_was_measured_is_of_the_plan_and_the_iteration_before_it_is_said_by_itself() -> None:
     x = torch.randn(8, 24, 16)
@@ -185,6 +188,7 @@ def stacked(pictures: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack(pictures) / 255
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_batch_that_eager_code_alone_reads_counts_all_step() -> None:
     model = shoal.compile(Stacking(prints, [nn.Sequential(*blocks(c, 8, 8)) for c in (3, 8)], channels=8), "1GiB")
@@ -263,6 +267,7 @@ def test_convolutions_of_a_part_are_computed_in_pieces_where_their_scratch_does_
     assert Plan.load(plan.save(tmp_path / "plan.json")) == plan
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_two_calls_before_a_backward_pass_share_the_budget() -> None:
     def step(model: nn.Module, x: torch.Tensor) -> None:
@@ -290,6 +295,7 @@ def takes_much(x: torch.Tensor) -> torch.Tensor:
     return x + torch.zeros(1 << 20).sum()
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_first_step_over_the_budget_says_so_and_what_eager_code_needs_is_refused(
     caplog: pytest.LogCaptureFixture,
@@ -324,6 +330,7 @@ class BackwardWithin(Chain):
         x.square().mean().backward(retain_graph=True)
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_graphs_that_run_back_in_between_are_measured_and_what_does_not_fit_is_refused(
     caplog: pytest.LogCaptureFixture,
@@ -342,6 +349,7 @@ def test_graphs_that_run_back_in_between_are_measured_and_what_does_not_fit_is_r
                 parameter.grad = None
 
 
+@pytest.mark.slow
 def test_after_a_refusal_the_next_model_is_planned_and_metered() -> None:
     with pytest.raises(BudgetError), costs_that_do_not_matter():
         shoal.compile(Chain(breaks), budget=10_000, allow="bitwise")(*images(1, 8, 3, 32, 32))
@@ -369,6 +377,7 @@ def _picks(*numbers: int) -> list[torch.Tensor]:
     return [(torch.arange(2 * 16 * 16) < number).reshape(2, 16, 16) for number in numbers]
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_sizes_that_vary_within_a_step_are_of_one_graph_and_one_plan_and_every_step_is_inside_the_budget() -> None:
     roomy = Picking()
@@ -421,6 +430,7 @@ class Head(nn.Module):
         return self.last(self.first(rows).sigmoid())
 
 
+@pytest.mark.slow
 def test_once_a_size_within_a_step_has_varied_all_such_sizes_may_grow() -> None:
     """Else the next that does has the whole step captured again."""
     plain = PickingTwice()
@@ -437,6 +447,7 @@ def test_once_a_size_within_a_step_has_varied_all_such_sizes_may_grow() -> None:
     assert captures[2:] == captures[2:3] * len(captures[2:])
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_what_eager_code_needs_once_the_graphs_have_gone_back_is_refused_where_it_does_not_fit() -> None:
     class Wide(Prepared):
@@ -450,6 +461,7 @@ def test_what_eager_code_needs_once_the_graphs_have_gone_back_is_refused_where_i
         peaks_of(model)
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.usefixtures("real_machine")
 def test_what_profiling_a_graph_takes_is_no_part_of_the_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -461,6 +473,7 @@ def test_what_profiling_a_graph_takes_is_no_part_of_the_step(monkeypatch: pytest
     assert model.shoal.plan is not None
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_graphs_offload_no_more_than_the_host_may_hold() -> None:
     """In the first iteration too, in which each is planned before those after it are known."""

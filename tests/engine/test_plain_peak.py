@@ -104,6 +104,7 @@ def bags() -> nn.Module:
     return Bags()
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize(
     ("network", "x", "share"), [(volumes, torch.randn(4, 8, 12, 12, 12), 16), (bags, torch.randint(0, 50, (64, 12)), 2)]

@@ -122,6 +122,7 @@ def test_a_plan_for_another_device_is_the_same_wherever_the_model_lies() -> None
     assert nowhere.residences == here.residences
 
 
+@pytest.mark.slow
 def test_networks_with_batch_norm_can_be_planned_on_the_meta_device() -> None:
     with torch.device("meta"):
         net, batch = models.build("resnet18"), torch.empty(64, 3, 224, 224)
@@ -329,6 +330,7 @@ def perceptron(*channels: int) -> nn.Module:
     return nn.Sequential(nn.Flatten(0, 2), *layers)
 
 
+@pytest.mark.slow
 @needs_little_scratch
 @pytest.mark.parametrize(("make", "allow"), [(classifier, "bitwise"), (dense, "bitwise"), (perceptron, "exact")])
 def test_every_way_in_names_the_same_minimum_which_trains(make: Callable[..., nn.Module], allow: str) -> None:

@@ -60,6 +60,7 @@ def plans_of(
     )
 
 
+@pytest.mark.slow
 def test_each_is_the_plan_of_its_batch_and_few_steps_are_captured(net: nn.Module, captured: list[int]) -> None:
     optimizer = torch.optim.SGD(net.parameters(), momentum=0.9)
     plans = plans_of(net, 400_000, optimizer=optimizer)
@@ -72,6 +73,7 @@ def test_each_is_the_plan_of_its_batch_and_few_steps_are_captured(net: nn.Module
     assert plans(9) is made[9] and not captured
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make_example",
     [
@@ -98,6 +100,7 @@ def test_make_example_is_asked_for_none_above_the_most(net: nn.Module) -> None:
     assert asked == [9]
 
 
+@pytest.mark.slow
 def test_maps_that_are_large_in_some_batches_alone_have_their_own_variant(
     net: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,6 +128,7 @@ def test_nothing_is_allocated(net: nn.Module) -> None:
     assert all(parameter.is_meta and parameter.grad is None for parameter in net.parameters())
 
 
+@pytest.mark.slow
 def test_slices_of_the_batch_are_looked_at_too(captured: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.engine.search.split_variants._PARTS", ())  # patches take long to plan
     with torch.device("meta"):

@@ -82,6 +82,7 @@ def peak_of(net: nn.Module, step: Step) -> int:
     return true_peak(net, lambda: step(net), [FRAMES])
 
 
+@pytest.mark.slow
 @needs_little_scratch
 @pytest.mark.parametrize(("name", "share"), [("cell", 0.7), ("truncated", 0.9), ("rollout", 0.6)])
 def test_they_train_in_a_share_of_plain_pytorchs_peak(name: str, share: float) -> None:
@@ -116,6 +117,7 @@ class NormCell(nn.Module):
         return self.out(h), h, c
 
 
+@pytest.mark.slow
 @needs_little_scratch
 @pytest.mark.parametrize(
     ("make", "share"),
@@ -149,6 +151,7 @@ def test_equal_graphs_of_equal_shares_are_compiled_once() -> None:
     assert len({id(node.step) for node in known.nodes}) == len(set(shares))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [1.0, 0.5])
 @pytest.mark.parametrize("encoded", [False, True])
 def test_calls_that_do_not_depend_on_each_other_are_one_iteration_too(share: float, encoded: bool) -> None:
@@ -183,6 +186,7 @@ def two_losses_step(net: nn.Module) -> None:
         parameter.grad = one + other
 
 
+@pytest.mark.slow
 @needs_little_scratch
 @pytest.mark.parametrize("share", [4.0, 0.75])
 def test_a_backward_pass_that_runs_twice_is_of_an_iteration(share: float) -> None:
@@ -251,6 +255,7 @@ def test_a_model_that_is_gone_is_metered_no_longer() -> None:
     assert not limit._active
 
 
+@pytest.mark.slow
 def test_a_kept_result_with_which_the_first_iteration_is_over_the_budget_is_said(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

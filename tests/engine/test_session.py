@@ -72,6 +72,7 @@ def test_without_a_budget_the_step_keeps_everything_and_its_peak_is_reported() -
     assert status.measured_peak_bytes <= peak_of_a_step(net, batches[0]) + held_bytes
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_inside_a_budget_the_measured_peak_is_the_predicted_one_and_never_over() -> None:
     net, batches = large_enough()
@@ -87,6 +88,7 @@ def test_inside_a_budget_the_measured_peak_is_the_predicted_one_and_never_over()
     assert 0 <= status.lower_bound_seconds <= status.plan.added_seconds + 1e-9
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_step_that_is_captured_while_a_profiler_runs_is_planned_as_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -119,6 +121,7 @@ def test_so_it_is_with_the_other_planners(planner: str) -> None:
     assert status.measured_peak_bytes <= budget
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_what_another_thread_trains_meanwhile_does_not_count() -> None:
     net, (batch, *_) = large_enough()
@@ -227,6 +230,7 @@ def forgetful(monkeypatch: pytest.MonkeyPatch) -> int:
     return overlooked
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_broken_promise_is_told_and_the_next_step_is_planned_with_what_was_learnt(
     forgetful: int, caplog: pytest.LogCaptureFixture

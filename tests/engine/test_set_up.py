@@ -50,6 +50,7 @@ class HookingItselfAndBreaking(HookingItself):
         return out * 2
 
 
+@pytest.mark.slow
 def test_it_is_planned_as_one_graph_from_its_first_step_on(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "shoal"):
         planned = assert_same_training(HookingItself(), images(1, 2, 3, 8, 8))
@@ -71,6 +72,7 @@ class HookingItselfHalfway(HookingItself):
         return super().forward(self.first(x))
 
 
+@pytest.mark.slow
 @needs_little_scratch
 def test_it_trains_in_a_budget_in_which_it_fits_as_one_graph_alone() -> None:
     torch.manual_seed(0)

@@ -148,6 +148,7 @@ LOOPS: dict[str, tuple[Loop, Callable[[], list[nn.Module]], float]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", LOOPS)
 def test_models_train_as_in_plain_pytorch_inside_one_budget(loop: str, caplog: pytest.LogCaptureFixture) -> None:
     step, make, share = LOOPS[loop]
@@ -214,6 +215,7 @@ def take(models: Models, steps: int = 1) -> int:
     return max(peak for peak, _ in train(models, encoders_with_one_loss, steps))
 
 
+@pytest.mark.slow
 def test_a_budget_too_small_is_refused_with_the_models_and_with_the_least_that_is_enough() -> None:
     _, models = encoders("700KiB")
     take(models)
@@ -309,6 +311,7 @@ def test_a_model_that_comes_later_leaves_the_others_less(caplog: pytest.LogCaptu
     assert after == before + distinct_bytes(large.parameters()) or any(p.recomputed for p in shared.status.plans)
 
 
+@pytest.mark.slow
 def test_turns_that_begin_alike_run_by_plans_that_fit_together() -> None:
     """A turn of one model, and one that begins with the same graph and goes on with another model."""
 

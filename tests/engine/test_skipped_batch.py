@@ -73,6 +73,7 @@ def test_where_no_plan_has_room_for_it_training_goes_on_and_the_bytes_are_said(
     assert ours.shoal.predicted_peak_bytes <= budget_bytes and ours.shoal.repairs == 0
 
 
+@pytest.mark.slow
 def test_where_a_plan_has_room_for_it_the_step_after_it_stays_inside_the_budget() -> None:
     plain = network()
     roomy = shoal.compile(copy.deepcopy(plain), "1GiB")
@@ -107,6 +108,7 @@ class Breaking(nn.Module):
         return self.head(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.85, 4.0])
 def test_in_a_model_of_several_graphs_it_does_not_change_the_plan_either(
     share: float, caplog: pytest.LogCaptureFixture

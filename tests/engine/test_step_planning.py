@@ -26,6 +26,7 @@ def planned(net: torch.nn.Module, budget: int) -> Plan:
     return plan
 
 
+@pytest.mark.slow
 def test_a_plan_leaves_what_is_spare_where_there_is_one_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
     net = torch.nn.Sequential(*blocks(3, 16, 16, 16, 16))
     with pytest.raises(BudgetError) as refused:

@@ -36,6 +36,7 @@ def compiled(share: float = 0.9) -> nn.Module:
     return shoal.compile(normalised(), budget=int(share * plain_bytes()), allow="recompute, fuse")
 
 
+@pytest.mark.slow
 @needs_little_scratch
 def test_a_later_run_traces_the_chosen_variant_alone_and_trains_as_the_first(traces: list[str]) -> None:  # noqa: F811
     first, later = compiled(), compiled()
@@ -54,6 +55,7 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
+@pytest.mark.slow
 def test_another_step_is_searched_for_itself(traces: list[str]) -> None:  # noqa: F811
     step(compiled(), *batches(1))
     for change in ("budget", "frozen", "hook"):
@@ -67,6 +69,7 @@ def test_another_step_is_searched_for_itself(traces: list[str]) -> None:  # noqa
         assert "priced" in traces, change
 
 
+@pytest.mark.slow
 @needs_little_scratch
 def test_a_damaged_file_costs_only_time(
     traces: list[str],  # noqa: F811

@@ -36,6 +36,7 @@ def held_bytes(captured: Captured, graph: fx.Graph) -> dict[int, int]:
     return found
 
 
+@pytest.mark.slow
 def test_every_storage_has_the_largest_size_of_all_draws(drawn: Captured) -> None:
     symbols = {node.meta["val"].node.expr: node.meta["val"] for node in sizes(drawn)}
     assert len(symbols) == 3

@@ -63,6 +63,7 @@ def test_so_it_is_where_the_branch_is_taken() -> None:
     assert not planned.shoal.plan.breaks
 
 
+@pytest.mark.slow
 def test_each_length_that_the_branch_depends_on_is_one_graph() -> None:
     planned = assert_same_training(padded(), [sounds(1, length=length)[0] for length in (21, 30, 21, 17, 5)])
     assert planned.shoal.captures == 4
@@ -252,6 +253,7 @@ def test_a_counter_is_unknown_in_the_end(kind: type[Kept]) -> None:
     assert counts[-4:] == [counts[-1]] * 4
 
 
+@pytest.mark.slow
 @needs_compiler  # as a plan of several graphs does
 @pytest.mark.parametrize("kind", [CountsBefore, CountsAfter])
 def test_a_model_with_a_counter_trains_as_before(kind: type[Kept]) -> None:
@@ -261,6 +263,7 @@ def test_a_model_with_a_counter_trains_as_before(kind: type[Kept]) -> None:
     assert planned.shoal.plan.breaks
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_buffer_that_another_one_sets_each_step_does_not_end_the_training() -> None:
     """A schedule of the loop's own: after a few values the model is several graphs."""

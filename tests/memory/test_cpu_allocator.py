@@ -234,6 +234,7 @@ def test_a_forked_process_may_switch_it_on_again() -> None:
     assert forked(_switches_on_in_child, tensor) == (CACHING, 8 * MiB, 1, 7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [1.2, 0.6])
 def test_a_step_has_the_same_bits_and_bytes_with_both(share: float) -> None:
     bits, predicted_bytes, measured_bytes = _trained(TORCH, share)

@@ -85,6 +85,7 @@ def two_steps(net: torch.nn.Module, place: str) -> list[Entry]:
     return recorder.entries
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["host", "file"])
 @pytest.mark.parametrize("graphs", [1, 3])
 def test_no_access_races_with_a_copy_and_without_any_one_wait_some_would(

@@ -227,6 +227,7 @@ def test_a_choice_whose_reruns_leave_no_room_is_where_local_search_begins() -> N
     assert found is not None and found.peak_bytes <= budget_bytes and found.seconds < 1.25 * graph.plain_seconds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "share, first",
     [(0.3, ["_local_searches"]), (0.35, ["_local_searches", "_program"]), (0.45, ["_program"])],

@@ -134,6 +134,7 @@ def test_a_link_too_slow_to_carry_anything_changes_nothing() -> None:
     assert plan.added_seconds <= without.added_seconds + 0.002 * plan.plain_seconds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
 def test_the_least_that_is_named_uses_the_room_that_the_host_has(share: float) -> None:
     graph = resnet_like((1, 2, 2, 1))

@@ -98,6 +98,7 @@ def test_with_room_for_everything_everything_is_held(graph: StepGraph) -> None:
     assert peak_and_seconds(graph, schedule(graph, held))[1] == pytest.approx(kept.predicted_seconds)
 
 
+@pytest.mark.slow
 def test_patches_of_a_split_network_run_one_after_another_and_large_weight_gradients_wait() -> None:
     graph = split_vgg()
     plans, _ = plans_on_demand(graph, DEFAULT)

@@ -34,6 +34,7 @@ def cases() -> list[Case]:
     return sorted([*module_cases(), *op_cases()], key=lambda case: crc32(case.name.encode()))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:cannot time")  # ops whose operands have to be of one another, as of lu_unpack
 @pytest.mark.parametrize("place", range(len(cases()) if "SHOAL_TEST_ALL" in os.environ else _SLICE))
 def test_an_entry_trains_as_in_plain_pytorch(place: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -17,6 +18,7 @@ def network(module: nn.Module, *shape: int) -> Network:
     return Network(module, (torch.randn(shape or (4, 8, 12, 12), generator=torch.Generator().manual_seed(1)),))
 
 
+@pytest.mark.slow
 def test_running_statistics_move_once_a_step() -> None:
     """pytorch/pytorch#96136: under `torch.utils.checkpoint`, batch norms update their statistics twice."""
 

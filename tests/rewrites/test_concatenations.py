@@ -191,6 +191,7 @@ def sums(model: nn.Module) -> int:
     return sum(op.target == "aten.add.Tensor" and op.phase == "backward" for op in graph.ops)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "precision"),
     [(torch.channels_last, torch.float32), (torch.contiguous_format, torch.bfloat16)],

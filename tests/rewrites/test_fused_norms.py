@@ -53,6 +53,7 @@ def trained(model: nn.Module, budget_bytes: int = 1 << 30) -> tuple[Any, list[to
     return model.shoal, results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stride", "kernels", "share"), [(1, "native", 0.9), (2, "reference", None)])
 def test_the_bits_are_those_of_the_products_and_sums(
     stride: int, share: float | None, kernels: str, monkeypatch: pytest.MonkeyPatch

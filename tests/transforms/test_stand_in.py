@@ -217,6 +217,7 @@ def test_a_restored_network_is_one_like_any_other(last: Transform) -> None:
         torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-4 * float(other.abs().max()) + 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("last", [fuse_batchnorm, in_half])
 def test_both_together_train_planned_with_the_bits_of_eager_training(last: Transform) -> None:
     planned = assert_same_training(nn.Sequential(last(invert_norm(network()))), images(2, 4, 3, 16, 16))

@@ -126,6 +126,7 @@ def test_a_model_that_is_called_with_keywords() -> None:
     assert "name all inputs" in doctor("my_models.py:by_name", "--example", "images=2x3x8x8", "--example", "2").output
 
 
+@pytest.mark.slow
 def test_a_budget_that_cannot_be_met_names_the_least_and_a_batch_that_fits() -> None:
     done = doctor("my_models.py:make_model", "--budget", "680KiB", "--json")
     read = json.loads(done.stdout)
@@ -144,6 +145,7 @@ def test_a_model_of_several_graphs_below_what_parameters_take_has_no_least() -> 
     assert read["type"] == "nothing yet: no budget was found that works"
 
 
+@pytest.mark.slow
 def test_a_model_of_several_graphs_that_does_not_fit_is_captured_all_the_same() -> None:
     found = examine(load_subject("my_models.py:printing"), "600KiB")
     lines = {name: words.strip() for name, words in (line.split("  ", 1) for line in as_lines(found))}

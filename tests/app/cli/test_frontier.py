@@ -41,6 +41,7 @@ def test_as_json() -> None:
     assert read["model"] == "resnet18" and len(read["points"]) == 3 and read["means"] == ["recompute"]
 
 
+@pytest.mark.slow
 def test_images_per_second_by_batch(tmp_path: Path) -> None:
     by_batch = ["--batch", "auto", "--budget", "600KiB", "--planner", "keep_all"]
     read = json.loads(frontier(*by_batch, "--json", "--out", str(tmp_path)).stdout)

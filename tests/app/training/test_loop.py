@@ -92,6 +92,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Outcome]:
     return uninterrupted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("planner", "stop_after"), [("none", 2), ("none", 3), ("none", 4), ("joint", 4)])
 def test_an_interrupted_run_continues_bit_for_bit(
     tiny: Options, tmp_path: Path, whole: Callable[[str], Outcome], planner: str, stop_after: int

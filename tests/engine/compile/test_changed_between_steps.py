@@ -187,6 +187,7 @@ def test_parameters_that_are_frozen_or_computed_between_steps_are() -> None:
     )
 
 
+@pytest.mark.slow
 def test_other_settings_are_those_of_the_next_step() -> None:
     assert_noticed(
         lambda model: model.norm.eval(),

@@ -60,6 +60,7 @@ def networks(draw: st.DrawFn) -> tuple[nn.Module, list[torch.Tensor]]:
     return net, images(2, 3, 2, *(6,) * dims)
 
 
+@pytest.mark.slow
 # Every example is compiled: to make a failing one smaller would take longer than a test may.
 @settings(max_examples=settings().max_examples // 4, phases=set(Phase) - {Phase.shrink})
 @given(networks(), st.integers(0, 999), st.floats(0, 1), st.floats(0, 1))

@@ -60,6 +60,7 @@ def calls_before_a_backward(batches: list[torch.Tensor]) -> Loop:
     return loop
 
 
+@pytest.mark.slow
 def test_calls_that_come_before_one_backward_pass_share_the_budget() -> None:
     net, batches = classifier(3, 16, 16, 16), images(3, 4, 3, 16, 16)
     loop = calls_before_a_backward(batches)
@@ -98,6 +99,7 @@ class Returning(nn.Module):
         return self.rest(twice.relu()), more, twice, self.last(hidden) + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("planner", ["chain", "joint"])
 def test_outputs_are_what_they_were_whatever_the_first_plan_hopes_the_loop_drops(planner: str) -> None:
     torch.manual_seed(0)
@@ -113,6 +115,7 @@ def test_outputs_are_what_they_were_whatever_the_first_plan_hopes_the_loop_drops
     assert not differences(train(planned, batches, loss_of=loss_of), train(plain, batches, loss_of=loss_of))
 
 
+@pytest.mark.slow
 def test_calls_that_cannot_fit_together_are_refused_with_a_budget_that_works() -> None:
     net, batches = classifier(3, 16, 16), images(2, 8, 3, 16, 16)
     loop = calls_before_a_backward(batches)
@@ -128,6 +131,7 @@ def test_calls_that_cannot_fit_together_are_refused_with_a_budget_that_works() -
     assert true_peak(enough, lambda: loop(enough), batches) <= refused.value.least_feasible_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("allow", ["bitwise", "exact"])
 def test_calls_of_different_shapes_share_the_budget_too(allow: str) -> None:
     net, (large,), (small,) = nn.Sequential(*blocks(3, 16, 16)), images(1, 4, 3, 24, 24), images(1, 4, 3, 16, 16)
@@ -190,6 +194,7 @@ def test_outputs_count_as_long_as_the_loop_holds_them_and_no_longer(holds: bool)
     assert planned.shoal.predicted_peak_bytes == pytest.approx(peak, rel=0.002)
 
 
+@pytest.mark.slow
 def test_a_budget_that_only_a_loop_without_held_outputs_meets_is_tried_and_refused_when_it_holds_them() -> None:
     net, (batch,) = segmentation(), images(1, 2, 3, 32, 32)
     labels = torch.randint(0, 21, (2, 32, 32))
@@ -315,6 +320,7 @@ def test_an_undeclared_optimizer_for_whose_state_there_is_no_room_is_refused_by_
     assert refused.value.details["optimizer state"].endswith("iB")
 
 
+@pytest.mark.slow
 def test_two_models_in_one_step_are_metered_one_after_the_other() -> None:
     """A generator and a discriminator: what the one saves inside the other's step is part of that step."""
     generator, discriminator = nn.Sequential(*blocks(4, 16, 3)), classifier(3, 16, 16)

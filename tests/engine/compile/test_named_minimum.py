@@ -96,6 +96,7 @@ def frozen_chain() -> nn.Module:
     return net
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_variants")
 def test_what_is_named_is_met_by_the_first_step_of_a_loop_that_holds_its_result() -> None:
     """Also where a faster variant would fit in a loop that does not."""
@@ -128,6 +129,7 @@ class Twice(nn.Module):
         return y, y.flatten(1), F.relu(y)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_variants")
 def test_what_is_named_once_the_loss_is_known_runs_in_the_variant_that_is_chosen_for_it() -> None:
     """The choice is made before the loss is known: with the budget that slices need it is the step as it is written."""

@@ -157,6 +157,7 @@ def test_a_model_that_has_to_be_one_graph_and_is_not_is_refused_with_the_line_th
         assert planned(torch.randn(2, 3, 8, 8)).shape == (2, 4, 6, 6)
 
 
+@pytest.mark.slow
 def test_a_budget_below_parameters_and_their_gradients_is_refused_with_one_that_works() -> None:
     net = classifier(3, *[8] * 9)
     held_bytes = sum(tensor.nbytes for tensor in (*net.parameters(), *net.buffers()))

@@ -49,6 +49,7 @@ def test_a_short_batch_runs_by_a_plan_for_batches_up_to_the_full_one_and_the_ful
     assert [batch_size(plan.graph) for plan in trained.shoal.plans] == [4, 4]
 
 
+@pytest.mark.slow
 def test_images_of_other_sizes_get_plans_of_their_own() -> None:
     batches = [batch for side in (8, 6, 8, 12) for batch in images(1, 2, 3, side, side)]
     trained = assert_same_training(nn.Sequential(*blocks(3, 8, 8)), batches)

@@ -140,6 +140,7 @@ def norms_on_large_maps_at_first() -> nn.Module:
     return nn.Sequential(*blocks(3, 16, 8), *later)
 
 
+@pytest.mark.slow
 def test_where_all_batch_norms_fused_do_not_fit_those_of_large_maps_are_left_and_it_trains_as_the_model() -> None:
     network = norms_on_large_maps_at_first
     model, plain, exact = network(), network(), network().double()
@@ -273,6 +274,7 @@ def trained_in_less(
     return chosen(model)
 
 
+@pytest.mark.slow
 @needs_little_scratch
 def test_below_what_the_whole_needs_it_runs_on_slices_of_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a smaller batch: Dynamo has a symbol for the size of this one."""
@@ -286,6 +288,7 @@ def test_below_what_the_whole_needs_it_runs_on_slices_of_the_batch(monkeypatch: 
     assert trained_in_less(network, x, 0.8, before=few).slices == 3
 
 
+@pytest.mark.slow
 def test_instance_norms_run_on_slices_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in nnU-Net's networks for volumes."""
     monkeypatch.setattr("shoal.engine.search.split_variants._SLICES", (2,))
@@ -314,6 +317,7 @@ class ChannelsBehind(nn.Module):
         return x + y.permute(0, 3, 1, 2) * self.scale.reshape(1, -1, 1, 1)
 
 
+@pytest.mark.slow
 def test_a_block_of_convnext_runs_on_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.engine.search.split_variants._SLICES", (2,))
     x = batches(1, 4, 3, 32, 32)[0]
@@ -333,6 +337,7 @@ class Gumbel(nn.Module):
         return nn.functional.gumbel_softmax(x, dim=1) * torch.bernoulli(torch.full_like(x, 0.5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("allow", ["bitwise, exact_split", "exact"])
 @pytest.mark.parametrize("drawing", [nn.Dropout(0.2), nn.RReLU(), nn.FeatureAlphaDropout(0.2), Gumbel()])
 def test_at_the_minimum_what_stands_between_convolutions_draws_as_it_does_in_plain_pytorch(
@@ -399,6 +404,7 @@ def without_gradient(model: nn.Module) -> None:
     model.norm.weight.requires_grad_(False)  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_what_changes_between_steps_is_seen() -> None:
     """In float64, in which no rounding changes which elements a ReLU lets through."""
     model, plain = normalised().double(), normalised().double()
@@ -417,6 +423,7 @@ def test_what_changes_between_steps_is_seen() -> None:
                 torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.slow
 @needs_little_scratch
 def test_a_last_short_batch_accumulation_and_keywords() -> None:
     model, plain = compiled(normalised), normalised()
@@ -431,6 +438,7 @@ def test_a_last_short_batch_accumulation_and_keywords() -> None:
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_channels_last_and_the_backend() -> None:
     def channels_last() -> nn.Module:
         return normalised().to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]

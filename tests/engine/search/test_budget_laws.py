@@ -165,6 +165,7 @@ def test_a_variant_that_fits_after_all_is_planned_beside_a_slower_one_that_fits_
     assert {one.variant: one.outcome for one in found.candidates} == {WHOLE: "chosen", FUSED: "slower"}
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(steps(), steps(), st.floats(1.0, 1.2), st.floats(0.0, 0.5))
 def test_more_bytes_and_more_means_are_never_slower(

@@ -91,6 +91,7 @@ def test_quick_codecs_are_used_no_more_than_the_budget_asks_for(share: float) ->
     assert plan.codec_seconds == pytest.approx(0.1 * 2 * len(plan.encoded))
 
 
+@pytest.mark.slow
 def test_no_other_set_is_faster() -> None:
     """Against every subset, planned in full."""
     budget = int(0.6 * plain_bytes())
@@ -106,6 +107,7 @@ def test_no_other_set_is_faster() -> None:
     assert found.predicted_seconds == pytest.approx(min(times))
 
 
+@pytest.mark.slow
 def test_beside_a_step_that_fits_only_what_is_faster_is_planned_and_nothing_exact() -> None:
     fastest, planned = chosen_at(0.6, codec_seconds=0.1), list[StepGraph]()
 
@@ -162,6 +164,7 @@ def test_a_set_of_an_earlier_run_is_taken_again_if_it_fits() -> None:
     assert chosen_at(0.6, 0.1, before=["nowhere"]).encoded, "chosen again"
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_one_set_is_searched_and_no_set_needs_less() -> None:
     """Against every subset, each searched."""
     budget, made = int(0.3 * plain_bytes()), list[StepGraph]()
@@ -181,6 +184,7 @@ def test_where_nothing_fits_one_set_is_searched_and_no_set_needs_less() -> None:
         assert least is not None and least <= (of_it.value.least_feasible_bytes or 0)
 
 
+@pytest.mark.slow
 def test_with_all_encoded_by_free_codecs_a_step_is_bounded_whatever_is_encoded() -> None:
     names = [offer.storage for offer in offers(step(), LOSSY)]
     free = bounding_step(steps(costs(0.3)), 1.0)

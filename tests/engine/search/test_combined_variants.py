@@ -74,6 +74,7 @@ def called(graph: fx.GraphModule) -> set[str]:
     return names | {type(module).__name__ for module in modules if type(module).__module__.startswith("shoal")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_every_combination_computes_the_model(dims: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(split_variants, "_WORTH_SLABS_BYTES", 0)
@@ -130,6 +131,7 @@ def planned(budget_share: float, allow: str) -> Plan:
         return shoal.plan(model, x, budget_bytes, hardware="p100-nvlink", offload_to=None, allow=f"recompute, {allow}")
 
 
+@pytest.mark.slow
 def test_where_the_first_layers_need_too_much_they_run_on_slices_and_the_norms_of_the_others_are_fused() -> None:
     both, on_slices = planned(0.4, "fuse, exact_split"), planned(0.4, "exact_split")
     assert both.variant.slices and both.variant.fuse
@@ -140,17 +142,20 @@ def test_where_the_first_layers_need_too_much_they_run_on_slices_and_the_norms_o
         planned(0.4, "fuse")
 
 
+@pytest.mark.slow
 def test_as_few_layers_are_cut_as_the_budget_allows() -> None:
     depths = [planned(share, "exact_split").variant.depth for share in (0.4, 0.3)]
     assert 0 < depths[0] < depths[1] < 0.75
 
 
+@pytest.mark.slow
 def test_more_techniques_are_never_slower_where_fused_norms_need_more_bytes() -> None:
     """At this budget the layers that are cut leave no room for the others with norms fused."""
     both, on_slices = planned(0.3, "fuse, exact_split"), planned(0.3, "exact_split")
     assert both.predicted_seconds <= on_slices.predicted_seconds
 
 
+@pytest.mark.slow
 def test_a_combination_trains_inside_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether fused norms are faster on this machine is not what is tested: they are taken to be."""
     monkeypatch.setattr(best_variant, "norms_of_the_rest", lambda candidates: (Variant(fuse="bnff"), False))

@@ -182,6 +182,7 @@ def small(kind: str, dtype: torch.dtype) -> tuple[nn.Module, torch.Tensor]:
     return network.to(dtype), torch.randn(4, 3, 24, 24).to(dtype)
 
 
+@pytest.mark.slow
 def test_the_minimum_that_is_named_is_that_of_slices_and_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(split_variants, "_PARTS", ())  # patches take long to plan, and so do many slices
     monkeypatch.setattr(split_variants, "_SLICES", (4,))

@@ -184,6 +184,7 @@ def two_convolutions() -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())  # a loss of few numbers takes no room
 
 
+@pytest.mark.slow
 def test_a_model_with_frozen_batch_norms_trains_at_the_minimum_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(split_variants, "_PARTS", ())  # patches take long to plan, and so do many slices
     monkeypatch.setattr(split_variants, "_SLICES", (2,))

@@ -183,6 +183,7 @@ class Attending(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_attention_in_pieces_trains_in_less_with_the_same_bits_but_for_its_biases() -> None:
     def made(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, torch.Tensor]:
         torch.manual_seed(0)

@@ -23,6 +23,7 @@ def captured(net: nn.Module, batch: int, *, small: bool = False) -> StepGraph:
     return ((shrunk(step) or step) if small else step).graph
 
 
+@pytest.mark.slow
 def test_a_scaled_step_is_the_captured_one() -> None:
     with torch.device("meta"):
         layers = [*blocks(3, 8, 8), nn.MaxPool2d(2), nn.Dropout(0.5), nn.Conv2d(8, 4, 3), nn.ReLU(), nn.Flatten()]

@@ -61,6 +61,7 @@ def needed_bytes(allow: str) -> int:
     return refused.value.least_feasible_bytes
 
 
+@pytest.mark.slow
 def test_a_step_trains_in_a_budget_that_recomputing_does_not_meet() -> None:
     tight_bytes = needed_bytes(ALLOW) + 4096
     assert tight_bytes < 0.9 * needed_bytes("recompute")
@@ -99,6 +100,7 @@ class UnderAutocast(Network):
         return y.float()
 
 
+@pytest.mark.slow
 def test_a_network_that_enters_autocast_needs_what_it_needs_when_called_under_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

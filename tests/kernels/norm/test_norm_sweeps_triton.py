@@ -237,6 +237,7 @@ def test_without_triton_pytorchs_own_kernels_do_it(monkeypatch: pytest.MonkeyPat
     assert mean.tolist() == [1.0] * 3 and variance.tolist() == [0.0] * 3
 
 
+@pytest.mark.slow
 @with_triton
 @not_interpreted
 @each_capability

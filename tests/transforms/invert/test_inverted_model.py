@@ -269,6 +269,7 @@ def trained_losses(seed: int, *, inverts: bool) -> torch.Tensor:
     return torch.stack(losses)
 
 
+@pytest.mark.slow
 def test_a_segmentation_trains_as_with_plain_norms_well_within_what_seeds_differ_by() -> None:
     plain, inverted = (
         torch.stack([trained_losses(seed, inverts=inverts) for seed in range(3)]) for inverts in (False, True)
