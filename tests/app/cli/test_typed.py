@@ -36,8 +36,7 @@ TRAIN, PLAN, FRONTIER = (
         ((*PLAN, "--hardware", "x"), "--hardware x is not a preset;"),
         ((*PLAN, "--budget", "1GiB", "--split", "1", "--grid", "99x1", "--image", "64"), "--grid 99x1 is finer than"),
         ((*FRONTIER, "--points", "1"), "--points 1: expected an int"),
-        (("codecs", "--device", "tpu"), "--device tpu is not a device;"),
-        (("codecs", "--elements", "0"), "--elements 0: it must be"),
+        (("hardware", "--device", "tpu"), "--device tpu is not a device;"),
         (("hardware", "--device", "cpu", "--folder", "nowhere"), "--folder nowhere is not a folder"),
     ],
 )

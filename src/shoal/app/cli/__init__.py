@@ -6,10 +6,10 @@ Exit codes: 0 done, 2 an argument, a file, the data or the budget is wrong (one 
 Imports all of the library and of `app`.
 """
 
-from shoal.app.cli import codecs, doctor, env, frontier, hardware, plan, train
+from shoal.app.cli import doctor, env, frontier, hardware, plan, train
 from shoal.app.cli.console import app
 
-__all__ = ["app", "codecs", "doctor", "env", "frontier", "hardware", "main", "plan", "train"]
+__all__ = ["app", "doctor", "env", "frontier", "hardware", "main", "plan", "train"]
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.app.cli.codecs import DISTRIBUTIONS, drawn, read
+from examples.try_codecs import DISTRIBUTIONS, drawn, read
 from shoal.errors import InputError
 from tests.raising import raising
 

@@ -1,4 +1,4 @@
-"""`shoal codecs`: a table of what each codec makes of some numbers."""
+"""`python -m examples.try_codecs`: a table of what each codec makes of some numbers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from shoal.app.cli import app
-from shoal.app.cli import codecs as module
-from shoal.app.cli.codecs import tryable_names
+import examples.try_codecs as module
+from examples.try_codecs import app, tryable_names
 from shoal.codecs import get
 
 
@@ -25,7 +24,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def invoke(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, ["codecs", *map(str, arguments), "--device", "cpu"])
+    return CliRunner().invoke(app, [*map(str, arguments), "--device", "cpu"])
 
 
 def error_line(result: Result) -> str:
@@ -93,5 +92,5 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments: list[str], said: str) 
 
 
 def test_a_device_that_is_none_is_reported() -> None:
-    result = CliRunner().invoke(app, ["codecs", "--device", "tpu"])
+    result = CliRunner().invoke(app, ["--device", "tpu"])
     assert "--device tpu" in error_line(result)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.app.cli import codecs as module
-from shoal.app.cli.codecs import Trial, columns, of_values, try_codec, tryable_names
+import examples.try_codecs as module
+from examples.try_codecs import Trial, columns, of_values, try_codec, tryable_names
 from shoal.codecs import get
 from shoal.errors import InputError
 from tests.codecs.every_codec import FLOAT_CODECS

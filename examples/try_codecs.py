@@ -1,4 +1,4 @@
-"""`shoal codecs`: how each codec encodes given numbers on this machine: bytes, error, speed."""
+"""`python -m examples.try_codecs`: how each codec encodes given numbers on this machine: bytes, error, speed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import typer
 from rich.table import Table
 
 import shoal.codecs
-from shoal.app.cli.console import app, errors_reported, output
+from shoal.app.cli.console import errors_reported, output
 from shoal.codecs import Codec, get, names
 from shoal.codecs.float_codec import FloatCodec
 from shoal.codecs.registry import needed
@@ -25,6 +25,8 @@ from shoal.cost.measure import fastest_seconds
 from shoal.cost.measurement_cache import device_of
 from shoal.errors import InputError, brief
 from shoal.lowlevel import cuda_calls
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 DRAWN_ELEMS = 1 << 20
 _MOST_ELEMS = 1 << 45  # float32 numbers that a process can address
@@ -299,3 +301,7 @@ def _read_raw(path: Path) -> torch.Tensor:
 def _laplace(uniform: torch.Tensor) -> torch.Tensor:
     centred = uniform.sub_(0.5)
     return centred.sign() * -torch.log1p(-2 * centred.abs())
+
+
+if __name__ == "__main__":
+    app()
