@@ -33,7 +33,8 @@ from tests.ranks import forked, run_on_ranks
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="a memory limit on the CPU needs a C++ compiler"
 )
-SMALL = ["--model", "resnet34", "--data", "synthetic", "--batch", "8", "--image", "16", "--epochs", "1"]
+SYNTHETIC = "examples.data.synthetic:open_synthetic"
+SMALL = ["--model", "resnet34", "--data", SYNTHETIC, "--batch", "8", "--image", "16", "--epochs", "1"]
 PLAIN = [*SMALL, "--planner", "none"]
 
 
@@ -130,9 +131,9 @@ def test_a_run_of_plain_pytorch_leaves_a_checkpoint_and_its_result(here: Path) -
     done = invoke("train", *PLAIN, "--json", "result.json")
     assert done.exit_code == 0, done.output
     assert "epoch 1/1  loss" in done.stdout
-    assert (here / "runs" / "resnet34-synthetic" / "checkpoint.pt").is_file()
+    assert (here / "runs" / "resnet34-open_synthetic" / "checkpoint.pt").is_file()
     result = json.loads((here / "result.json").read_text())
-    assert (result["model"], result["data"], result["batch"]) == ("resnet34", "synthetic", 8)
+    assert (result["model"], result["data"], result["batch"]) == ("resnet34", SYNTHETIC, 8)
     assert result["budget_bytes"] is None and result["predicted_peak_bytes"] is None
     assert len(result["losses"]) == 3
     assert 0 <= result["test_accuracy"] <= 1
@@ -253,20 +254,20 @@ def test_ctrl_c_leaves_a_run_that_resume_finishes(here: Path) -> None:
     assert len(interrupted["losses"]) == 5 and len(finished["losses"]) == 9
 
 
-@pytest.mark.parametrize("data", ["synthetic", "digits"])
+@pytest.mark.parametrize("data", [SYNTHETIC, "digits"])
 def test_a_network_of_ones_own_trains_and_may_answer_per_pixel(here: Path, data: str) -> None:
     (here / "mine.py").write_text(
         "from torch import nn\n\n\ndef net(num_classes=2):\n    return nn.Conv3d(1, num_classes, 3, padding=1)\n"
-        if data == "synthetic"
+        if data == SYNTHETIC
         else "from torch import nn\n\n\ndef net():\n    return nn.Conv2d(3, 10, 3, padding=1)\n"
     )
     arguments = ["--model", "mine.py:net", "--data", data, "--image", "8", "--batch", "64", "--epochs", "1"]
     done = invoke("train", *arguments, "--planner", "none")
-    if data == "synthetic":
+    if data == SYNTHETIC:
         assert done.exit_code == 0, done.output
-        assert (here / "runs" / "net-synthetic" / "checkpoint.pt").is_file()
+        assert (here / "runs" / "net-open_synthetic" / "checkpoint.pt").is_file()
     else:
-        assert "mine.py:net has an output per pixel, data 'digits' per image; give 'synthetic'" in error_line(done)
+        assert "mine.py:net has an output per pixel, data 'digits' a label per image" in error_line(done)
 
 
 def test_hardware_lists_this_machine_and_those_that_are_not_here(monkeypatch: pytest.MonkeyPatch) -> None:

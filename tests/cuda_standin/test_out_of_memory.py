@@ -61,7 +61,10 @@ def test_a_step_that_runs_out_is_planned_and_run_again(wall_mib: int) -> None:
 
 
 def train(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = "-m shoal train --model resnet18_cifar --data synthetic --batch 256 --epochs 1 --enforce --device cuda"
+    command = (
+        "-m shoal train --model resnet18_cifar --data examples.data.synthetic:open_synthetic --batch 256 --epochs 1 "
+        "--enforce --device cuda"
+    )
     return subprocess.run(
         [sys.executable, *command.split(), "--out", str(out), *options], capture_output=True, text=True, check=False
     )

@@ -138,7 +138,7 @@ def test_an_epoch_or_a_batch_that_is_not_there(arguments: tuple[int, int]) -> No
         ("digits", {"image": 0}, "image=0: expected an int from 1"),
         ("digits", {"root": "here"}, "got root='here', but reads no files"),
         ("digits", {"dense": True}, "no option 'dense': it takes none of its own"),
-        ("synthetic", {"depth": 3}, "no option 'depth': it takes dense, dims"),
+        ("examples.data.synthetic:open_synthetic", {"depth": 3}, "no option 'depth': it takes dense, dims"),
     ],
 )
 def test_open_explains_a_wrong_argument(name: str, arguments: dict[str, object], message: str) -> None:

@@ -269,10 +269,14 @@ def test_a_network_that_answers_per_pixel_needs_labels_per_pixel(tmp_path: Path)
 def test_images_too_small_for_the_network_are_refused(tmp_path: Path) -> None:
     with raising(InputError, "16"):
         model = "examples.networks.alexnet:AlexNet"
-        run(TrainOptions(model=model, data="synthetic", image=16, planner="none", out=tmp_path))
+        run(
+            TrainOptions(
+                model=model, data="examples.data.synthetic:open_synthetic", image=16, planner="none", out=tmp_path
+            )
+        )
 
 
-@pytest.mark.parametrize("data", ["synthetic", "digits"])
+@pytest.mark.parametrize("data", ["examples.data.synthetic:open_synthetic", "digits"])
 def test_a_network_that_returns_no_tensor_is_refused_whatever_the_data(data: str, tmp_path: Path) -> None:
     (tmp_path / "pair.py").write_text(
         "from torch import nn\n"

@@ -1,4 +1,4 @@
-"""A network and a data set small enough to train whole runs in a test, under the names "tiny" and "synthetic"."""
+"""A network and a data set small enough to train whole runs in a test, under the name "tiny"."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def put_in_place(monkeypatch: pytest.MonkeyPatch, out: Path, depth: int = 2) -> 
     def options(**changed: Any) -> TrainOptions:
         given = {
             "model": "tiny",
-            "data": "synthetic",
+            "data": "examples.data.synthetic:open_synthetic",
             "batch": 8,
             "epochs": 2,
             "planner": "none",

@@ -38,7 +38,7 @@ from shoal.memory.budget import budget_bytes
 def train(
     ctx: typer.Context,
     model: flags.Network = "resnet18",
-    data: Annotated[str, typer.Option(help="digits, image_folder, synthetic, or FILE.py:FUNCTION.")] = "digits",
+    data: Annotated[str, typer.Option(help="digits, image_folder, or FILE.py:FUNCTION.")] = "digits",
     batch: Annotated[int, typer.Option(help="Images per step, over all ranks.")] = 128,
     budget: Annotated[str | None, typer.Option(help="Device bytes a step may use, such as 150MiB or 80%.")] = None,
     budget_of: Annotated[

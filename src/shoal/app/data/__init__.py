@@ -19,16 +19,14 @@ from shoal.app.data.digits import open_digits
 from shoal.app.data.image_folder import open_image_folder
 from shoal.app.data.loaders import Data, load
 from shoal.app.data.source import Source
-from shoal.app.data.synthetic import open_synthetic
 from shoal.core.named import function_named
 from shoal.errors import InputError, brief
 
-__all__ = ["Data", "names", "open"]
+__all__ = ["Data", "find", "open"]
 
 _SOURCES: dict[str, Callable[..., Source]] = {
     "digits": open_digits,
     "image_folder": open_image_folder,
-    "synthetic": open_synthetic,
 }
 
 
@@ -48,18 +46,17 @@ def open(
     """Open a data set. Replaces a `torchvision.datasets` class, its transforms and two `DataLoader`s.
 
     Args:
-        name: "digits" (embedded), "image_folder", "synthetic", or MODULE:FUNCTION or FILE.py:FUNCTION, which returns a
+        name: "digits" (embedded), "image_folder", or MODULE:FUNCTION or FILE.py:FUNCTION, which returns a
             `shoal.app.data.source.Source`.
         batch: samples in a batch, over all ranks; the last of an epoch may be short.
         root: where the data lies.
         image: pixels along each side; by default 32, for "image_folder" 224.
-        seed: of order, augmentation, held-out samples and synthetic images.
+        seed: of order, augmentation and held-out samples.
         workers: processes that prepare batches; 0 prepares them in this one.
-        augment: random crops (all but synthetic) and mirroring (image_folder) of the training split.
+        augment: random crops and mirroring (image_folder) of the training split.
         rank, ranks: load that rank's share of every batch. Together the ranks have what one would have; only a last
             batch that leaves some rank fewer than two training samples is left out.
-        options: of the data set: "image_folder" takes `holdout`, "synthetic" takes `num_classes`, `in_channels`,
-            `dims`, `spatial`, `dense`, `train_samples` and `test_samples`.
+        options: of the data set: "image_folder" takes `holdout`, a function of yours its own parameters.
 
     Raises:
         InputError: an unknown name or option, a number out of range, or data that is missing, damaged or mislabelled.
@@ -81,11 +78,7 @@ def open(
         raise InputError(
             f"rank={rank}, ranks={ranks}, batch={batch}: expected a rank below ranks, and a sample for each"
         )
-    opener = function_named(name) if ":" in name else _SOURCES.get(name)
-    if opener is None:
-        close = difflib.get_close_matches(str(name).lower(), _SOURCES, n=1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
-        raise InputError(f"unknown data {name!r}: {hint}known are {', '.join(_SOURCES)}, and MODULE:FUNCTION")
+    opener = find(name)
     known = inspect.signature(opener).parameters
     for option in options.keys() - known.keys():
         own = sorted(known.keys() - {"root", "image", "seed"})
@@ -96,3 +89,18 @@ def open(
         options["image"] = image
     options |= {key: value for key, value in (("root", root), ("seed", seed)) if key in known}
     return load(opener(**options), batch=batch, seed=seed, workers=workers, augmented=augment, rank=rank, ranks=ranks)
+
+
+def find(name: str) -> Callable[..., Source]:
+    """The function that opens the data set of that name; see `open`.
+
+    Raises:
+        InputError: there is none.
+    """
+    if ":" in name:
+        return function_named(name)
+    if name not in _SOURCES:
+        close = difflib.get_close_matches(str(name).lower(), _SOURCES, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise InputError(f"unknown data {name!r}: {hint}known are {', '.join(_SOURCES)}, and MODULE:FUNCTION")
+    return _SOURCES[name]

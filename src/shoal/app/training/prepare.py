@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import logging
 import math
 import signal
@@ -63,10 +64,9 @@ def _leave_signals_to_the_parent(worker: int) -> None:
 
 
 def open_data(options: TrainOptions, ranks: Ranks) -> Data:
-    """A rank's share of the data set; synthetic images are of the network's channels and dimensions, with labels per
-    pixel where its output has them."""
+    """A rank's share of the data set. A function that takes `in_channels` gets what the network takes."""
     fitting: dict[str, Any] = {}
-    if options.data == "synthetic":
+    if "in_channels" in inspect.signature(shoal.app.data.find(options.data)).parameters:
         with torch.device("meta"), torch.no_grad():
             network = shoal.app.models.build(options.model)
             shape = shoal.app.models.example_shape(network, 1, options.image or 32)
@@ -111,8 +111,10 @@ def check_fits(options: TrainOptions, data: Data) -> tuple[int, ...]:
     with torch.device("meta"), torch.no_grad():
         outputs = _outputs(options, network, shape)
         in_patches = divided(options, network)
-    if outputs.dim() != 2 and options.data != "synthetic":
-        raise InputError(f"{options.model} has an output per pixel, data {options.data!r} per image; give 'synthetic'")
+    _, label = data.test.examples[0]
+    if outputs.dim() - 2 != label.dim():
+        has, labelled = ("pixel" if dims else "image" for dims in (outputs.dim() - 2, label.dim()))
+        raise InputError(f"{options.model} has an output per {has}, data {options.data!r} a label per {labelled}")
     if isinstance(in_patches, SplitModule):
         in_patches.check(shape[2:], shape[0])
     return shape

@@ -1,4 +1,7 @@
-"""Images drawn from a seed, with classes that can be learnt: any shape, any number of classes, labels per pixel."""
+"""Images drawn from a seed, with classes that can be learnt: any shape, any number of classes, labels per pixel.
+
+`shoal train --data examples/data/synthetic.py:open_synthetic` gets them in the shape that its network takes.
+"""
 
 from __future__ import annotations
 
