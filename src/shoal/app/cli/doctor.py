@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 import typer
 
-from shoal.app.cli import flags
+from shoal.app import flags
 from shoal.app.cli.console import WRONG, app, errors_reported, search_shown
 from shoal.app.doctor.subject import load_subject
 from shoal.core.added_time import MEASURED_SECONDS, added_text, milliseconds

@@ -11,7 +11,7 @@ import typer
 
 import shoal
 import shoal.app.models
-from shoal.app.cli import flags
+from shoal.app import flags
 from shoal.app.cli.console import app, errors_reported, output, search_shown
 from shoal.app.training.batch_norm_form import in_form
 from shoal.app.training.prepare import check_in_memory

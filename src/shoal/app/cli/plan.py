@@ -12,7 +12,7 @@ import typer
 import shoal
 import shoal.app.models
 from shoal import Plan
-from shoal.app.cli import flags
+from shoal.app import flags
 from shoal.app.cli.console import app, errors_reported, patch_grid, search_shown
 from shoal.app.training.batch_norm_form import described, in_form
 from shoal.app.training.prepare import check_in_memory

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_origin, get_type_hints
 
 import typer
 from rich.console import Console
 
 import shoal.app.models
-from shoal import planners
-from shoal.app.cli import flags
+from shoal.app import flags
 from shoal.app.cli.console import (
     DIVERGED,
     OUT_OF_MEMORY,
@@ -28,86 +29,44 @@ from shoal.app.training.options import TrainOptions
 from shoal.app.training.prepare import device as device_called
 from shoal.app.training.ranks import Ranks, joined, rank_of_torchrun
 from shoal.app.training.results import check_writable, run_folder, save_results
-from shoal.core.lossy import DEFAULT_CODEC
 from shoal.core.sizes import format_bytes, parse_bytes
 from shoal.errors import InputError, ShoalError
 from shoal.memory.budget import budget_bytes
 
 
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with a flag for each field of `TrainOptions` that has one, passed to its `**options`."""
+    hints = get_type_hints(TrainOptions, include_extras=True)
+    flags = {each.name: each.default for each in fields(TrainOptions) if get_origin(hints[each.name]) is Annotated}
+    *own, _ = inspect.signature(command, eval_str=True).parameters.values()
+    parameters = [
+        *own,
+        *(
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[name])
+            for name, default in flags.items()
+        ),
+    ]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return command
+
+
 @app.command()
+@with_options
 def train(
     ctx: typer.Context,
-    model: flags.Network = "resnet18",
-    data: Annotated[str, typer.Option(help="digits, image_folder, or FILE.py:FUNCTION.")] = "digits",
-    batch: Annotated[int, typer.Option(help="Images per step, over all ranks.")] = 128,
+    *,
     budget: Annotated[str | None, typer.Option(help="Device bytes a step may use, such as 150MiB or 80%.")] = None,
-    budget_of: Annotated[
-        str, typer.Option(help="What it bounds: allocated bytes, or those that CUDA's allocator has reserved.")
-    ] = "allocated",
-    epochs: Annotated[int, typer.Option(help="Passes over the training images.")] = 3,
-    enforce: Annotated[bool, typer.Option("--enforce", help="Raise OutOfMemoryError above the budget.")] = False,
-    planner: Annotated[
-        str, typer.Option(help=f"{', '.join(planners.NAMES)}, MODULE:FUNCTION, or none for plain PyTorch.")
-    ] = "joint",
-    offload_to: Annotated[
-        str, typer.Option(help="Where saved tensors may be offloaded: host, a folder, none, or auto for host on CUDA.")
-    ] = "auto",
     host_budget: Annotated[
         str | None, typer.Option(help="Bytes that offloading may use, such as 8GiB; half of what is free by default.")
     ] = None,
-    rehearse: Annotated[
-        str | None, typer.Option(help="A preset of `shoal hardware`, whose link copies on the CPU imitate.")
-    ] = None,
-    codec: flags.Codec = DEFAULT_CODEC,
-    allow: flags.Allow = None,
-    split: flags.Split = None,
     grid: flags.Grid = "2x2",
-    stochastic: flags.Stochastic = None,
-    halo: flags.Halo = None,
-    batch_norm: flags.BatchNorm = None,
-    json: Annotated[Path | None, typer.Option(help="Write arguments and outcome to this file.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for checkpoint, report, plan, trace.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue from the checkpoint in --out.")] = False,
-    lr: Annotated[float, typer.Option(help="Highest learning rate, between warm-up and cosine decay.")] = 0.02,
-    momentum: Annotated[float, typer.Option(help="SGD's momentum.")] = 0.9,
-    weight_decay: Annotated[float, typer.Option(help="Weight decay.")] = 5e-4,
-    optimizer: Annotated[str, typer.Option(help="sgd or adamw.")] = "sgd",
-    seed: Annotated[int, typer.Option(help="Seed of weights, order, augmentation and dropout.")] = 0,
-    workers: Annotated[int, typer.Option(help="Processes that load images.")] = 0,
-    image: Annotated[int | None, typer.Option(help="Pixels along each side.")] = None,
-    kernels: Annotated[
-        str, typer.Option("--kernels", help="What runs the planned step: eager, compiled or auto.")
-    ] = "auto",
-    amp: Annotated[str, typer.Option(help="Autocast: bf16, fp16 or none.")] = "none",
-    channels_last: Annotated[
-        bool, typer.Option("--channels-last/--contiguous", help="Memory format of images and weights.")
-    ] = True,
-    root: Annotated[str | None, typer.Option(help="Folder of the data set.")] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, or auto.")] = "auto",
-    compress_gradients: Annotated[
-        str, typer.Option(help="Under torchrun: codec of gradients, such as dynamic_tree; auto measures which pays.")
-    ] = "none",
-    weights: Annotated[
-        str | None, typer.Option(help="host: keep weights and optimizer in host memory; sharded: a shard on each rank.")
-    ] = None,
-    precision: Annotated[
-        str | None, typer.Option(help="Precision in which --weights are sent: 8, 16, 24 or 32 bits, or bf16.")
-    ] = None,
     adaptive_precision: Annotated[
         bool, typer.Option("--adaptive-precision", help="Adapt the bits of each layer while training (AWP).")
     ] = False,
-    one_byte: Annotated[
-        str | None,
-        typer.Option(help="Codec of weights in 8 bits, such as dynamic_tree; by default a float's top byte."),
-    ] = None,
-    awp_threshold: Annotated[
-        float | None, typer.Option(help="AWP's T: how fast a norm must fall for more bits; -0.002 by default.")
-    ] = None,
-    awp_interval: Annotated[int | None, typer.Option(help="AWP's INTERVAL in batches; an epoch by default.")] = None,
-    parallel: Annotated[
-        str | None, typer.Option(help="Under torchrun: a strategy of your own, as MODULE:CLASS.")
-    ] = None,
+    json: Annotated[Path | None, typer.Option(help="Write arguments and outcome to this file.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for checkpoint, report, plan, trace.")] = None,
     timeout: Annotated[float, typer.Option(help="Under torchrun: seconds that one rank waits for another.")] = 600.0,
+    **options: Any,
 ) -> None:
     """Train a network inside a budget.
 
@@ -120,22 +79,26 @@ def train(
     writes its files; a signal to one rank ends all after the same step, and an error on one names its rank.
     """
     with errors_reported(ctx, quiet=rank_of_torchrun() != 0):
-        if adaptive_precision and precision is not None:
-            raise InputError(f"--adaptive-precision chooses what --precision {precision} fixes; give one of them")
-        as_typed = {each.name: ctx.params[each.name] for each in fields(TrainOptions) if each.name in ctx.params}
-        in_other_words: dict[str, Any] = {
-            "budget_bytes": budget_bytes(budget, device_called(device), of_environment=planner != "none"),
-            "grid": patch_grid(grid),
-            "offload_to": None if offload_to == "none" else offload_to,
-            "host_budget_bytes": None if host_budget is None else parse_bytes(host_budget, "host_budget"),
-            "compress_gradients": None if compress_gradients == "none" else compress_gradients,
-            "precision": "adaptive" if adaptive_precision else precision,
-            "out": out or Path("runs") / "-".join(each.rpartition(":")[2] for each in (model, data)),
-        }
-        options = TrainOptions(**(as_typed | in_other_words))
+        if adaptive_precision:
+            if options["precision"] is not None:
+                raise InputError(
+                    f"--adaptive-precision chooses what --precision {options['precision']} fixes; give one of them"
+                )
+            options["precision"] = "adaptive"
+        for name in ("offload_to", "compress_gradients"):
+            if options[name] == "none":
+                options[name] = None
+        model, data, device = options["model"], options["data"], options["device"]
+        chosen = TrainOptions(
+            **options,
+            budget_bytes=budget_bytes(budget, device_called(device), of_environment=options["planner"] != "none"),
+            grid=patch_grid(grid),
+            host_budget_bytes=None if host_budget is None else parse_bytes(host_budget, "host_budget"),
+            out=out or Path("runs") / "-".join(each.rpartition(":")[2] for each in (model, data)),
+        )
         shoal.app.models.find(model)  # an unknown network is reported before folders are made
         with joined(device, timeout) as ranks:
-            code = _train(options, json, ranks, ctx)
+            code = _train(chosen, json, ranks, ctx)
     raise typer.Exit(code)
 
 

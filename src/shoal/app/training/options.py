@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 import shoal
+from shoal import planners
+from shoal.app import flags
 from shoal.app.training.batch_norm_form import check_form
 from shoal.core.lossy import DEFAULT_CODEC
 from shoal.engine.compile_options import CompileOptions
@@ -31,85 +35,79 @@ _FREE = {"budget_bytes", "planner", "enforce", "workers", "root", "out", "resume
 _FREE |= {"budget_of", "offload_to", "host_budget_bytes", "rehearse"}
 
 
+def _flag(help: str, *names: str) -> Any:
+    return typer.Option(*names, help=help)
+
+
 @dataclass(frozen=True)
 class TrainOptions:
-    """The arguments of one run.
+    """The arguments of one run: each has its flag of `shoal train`, whose help says what it is.
 
     Attributes:
-        model, data: as for `shoal.app.models.build` and `shoal.app.data.open`.
-        batch: images per step, over all ranks.
         budget_bytes: for planning and for `enforce`; None only for the planner "none" without `enforce`.
-        planner: as of `shoal.compile`; "none" trains with plain PyTorch.
-        epochs: passes over the training images.
-        enforce: train within a memory limit of `budget_bytes`.
-        lr: the highest learning rate; see `shoal.app.training.loop.learning_rate`.
-        momentum, weight_decay, optimizer: of the optimizer, one of `OPTIMIZERS`; momentum is SGD's.
-        seed: of the weights, the order, the augmentation and dropout.
-        workers: processes that load images; 0 loads them in this one.
-        image: pixels along each side; None for what the data set has.
-        kernels: what runs the planned graphs, one of `KERNELS`.
-        amp: autocast's type, one of `PRECISIONS`.
-        channels_last: lay images out with channels innermost: faster, and convolutions need no scratch on the CPU.
-        root: folder of the data set, None for its usual place.
-        device: "cpu", "cuda", or "auto" for CUDA where there is one.
-        split, grid, stochastic, halo: as `depth`, `grid`, `stochastic`, `halo` of `shoal.split`; split is None for the
-            network as it is.
-        batch_norm: the form of batch norms, one of `shoal.app.training.batch_norm_form.FORMS`; None: as they are.
-        offload_to, host_budget_bytes, rehearse: as `offload_to`, `host_budget` and `rehearse` of `shoal.compile`.
-        allow, budget_of: as of `shoal.compile`.
-        codec: as of `shoal.Options`.
+        offload_to, host_budget_bytes, rehearse, allow, budget_of: as of `shoal.compile` and `shoal.Options`.
+        split, grid, stochastic, halo: as `depth`, `grid`, `stochastic`, `halo` of `shoal.split`.
+        precision: "8", "16", "24", "32", "bf16", or "adaptive" (AWP).
         ranks: how many processes train together; None only for one.
-        compress_gradients: the codec in which gradients are sent, "auto" for what measures fastest, None for float32.
-        weights: "host" keeps weights and optimizer on the host, "sharded" a share of them on each rank; None: whole on
-            every rank.
-        precision: in which `weights` are sent: "8", "16", "24" or "32" bits, "bf16", or "adaptive" (AWP).
-        one_byte: the codec that stands in for 8 bits of them, such as "dynamic_tree"; None: a float's top byte.
-        awp_threshold, awp_interval: AWP's T, and its INTERVAL in batches, None for those of an epoch.
-        parallel: a subclass of `shoal.app.training.strategy.Strategy`, as MODULE:CLASS; None for data parallel.
-        out: folder of everything the run writes.
-        resume: continue from the checkpoint in `out`.
     """
 
-    model: str = "resnet18"
-    data: str = "digits"
-    batch: int = 128
+    model: flags.Network = "resnet18"
+    data: Annotated[str, _flag("digits, image_folder, or FILE.py:FUNCTION.")] = "digits"
+    batch: Annotated[int, _flag("Images per step, over all ranks.")] = 128
     budget_bytes: int | None = None
-    planner: str = "joint"
-    epochs: int = 3
-    enforce: bool = False
-    lr: float = 0.02
-    momentum: float = 0.9
-    weight_decay: float = 5e-4
-    optimizer: str = "sgd"
-    seed: int = 0
-    workers: int = 0
-    image: int | None = None
-    kernels: str = "auto"
-    amp: str = "none"
-    channels_last: bool = True
-    root: str | None = None
-    device: str = "auto"
-    split: float | None = None
-    grid: tuple[int, ...] = (2, 2)
-    stochastic: float | None = None
-    halo: str | None = None
-    batch_norm: str | None = None
-    offload_to: str | None = "auto"
+    budget_of: Annotated[
+        str, _flag("What it bounds: allocated bytes, or those that CUDA's allocator has reserved.")
+    ] = "allocated"
+    epochs: Annotated[int, _flag("Passes over the training images.")] = 3
+    enforce: Annotated[bool, _flag("Raise OutOfMemoryError above the budget.", "--enforce")] = False
+    planner: Annotated[str, _flag(f"{', '.join(planners.NAMES)}, MODULE:FUNCTION, or none for plain PyTorch.")] = (
+        "joint"
+    )
+    offload_to: Annotated[
+        str | None, _flag("Where saved tensors may be offloaded: host, a folder, none, or auto for host on CUDA.")
+    ] = "auto"
     host_budget_bytes: int | None = None
-    budget_of: str = "allocated"
-    rehearse: str | None = None
-    codec: str = DEFAULT_CODEC
-    allow: str | None = None
-    ranks: int | None = None
-    compress_gradients: str | None = None
-    weights: str | None = None
-    precision: str | None = None
-    one_byte: str | None = None
-    awp_threshold: float | None = None
-    awp_interval: int | None = None
-    parallel: str | None = None
+    rehearse: Annotated[str | None, _flag("A preset of `shoal hardware`, whose link copies on the CPU imitate.")] = None
+    codec: flags.Codec = DEFAULT_CODEC
+    allow: flags.Allow = None
+    split: flags.Split = None
+    grid: tuple[int, ...] = (2, 2)
+    stochastic: flags.Stochastic = None
+    halo: flags.Halo = None
+    batch_norm: flags.BatchNorm = None
     out: Path = Path("runs")
-    resume: bool = False
+    resume: Annotated[bool, _flag("Continue from the checkpoint in --out.", "--resume")] = False
+    lr: Annotated[float, _flag("Highest learning rate, between warm-up and cosine decay.")] = 0.02
+    momentum: Annotated[float, _flag("SGD's momentum.")] = 0.9
+    weight_decay: Annotated[float, _flag("Weight decay.")] = 5e-4
+    optimizer: Annotated[str, _flag("sgd or adamw.")] = "sgd"
+    seed: Annotated[int, _flag("Seed of weights, order, augmentation and dropout.")] = 0
+    workers: Annotated[int, _flag("Processes that load images.")] = 0
+    image: Annotated[int | None, _flag("Pixels along each side.")] = None
+    kernels: Annotated[str, _flag("What runs the planned step: eager, compiled or auto.", "--kernels")] = "auto"
+    amp: Annotated[str, _flag("Autocast: bf16, fp16 or none.")] = "none"
+    # Faster, and convolutions need no scratch memory on the CPU.
+    channels_last: Annotated[bool, _flag("Memory format of images and weights.", "--channels-last/--contiguous")] = True
+    root: Annotated[str | None, _flag("Folder of the data set.")] = None
+    device: Annotated[str, _flag("cpu, cuda, or auto.")] = "auto"
+    ranks: int | None = None
+    compress_gradients: Annotated[
+        str | None, _flag("Under torchrun: codec of gradients, such as dynamic_tree; auto measures which pays.")
+    ] = None
+    weights: Annotated[
+        str | None, _flag("host: keep weights and optimizer in host memory; sharded: a shard on each rank.")
+    ] = None
+    precision: Annotated[str | None, _flag("Precision in which --weights are sent: 8, 16, 24 or 32 bits, or bf16.")] = (
+        None
+    )
+    one_byte: Annotated[
+        str | None, _flag("Codec of weights in 8 bits, such as dynamic_tree; by default a float's top byte.")
+    ] = None
+    awp_threshold: Annotated[
+        float | None, _flag("AWP's T: how fast a norm must fall for more bits; -0.002 by default.")
+    ] = None
+    awp_interval: Annotated[int | None, _flag("AWP's INTERVAL in batches; an epoch by default.")] = None
+    parallel: Annotated[str | None, _flag("Under torchrun: a strategy of your own, as MODULE:CLASS.")] = None
 
     def __post_init__(self) -> None:
         for name, known in (("optimizer", OPTIMIZERS), ("amp", PRECISIONS), ("kernels", KERNELS)):
