@@ -10,13 +10,9 @@ import torch
 import typer
 
 import shoal
-import shoal.app.models
 from shoal.app import flags
 from shoal.app.cli.console import app, errors_reported, output, search_shown
-from shoal.app.training.batch_norm_form import in_form
-from shoal.app.training.prepare import check_in_memory
-from shoal.app.training.results import check_writable
-from shoal.core import presets
+from shoal.app.training.prepare import to_plan
 from shoal.core.files import json_text
 from shoal.core.lossy import DEFAULT_CODEC
 from shoal.errors import InputError
@@ -55,26 +51,18 @@ def frontier(
     that fits. With --hardware the network takes no memory, whatever its size.
     """
     with errors_reported(ctx):
-        target = None if hardware is None else presets.get(hardware)
         n_images = _images(batch, budget)
-        with torch.device("cpu" if target is None else "meta"):
-            network = in_form(shoal.app.models.build(model, seed=0), batch_norm)
-        shape = shoal.app.models.example_shape(network, 1 if n_images is None else n_images, image)
-        if target is None:
-            check_in_memory(shape, torch.device("cpu"))
-        if out is not None:
-            check_writable(out)
-        example = torch.empty(shape, device="cpu" if target is None else "meta")
+        asked = to_plan(model, 1 if n_images is None else n_images, image, hardware, batch_norm, out)
 
         def images(count: int) -> torch.Tensor:
-            return torch.empty((count, *shape[1:]), device=example.device)
+            return asked.images(count, *asked.shape[1:])
 
         with search_shown("frontier") as trying:
             made: Frontier | BatchFrontier = shoal.frontier(
-                network,
-                images if n_images is None else example,
+                asked.network,
+                images if n_images is None else images(n_images),
                 budget=budget,
-                hardware=target,
+                hardware=asked.target,
                 allow=allow,
                 optimizer=None if optimizer == "none" else optimizer,
                 options=flags.options(planner, kernels, codec),
@@ -87,7 +75,6 @@ def frontier(
         else:
             output().print(made.table())
         if out is not None:
-            out.mkdir(parents=True, exist_ok=True)
             for path in (
                 made.save_html(out / "frontier.html"),
                 made.save_svg(out / "frontier.svg"),

@@ -10,14 +10,11 @@ import torch
 import typer
 
 import shoal
-import shoal.app.models
 from shoal import Plan
 from shoal.app import flags
 from shoal.app.cli.console import app, errors_reported, patch_grid, search_shown
-from shoal.app.training.batch_norm_form import described, in_form
-from shoal.app.training.prepare import check_in_memory
-from shoal.app.training.results import check_writable, save_plan
-from shoal.core import presets
+from shoal.app.training.prepare import to_plan
+from shoal.app.training.results import save_plan
 from shoal.core.files import json_text
 from shoal.core.hardware import Hardware
 from shoal.core.lossy import DEFAULT_CODEC
@@ -61,18 +58,9 @@ def plan(
     fit still ends with exit code 2, after the batch or the patch that does.
     """
     with errors_reported(ctx):
-        target = None if hardware is None else presets.get(hardware)
+        asked = to_plan(model, batch, image, hardware, batch_norm, out)
+        target, network, shape = asked.target, asked.network, asked.shape
         within_bytes = _budget_bytes(budget, target)
-        with torch.device("cpu" if target is None else "meta"):
-            network = shoal.app.models.build(model, seed=0)
-        shape = shoal.app.models.example_shape(network, batch, image)
-        if target is None:
-            check_in_memory(shape, torch.device("cpu"))
-        if out is not None:
-            check_writable(out)
-        example = torch.empty(shape, device="cpu" if target is None else "meta")
-        network = in_form(network, batch_norm)
-        form = described(network)
         patches = None
         if split is not None:
             divided = shoal.split(network, split, patch_grid(grid), stochastic, halo=halo)  # type: ignore[arg-type]
@@ -88,7 +76,7 @@ def plan(
             "name": model,
         }
         try:
-            made = shoal.plan(network, example, within_bytes, **options)
+            made = shoal.plan(network, asked.images(*shape), within_bytes, **options)
         except BudgetError as error:
             if not max_batch and not max_patch:
                 raise
@@ -97,39 +85,41 @@ def plan(
         else:
             figures |= _figures(made)
             if not json:
-                typer.echo("\n".join(filter(None, (form, made.explain()))))
+                typer.echo("\n".join(filter(None, (asked.form, made.explain()))))
             for path in save_plan(made, out, patches) if out is not None else ():
                 typer.echo(str(path), err=json)
         if max_batch:
             with search_shown("largest batch") as show:
                 found = shoal.fit(
                     network,
-                    lambda images: torch.empty((images, *shape[1:]), device=example.device),
+                    lambda images: asked.images(images, *shape[1:]),
                     within_bytes,
                     first=batch,
                     trying=lambda images: show(f"{images} images"),
                     **options,
                 )
-            figures["max_batch"] = found.to_json()
-            if not json:
-                typer.echo(f"largest batch   {found}")
+            _show("batch", found, figures, json)
         if max_patch:
             with search_shown("largest patch") as show:
                 found = shoal.fit(
                     network,
-                    lambda sides: torch.empty((*shape[:2], *sides), device=example.device),
+                    lambda sides: asked.images(*shape[:2], *sides),
                     within_bytes,
                     patch=shape[2:],
                     trying=lambda sides: show("x".join(map(str, sides))),
                     **options,
                 )
-            figures["max_patch"] = found.to_json()
-            if not json:
-                typer.echo(f"largest patch   {found}")
+            _show("patch", found, figures, json)
         if json:
             typer.echo(json_text(figures))
         if failure is not None:
             raise failure
+
+
+def _show(what: str, found: Any, figures: dict[str, Any], json: bool) -> None:
+    figures[f"max_{what}"] = found.to_json()
+    if not json:
+        typer.echo(f"largest {what}   {found}")
 
 
 def _budget_bytes(budget: str | None, target: Hardware | None) -> int:
@@ -153,14 +143,15 @@ def _figures(made: Plan) -> dict[str, Any]:
         "plain_seconds": made.plain_seconds,
         "lower_bound_seconds": made.least_added_seconds,
         "planning_seconds": made.planning_seconds,
-        "kept_storages": len(made.kept),
-        "kept_bytes": sum(storage.nbytes for storage in made.kept),
-        "recomputed_storages": len(made.recomputed),
-        "recomputed_bytes": sum(storage.nbytes for storage in made.recomputed),
-        "offloaded_storages": len(made.offloaded),
+        **{
+            f"{how}_{unit}": figure
+            for how in ("kept", "recomputed", "offloaded", "encoded")
+            for unit, figure in (
+                ("storages", len(getattr(made, how))),
+                ("bytes", sum(storage.nbytes for storage in getattr(made, how))),
+            )
+        },
         "host_bytes": made.host_bytes,
-        "encoded_storages": len(made.encoded),
-        "encoded_bytes": sum(storage.nbytes for storage in made.encoded),
         "payload_bytes": made.payload_bytes,
         "codec_seconds": made.codec_seconds,
         "encoding_errors": dict(made.errors),

@@ -24,7 +24,7 @@ from shoal.app.cli.console import (
     patch_grid,
     report_error,
 )
-from shoal.app.training.display import Display, outcome_table
+from shoal.app.training.display import Display
 from shoal.app.training.options import TrainOptions
 from shoal.app.training.prepare import device as device_called
 from shoal.app.training.ranks import Ranks, joined, rank_of_torchrun
@@ -128,14 +128,14 @@ def _train_and_show(options: TrainOptions, json: Path | None, ranks: Ranks) -> i
         with Display(console, options) as display:
             outcome = loop.train(options, display, ranks)
         if ranks.first:
-            console.print(outcome_table(options, outcome))
+            display.ended(outcome)
             if outcome.travel and (options.compress_gradients or options.weights or options.parallel):
-                console.print(outcome.travel, highlight=False, markup=False, soft_wrap=True)
+                display.say(outcome.travel)
             page = save_results(options, outcome, json)
             if page is not None:
-                console.print(f"report      {page}", highlight=False, soft_wrap=True)
+                display.say(f"report      {page}")
             if outcome.checkpoint.is_file():
-                console.print(f"checkpoint  {outcome.checkpoint}", highlight=False, soft_wrap=True)
+                display.say(f"checkpoint  {outcome.checkpoint}")
             if outcome.diverged:
                 report_error(
                     f"training stopped: {outcome.diverged}; give a lower --lr than {options.lr:g}, or check the data"

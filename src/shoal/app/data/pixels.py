@@ -8,9 +8,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
-
-_LONGEST = 8  # times its width, an image is scaled as a whole
+from PIL import Image, ImageOps
 
 
 def resize(pixels: NDArray[np.uint8], side: int) -> NDArray[np.uint8]:
@@ -21,26 +19,8 @@ def resize(pixels: NDArray[np.uint8], side: int) -> NDArray[np.uint8]:
 
 
 def resize_and_crop(image: Image.Image, side: int) -> NDArray[np.uint8]:
-    """Scale the shorter side to `side`, bilinear, and cut the middle square out: uint8 (side, side, 3).
-
-    Of an image that is far longer than wide only the middle is scaled: the whole could be a thousand times larger.
-    """
-    scale = side / min(image.size)
-    if max(image.size) > _LONGEST * min(image.size):
-        image = _middle(image)
-    width, height = (max(side, round(length * scale)) for length in image.size)
-    image = image.convert("RGB").resize((width, height), Image.Resampling.BILINEAR)
-    left, top = (width - side) // 2, (height - side) // 2
-    return np.asarray(image.crop((left, top, left + side, top + side)))
-
-
-def _middle(image: Image.Image) -> Image.Image:
-    """The middle of a long image, its shorter side long `_LONGEST` times: what is cut out later lies well inside."""
-    kept = [min(length, _LONGEST * min(image.size)) for length in image.size]
-    # As many pixels are left off at both ends, or the middle would be elsewhere.
-    kept = [length - (length - part) // 2 * 2 for length, part in zip(image.size, kept, strict=True)]
-    left, top = ((length - part) // 2 for length, part in zip(image.size, kept, strict=True))
-    return image.crop((left, top, left + kept[0], top + kept[1]))
+    """Cut the middle square out and scale it to `side`, bilinear: uint8 (side, side, 3)."""
+    return np.asarray(ImageOps.fit(image.convert("RGB"), (side, side), Image.Resampling.BILINEAR))
 
 
 def channels_first(pixels: NDArray[np.uint8], channels: int) -> NDArray[np.uint8]:

@@ -14,7 +14,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -27,7 +27,7 @@ from shoal.app.data.pixels import picture
 from shoal.app.training import checkpoint, prepare
 from shoal.app.training.options import Outcome, Progress, TrainOptions
 from shoal.app.training.ranks import Ranks, Stop, asked_to_stop, lost_ranks_reported
-from shoal.app.training.results import check_writable, versions
+from shoal.app.training.results import check_writable
 from shoal.app.training.strategy import Strategy, strategy_of
 from shoal.engine.repair import run_again_where_repaired
 from shoal.memory.limit import MemoryLimit
@@ -111,39 +111,30 @@ def learning_rate(highest: float, step: int, steps: int) -> float:
     return highest * (1 + math.cos(math.pi * (step - rising + 1) / (steps - rising + 1))) / 2
 
 
+@dataclass(eq=False)
 class _Run:
     """The objects of a run and where it stands."""
 
-    def __init__(
-        self,
-        options: TrainOptions,
-        device: torch.device,
-        strategy: Strategy,
-        data: Data,
-        layout: torch.memory_format,
-        meter: MemoryLimit | None,
-        before_bytes: int,
-        watcher: Watcher,
-        ranks: Ranks,
-    ) -> None:
-        self.options = options
-        self.device = device
-        self.data = data
-        self.layout = layout
-        self.meter = meter
-        self.before_bytes = before_bytes
-        self.watcher = watcher
-        self.ranks = ranks
-        self.strategy = strategy
-        self.scaler = torch.amp.GradScaler(device.type, enabled=options.amp == "fp16")
+    options: TrainOptions
+    device: torch.device
+    strategy: Strategy
+    data: Data
+    layout: torch.memory_format
+    meter: MemoryLimit | None
+    before_bytes: int
+    watcher: Watcher
+    ranks: Ranks
+    peak_bytes: int | None = None
+    reported_plan: bool = False
+    stopped_by: int = 0
+    diverged: str = ""
+
+    def __post_init__(self) -> None:
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.options.amp == "fp16")
         self.position = checkpoint.Position.start()
-        self.checkpoint = options.out / "checkpoint.pt"
-        self.peak_bytes: int | None = None
+        self.checkpoint = self.options.out / "checkpoint.pt"
         self.rates: list[tuple[int, float]] = []
-        self.reported_plan = False
         self.stop = Stop()
-        self.stopped_by = 0
-        self.diverged = ""
 
     def resume(self) -> None:
         self.position = checkpoint.load(
@@ -321,22 +312,18 @@ class _Run:
         )
 
     def outcome(self) -> Outcome:
-        state = self._state()
+        traffic = self.strategy.traffic
         return Outcome(
             losses=tuple(self.position.losses),
             accuracies=tuple(self.position.accuracies),
             images_per_second=self._images_per_second(),
             measured_peak_bytes=self.peak_bytes,
-            plan=getattr(state, "plan", None),
-            planning_seconds=getattr(state, "planning_seconds", None),
-            lower_bound_seconds=getattr(state, "lower_bound_seconds", None),
-            predicted_peak_bytes=getattr(state, "predicted_peak_bytes", None),
+            status=self._state(),
             checkpoint=self.checkpoint,
             signal=self.stopped_by if self.position.epoch < self.options.epochs else 0,
             diverged=self.diverged,
-            versions=versions(self.options),
             travel=self.strategy.explain(),
-            traffic=None if (traffic := self.strategy.traffic) is None else traffic.to_json(),
+            traffic=None if traffic is None else traffic.to_json(),
             **self._drawing(),
         )
 

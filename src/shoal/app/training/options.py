@@ -19,6 +19,7 @@ from shoal.errors import InputError, brief
 
 if TYPE_CHECKING:
     from shoal import Plan
+    from shoal.engine.status import Status
     from shoal.transforms.split.patch_map import PatchMap
 
 OPTIMIZERS = ("sgd", "adamw")
@@ -222,15 +223,13 @@ class Outcome:
     Attributes:
         losses: one per training step, earlier parts of a resumed run included.
         accuracies: on the test images, in 0..1, one per finished epoch.
-        images_per_second: median over the full batches of this process after its first; 0 if there was no step.
+        images_per_second: as of `Progress`.
         measured_peak_bytes: most device bytes in use during a step, None where nothing counts them.
-        plan: the plan the steps ran; None for plain PyTorch.
-        planning_seconds, lower_bound_seconds, predicted_peak_bytes: of that plan.
+        status: the compiled model's `.shoal` once it has a plan; None for plain PyTorch.
         checkpoint: the file to resume from.
         signal: what stopped the run before its end, 0 for nothing.
         diverged: what is not finite, the loss of which step or the weights after which, and stopped the run; "" for
             nothing. The checkpoint is of an earlier step then.
-        versions: torch, python, shoal, and the threads and seed the run had.
         patches: where the patches of a split network lie in its images.
         image: the first test image as an address that begins with "data:", to draw them over.
         traffic: bytes that rank 0 put on the wire, as of `Traffic.to_json`; None where nothing is sent.
@@ -241,18 +240,24 @@ class Outcome:
     accuracies: tuple[float, ...]
     images_per_second: float
     measured_peak_bytes: int | None
-    plan: Plan | None
-    planning_seconds: float | None
-    lower_bound_seconds: float | None
-    predicted_peak_bytes: int | None
+    status: Status | None
     checkpoint: Path
     signal: int
-    versions: dict[str, Any]
+    diverged: str = ""
     patches: PatchMap | None = None
     image: str = ""
     traffic: dict[str, Any] | None = None
     travel: str = ""
-    diverged: str = ""
+
+    @property
+    def plan(self) -> Plan | None:
+        """What the steps ran by."""
+        return None if self.status is None else self.status.plan
+
+    @property
+    def predicted_peak_bytes(self) -> int | None:
+        """The highest of all plans."""
+        return None if self.status is None else self.status.predicted_peak_bytes
 
     @property
     def test_accuracy(self) -> float | None:

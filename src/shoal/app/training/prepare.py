@@ -8,6 +8,8 @@ import logging
 import math
 import signal
 from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,9 +19,12 @@ import shoal
 import shoal.app.data
 import shoal.app.models
 from shoal.app.data import Data
-from shoal.app.training.batch_norm_form import in_form
+from shoal.app.training.batch_norm_form import described, in_form
 from shoal.app.training.options import TrainOptions
 from shoal.app.training.ranks import Ranks
+from shoal.app.training.results import check_writable
+from shoal.core import presets
+from shoal.core.hardware import Hardware
 from shoal.core.sizes import format_bytes
 from shoal.cost.measurement_cache import device_of
 from shoal.errors import InputError
@@ -158,3 +163,38 @@ def compiled(options: TrainOptions, model: nn.Module, optimizer: torch.optim.Opt
     if options.planner == "none":
         return model
     return shoal.compile(model, **options.compile_keywords(), optimizer=optimizer, name=options.model)
+
+
+@dataclass(frozen=True)
+class ToPlan:
+    """What `shoal plan` and `shoal frontier` plan a step of.
+
+    Attributes:
+        target: the machine to plan for; None for this one.
+        network: on the target's device; for a machine that is not here on "meta", where it takes no memory.
+        shape: of a batch of images.
+        form: how many of its batch norms have another form, in a line.
+    """
+
+    target: Hardware | None
+    network: nn.Module
+    shape: tuple[int, ...]
+    form: str
+
+    def images(self, *shape: int) -> torch.Tensor:
+        """A batch of that shape, on the network's device."""
+        return torch.empty(shape, device="cpu" if self.target is None else "meta")
+
+
+def to_plan(model: str, batch: int, image: int, hardware: str | None, form: str | None, out: Path | None) -> ToPlan:
+    """The network and the shape of its input, as those commands' flags ask for; see that `out` can be written."""
+    target = None if hardware is None else presets.get(hardware)
+    with torch.device("cpu" if target is None else "meta"):
+        network = shoal.app.models.build(model, seed=0)
+    shape = shoal.app.models.example_shape(network, batch, image)
+    if target is None:
+        check_in_memory(shape, torch.device("cpu"))
+    if out is not None:
+        check_writable(out)
+    network = in_form(network, form)
+    return ToPlan(target, network, shape, described(network))

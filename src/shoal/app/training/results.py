@@ -34,8 +34,8 @@ def result(options: TrainOptions, outcome: Outcome) -> dict[str, Any]:
         **options.to_json(),
         "predicted_peak_bytes": outcome.predicted_peak_bytes,
         "measured_peak_bytes": outcome.measured_peak_bytes,
-        "lower_bound_seconds": outcome.lower_bound_seconds,
-        "planning_seconds": outcome.planning_seconds,
+        "lower_bound_seconds": getattr(outcome.status, "lower_bound_seconds", None),
+        "planning_seconds": getattr(outcome.status, "planning_seconds", None),
         "images_per_second": outcome.images_per_second,
         "losses": list(outcome.losses),
         "test_accuracies": list(outcome.accuracies),
@@ -44,8 +44,25 @@ def result(options: TrainOptions, outcome: Outcome) -> dict[str, Any]:
         "travel": outcome.travel.splitlines(),
         "finished": not outcome.signal and not outcome.diverged,
         "diverged": outcome.diverged or None,
-        "versions": outcome.versions,
+        "versions": versions(options),
     }
+
+
+def in_words(options: TrainOptions, outcome: Outcome) -> dict[str, str]:
+    """The results for people, by name."""
+    accuracy, losses, measured_bytes = outcome.test_accuracy, outcome.losses, outcome.measured_peak_bytes
+    shown = {"test accuracy": "not tested" if accuracy is None else f"{accuracy:.1%}"}
+    if losses:
+        shown["loss"] = f"{losses[0]:.4f} at first, {losses[-1]:.4f} at last"
+    shown["images per second"] = f"{outcome.images_per_second:.0f}" if outcome.images_per_second else "no step ran"
+    if outcome.predicted_peak_bytes:
+        shown["predicted peak"] = format_bytes(outcome.predicted_peak_bytes)
+    if measured_bytes is not None:
+        shown["measured peak"] = format_bytes(measured_bytes)
+        if budget_bytes := options.budget_bytes:
+            share = f"{measured_bytes / budget_bytes:.1%}"
+            shown["measured peak"] += f", {share} of the budget of {format_bytes(budget_bytes)}"
+    return shown | bytes_by_kind(outcome.traffic)
 
 
 def save_results(options: TrainOptions, outcome: Outcome, json_path: Path | None) -> Path | None:
@@ -63,7 +80,6 @@ def save_results(options: TrainOptions, outcome: Outcome, json_path: Path | None
         return None
     outcome.plan.save(options.out / "plan.json")
     outcome.plan.save_trace(options.out / "trace.json")
-    accuracy = outcome.test_accuracy
     report = Report(
         timeline=outcome.plan.timeline,
         plan=outcome.plan,
@@ -73,14 +89,10 @@ def save_results(options: TrainOptions, outcome: Outcome, json_path: Path | None
         title=f"{options.model} on {options.data}",
         settings={
             name: str(value)
-            for name, value in {**options.to_json(), **outcome.versions}.items()
+            for name, value in {**options.to_json(), **versions(options)}.items()
             if value is not None and name not in ("budget_bytes", "resume", "planner")
         },
-        outcome={
-            "test accuracy": "not tested" if accuracy is None else f"{accuracy:.1%}",
-            "images per second": f"{outcome.images_per_second:.0f}",
-            **bytes_by_kind(outcome.traffic),
-        },
+        outcome=in_words(options, outcome),
         patches=outcome.patches,
         image=outcome.image,
     )
