@@ -114,7 +114,7 @@ def profile(
     sent = {}
 
     def widen(name: str) -> None:
-        precision.layers.bits.update({layer: 8 * width for layer, width in plans[name].items()})
+        precision.bits.update({layer: 8 * width for layer, width in plans[name].items()})
 
     widen(order[0])
     for name, following in zip(order, [*order[1:], order[-1]], strict=True):

@@ -13,8 +13,7 @@ from torch.nn import functional as F
 import shoal
 from shoal import codecs
 from shoal.core.hardware import Link
-from shoal.distributed.weights.first_use import FirstUse
-from shoal.distributed.weights.host_weights import HostWeights
+from shoal.distributed.weights.host_weights import FirstUse, HostWeights
 from shoal.distributed.weights.precision import AdaptivePrecision
 from shoal.errors import CodecError, InputError, TransferError
 from tests.raising import raising

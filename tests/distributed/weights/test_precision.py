@@ -56,7 +56,7 @@ def test_blocks_of_a_resnet_share_their_bits() -> None:
         precision.update()
         for tensor in precision.groups["layer2.0"]:
             tensor.mul_(0.5)
-    precision.layers.interval = 1
+    precision.interval = 1
     assert precision.update() == ["layer2.0"]
     assert precision.bytes_of("layer2.0.conv1.weight") == precision.bytes_of("layer2.0.downsample.0.weight") == 2
     assert precision.bytes_of("layer2.1.conv1.weight") == 1

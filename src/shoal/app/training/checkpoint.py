@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from shoal.app.training.ranks import Ranks
-from shoal.app.training.saved_state import fault_of_optimizer, fault_of_scaler, fault_of_weights, with_settings
+from shoal.app.training.saved_state import UnfitError, check_optimizer, check_scaler, check_weights, with_settings
 from shoal.app.training.strategy import Strategy
 from shoal.core.files import write_atomically
 from shoal.core.records import read_record
@@ -131,8 +131,11 @@ def load(
     try:
         own = state["ranks"][ranks.rank if ranks else 0]
         position = _position(state["position"])
-        if fault := _fault(state, strategy, scaler, position):
-            raise InputError(f"{path} {fault}; run without --resume to start again")
+        # A step that a scaler leaves out leaves no state of an optimizer.
+        stepped = bool(position.losses) and (not scaler.is_enabled() or bool(state["optimizer"]["state"]))
+        check_weights(state["model"], strategy.network.state_dict())
+        check_optimizer(state["optimizer"], strategy.optimizer, strategy.groups(), stepped=stepped)
+        check_scaler(state["scaler"], scaler)
         strategy.load_state({**state, "optimizer": with_settings(state["optimizer"], strategy.optimizer)})
         strategy.load_own_state(own["travel"])
         scaler.load_state_dict(state["scaler"])
@@ -145,20 +148,12 @@ def load(
         return position
     except (ShoalError, torch.OutOfMemoryError):
         raise
+    except UnfitError as error:
+        raise InputError(f"{path} {error}; run without --resume to start again") from None
     except Exception as error:  # a state of any kind may lie in a sound file
         raise InputError(
             f"{path} does not fit this model ({_first_line(error)}); run without --resume to start again"
         ) from error
-
-
-def _fault(state: Mapping[str, Any], strategy: Strategy, scaler: torch.amp.GradScaler, position: Position) -> str:
-    """Why the state is not loaded; "" if it can be. A step that a scaler leaves out leaves no state of an optimizer."""
-    stepped = bool(position.losses) and (not scaler.is_enabled() or bool(state["optimizer"]["state"]))
-    return (
-        fault_of_weights(state["model"], strategy.network.state_dict())
-        or fault_of_optimizer(state["optimizer"], strategy.optimizer, strategy.groups(), stepped=stepped)
-        or fault_of_scaler(state["scaler"], scaler)
-    )
 
 
 def _status(model: torch.nn.Module) -> Status:

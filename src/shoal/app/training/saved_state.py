@@ -1,9 +1,10 @@
-"""What a checkpoint holds for a network, its optimizer and its scaler, held against those of this run before it is
-loaded: PyTorch's own loading takes settings over, and casts whatever it finds to the parameters' types."""
+"""What a checkpoint holds for a network, its optimizer and its scaler, compared with those of this run before loading:
+PyTorch's own loading takes settings over, and casts values to the parameters' types."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,17 +19,19 @@ _SCALER_SETTINGS = ("growth_factor", "backoff_factor", "growth_interval")
 Groups = Sequence[Sequence[tuple[int | str, torch.Tensor]]]
 
 
-def fault_of_weights(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:
-    """Why these weights and buffers are not taken; "" if they are. Names and shapes are checked as they are loaded."""
+class UnfitError(Exception):
+    """Why a state is not loaded: what the file "has"."""
+
+
+def check_weights(saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Raise `UnfitError` for values of another type, or not finite. Loading itself checks names and shapes."""
     for name, value in saved.items():
-        expected = own.get(name)
-        if isinstance(value, torch.Tensor) and isinstance(expected, torch.Tensor) and (fault := _odd(value, expected)):
-            return f"has {name} {fault}"
-    return ""
+        if isinstance(value, torch.Tensor) and isinstance(own.get(name), torch.Tensor):
+            _check_values(name, value, own[name])
 
 
-def fault_of_optimizer(saved: Any, optimizer: torch.optim.Optimizer, groups: Groups, *, stepped: bool) -> str:
-    """Why this state of an optimizer is not taken; "" if it is.
+def check_optimizer(saved: Any, optimizer: torch.optim.Optimizer, groups: Groups, *, stepped: bool) -> None:
+    """Raise `UnfitError` for an optimizer with other settings or parameters, or a state that is not theirs.
 
     Args:
         saved: of the checkpoint.
@@ -37,10 +40,10 @@ def fault_of_optimizer(saved: Any, optimizer: torch.optim.Optimizer, groups: Gro
         stepped: whether the run has taken steps, after which every parameter has a state.
     """
     if len(saved["param_groups"]) != len(groups):
-        return f"has {len(saved['param_groups'])} groups of parameters where this run has {len(groups)}"
+        raise UnfitError(f"has {len(saved['param_groups'])} groups of parameters where this run has {len(groups)}")
     for there, here, parameters in zip(saved["param_groups"], optimizer.param_groups, groups, strict=True):
         if list(there["params"]) != [key for key, _ in parameters]:
-            return "has other parameters in a group than this run"
+            raise UnfitError("has other parameters in a group than this run")
         differing = [
             f"{name}={brief(there[name])} there and {brief(here.get(name))} here"
             for name in there
@@ -48,39 +51,40 @@ def fault_of_optimizer(saved: Any, optimizer: torch.optim.Optimizer, groups: Gro
         ]
         if differing:
             more = f" and {len(differing) - 2} more" if len(differing) > 2 else ""
-            return f"has other settings of its optimizer than this run ({'; '.join(differing[:2])}{more})"
-    known = {key: parameter for parameters in groups for key, parameter in parameters}
+            raise UnfitError(f"has other settings of its optimizer than this run ({'; '.join(differing[:2])}{more})")
+    known = dict(chain.from_iterable(groups))
     if unknown := saved["state"].keys() - known.keys():
-        return f"has a state of its optimizer for an unknown parameter {brief(min(map(str, unknown)))}"
-    shaped, scalars = state_names(optimizer)
-    if not stepped or not (shaped or scalars):
-        shaped_state = {key: _filled(state) for key, state in saved["state"].items()}
-        expected = {key: parameter for key, parameter in known.items() if shaped_state.get(key)}
-    else:
-        expected = known
-    for key, parameter in expected.items():
-        state = _filled(saved["state"].get(key, {}))
-        if state.keys() != {*shaped, *scalars}:
-            odd = sorted(state.keys() ^ {*shaped, *scalars})
-            return f"has a state of parameter {key} with {'no' if odd[0] not in state else 'an unknown'} {odd[0]!r}"
+        raise UnfitError(f"has a state of its optimizer for an unknown parameter {brief(min(map(str, unknown)))}")
+    shaped, numbers = _state_names(optimizer)
+    for key, parameter in known.items():
+        # SGD's without momentum was None once.
+        state = {name: value for name, value in saved["state"].get(key, {}).items() if value is not None}
+        if not state and not stepped:
+            continue
+        if odd := sorted(state.keys() ^ {*shaped, *numbers}):
+            raise UnfitError(
+                f"has a state of parameter {key} with {'no' if odd[0] not in state else 'an unknown'} {odd[0]!r}"
+            )
         for name in shaped:
             value = state[name]
             if not isinstance(value, torch.Tensor):
-                return f"has {name} of parameter {key} that is {brief(value)}, expected a tensor"
+                raise UnfitError(f"has {name} of parameter {key} that is {brief(value)}, expected a tensor")
             if value.shape != parameter.shape:
-                return f"has {name} of parameter {key} of shape {tuple(value.shape)}, expected {tuple(parameter.shape)}"
-            if fault := _odd(value, parameter):
-                return f"has {name} of parameter {key} {fault}"
-        for name in scalars:
-            if not _is_count(state[name]):
-                return f"has {name} of parameter {key} that is no finite number of at least 0"
-    return ""
+                shapes = f"of shape {tuple(value.shape)}, expected {tuple(parameter.shape)}"
+                raise UnfitError(f"has {name} of parameter {key} {shapes}")
+            _check_values(f"{name} of parameter {key}", value, parameter)
+        for name in numbers:
+            number = state[name]
+            if isinstance(number, torch.Tensor) and number.numel() == 1:
+                number = number.item()
+            if type(number) not in (int, float) or not 0 <= number < float("inf"):
+                raise UnfitError(f"has {name} of parameter {key} that is no finite number of at least 0")
 
 
-def state_names(optimizer: torch.optim.Optimizer) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _state_names(optimizer: torch.optim.Optimizer) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """What the optimizer keeps for a parameter after a step: tensors of the parameter's shape, and single numbers.
 
-    >>> state_names(torch.optim.AdamW([torch.zeros(2)]))
+    >>> _state_names(torch.optim.AdamW([torch.zeros(2)]))
     (('exp_avg', 'exp_avg_sq'), ('step',))
     """
     if isinstance(optimizer, torch.optim.AdamW):
@@ -95,32 +99,19 @@ def with_settings(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) ->
     return {**saved, "param_groups": groups}
 
 
-def fault_of_scaler(saved: Mapping[str, Any], scaler: torch.amp.GradScaler) -> str:
-    """Why this state of a scaler is not taken; "" if it is."""
+def check_scaler(saved: Mapping[str, Any], scaler: torch.amp.GradScaler) -> None:
+    """Raise `UnfitError` for a scaler with other settings, or a scale that none has."""
     own = scaler.state_dict()
     for name in _SCALER_SETTINGS:
         if name in own and saved[name] != own[name]:
-            return f"has {name}={brief(saved[name])} of its scaler, where this run has {own[name]}"
+            raise UnfitError(f"has {name}={brief(saved[name])} of its scaler, where this run has {own[name]}")
     if own and not (type(saved["scale"]) is float and 0 < saved["scale"] < float("inf")):
-        return f"has scale={brief(saved['scale'])} of its scaler, expected a finite number above 0"
-    return ""
+        raise UnfitError(f"has scale={brief(saved['scale'])} of its scaler, expected a finite number above 0")
 
 
-def _filled(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in state.items() if value is not None}  # SGD's without momentum was None once
-
-
-def _odd(value: torch.Tensor, expected: torch.Tensor) -> str:
+def _check_values(what: str, value: torch.Tensor, expected: torch.Tensor) -> None:
     if value.dtype != expected.dtype:
-        return f"of {str(value.dtype).removeprefix('torch.')}, expected {str(expected.dtype).removeprefix('torch.')}"
+        got, wanted = (str(dtype).removeprefix("torch.") for dtype in (value.dtype, expected.dtype))
+        raise UnfitError(f"has {what} of {got}, expected {wanted}")
     if value.is_floating_point() and not bool(value.isfinite().all()):
-        return "with numbers that are not finite"
-    return ""
-
-
-def _is_count(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        if value.numel() != 1 or value.is_complex():
-            return False
-        value = value.item()
-    return type(value) in (int, float) and 0 <= value < float("inf")
+        raise UnfitError(f"has {what} with numbers that are not finite")

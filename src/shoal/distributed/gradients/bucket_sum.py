@@ -19,12 +19,11 @@ from shoal.distributed.gradients.bucket_segments import (
     add,
     mean_one,
     message_bytes,
-    pack,
     places,
     unpack,
     unpack_one,
 )
-from shoal.distributed.gradients.error_feedback import ErrorFeedback
+from shoal.distributed.gradients.error_feedback import ErrorFeedback, pack_gradients
 
 
 class Buffers:
@@ -124,10 +123,8 @@ class ShardedMean:
         for r, shard in enumerate(bucket.shards):
             part = self._take(0 if r == bucket.rank else self._sizes[r])
             self._sending.append(part)
-            if r != bucket.rank and bucket.feedback is not None:
-                bucket.feedback.pack_gradients(self._values, shard, bucket.codec, part)
-            elif r != bucket.rank:
-                pack(self._values, shard, bucket.codec, part)
+            if r != bucket.rank:
+                pack_gradients(bucket.feedback, self._values, shard, bucket.codec, part)
         self._scatter.send(self._sending)
 
     def sum(self) -> None:
@@ -194,10 +191,7 @@ class LocalExactMean:
 
     def encode(self) -> None:
         bucket, message = self._bucket, self._messages[self._bucket.rank]
-        if bucket.feedback is not None:
-            bucket.feedback.pack_gradients(self._values, self._segments, bucket.codec, message)
-        else:
-            pack(self._values, self._segments, bucket.codec, message)
+        pack_gradients(bucket.feedback, self._values, self._segments, bucket.codec, message)
         self._gather.send([message] * bucket.ranks)
 
     def sum(self) -> None:

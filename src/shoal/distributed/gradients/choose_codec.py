@@ -15,11 +15,11 @@ the values uncompressed takes less time. On a slower link never more bytes are s
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
 import torch
 
 from shoal.codecs import registry
@@ -288,11 +288,8 @@ class Curve:
         >>> Curve.of([(1024, 2e-3), (4096, 1e-3), (65536, 5e-3)]).seconds
         (0.001, 0.001, 0.005)
         """
-        ordered = sorted(points)
-        lowest: list[float] = []
-        for _, seconds in reversed(ordered):
-            lowest.append(min([seconds, *lowest[-1:]]))
-        return Curve(tuple(size for size, _ in ordered), tuple(reversed(lowest)))
+        sizes, seconds = zip(*sorted(points), strict=True)
+        return Curve(sizes, tuple(np.minimum.accumulate(seconds[::-1])[::-1].tolist()))
 
     def at(self, size: float) -> float:
         """Seconds of this size; 0 has none.
@@ -303,13 +300,9 @@ class Curve:
         """
         if size <= 0:
             return 0.0
-        right = bisect_right(self.sizes, size)
-        if right == 0:
-            return self.seconds[0]
-        if right == len(self.sizes):
+        if size > self.sizes[-1]:
             return self.seconds[-1] * (size / self.sizes[-1])
-        (left_size, right_size), (left, end) = self.sizes[right - 1 : right + 1], self.seconds[right - 1 : right + 1]
-        return min(end, left + (end - left) * ((size - left_size) / (right_size - left_size)))
+        return float(np.interp(size, self.sizes, self.seconds))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,15 @@ from typing import Any
 import torch
 
 from shoal.codecs.codec import Codec
-from shoal.distributed.gradients.bucket_segments import ParameterGrad, Segment, Segments, pack_one, places, unpack_one
+from shoal.distributed.gradients.bucket_segments import (
+    ParameterGrad,
+    Segment,
+    Segments,
+    pack,
+    pack_one,
+    places,
+    unpack_one,
+)
 from shoal.errors import InputError
 
 _FIRST_VALUES = 64
@@ -115,6 +123,16 @@ class ErrorFeedback:
 
     def _residual(self, segment: Segment) -> torch.Tensor:
         return self._gradients[segment.name][segment.start : segment.start + segment.elems]
+
+
+def pack_gradients(
+    feedback: ErrorFeedback | None, values: torch.Tensor, segments: Segments, codec: Codec, out: torch.Tensor
+) -> None:
+    """As `segments.pack`, of the values and, if they are kept, their residuals."""
+    if feedback is None:
+        pack(values, segments, codec, out)
+    else:
+        feedback.pack_gradients(values, segments, codec, out)
 
 
 def _pack(

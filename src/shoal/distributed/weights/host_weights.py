@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from shoal.codecs.codec import Codec
@@ -24,16 +26,18 @@ from shoal.core import arguments, presets
 from shoal.core.hardware import Hardware, Link
 from shoal.cost.measure import measure
 from shoal.distributed.comm.traffic import Traffic
-from shoal.distributed.weights.first_use import FirstUse
-from shoal.distributed.weights.host_refusals import refuse_compiled, reject_wrapped, reject_wrapped_since
 from shoal.distributed.weights.parameter_transfer import ParameterTransfer, own_storage
 from shoal.distributed.weights.precision import AdaptivePrecision, packable
 from shoal.distributed.weights.weight_codecs import WeightCodecs, explained
 from shoal.errors import InputError
-from shoal.lowlevel.torch_state import call_at_end_of_backward
+from shoal.lowlevel.process_groups import sharded_modules
+from shoal.lowlevel.torch_state import active_ddp_module, call_at_end_of_backward, is_compiled
 from shoal.offload.links.host import HostSlab
 from shoal.offload.links.open_link import OpenLink, open_link
 from shoal.offload.policy import rehearsed
+
+_INSTEAD = "give it the network itself and all-reduce the gradients of weights.parameters()"
+_COMPILED = "HostWeights got a compiled model, whose graphs would not wait for the weights; train it without compiling"
 
 
 @dataclass
@@ -385,3 +389,78 @@ def _hand_over(optimizer: torch.optim.Optimizer, to: Mapping[torch.Tensor, torch
             key: value.to(device) if isinstance(value, torch.Tensor) and value.dim() else value
             for key, value in state.items()
         }
+
+
+class FirstUse(TorchFunctionMode):
+    """Watches in which order a forward pass first reads its parameters, and which before their module is called.
+
+    Attributes:
+        order: the parameters that were read, first read first.
+        early: those of them that were read before `announce` named them.
+
+    >>> layer = nn.Linear(2, 1)
+    >>> watch = FirstUse(layer.parameters())
+    >>> watch.announce([layer.weight])
+    >>> with watch:
+    ...     _ = layer(torch.ones(1, 2))
+    >>> [parameter is layer.weight for parameter in watch.order], len(watch.early)
+    ([True, False], 1)
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__()
+        self._unseen = {id(parameter): parameter for parameter in parameters}
+        self._announced: set[int] = set()
+        self.order: list[nn.Parameter] = []
+        self.early: list[nn.Parameter] = []
+
+    def announce(self, parameters: Iterable[nn.Parameter]) -> None:
+        """The module that owns these is about to be called."""
+        self._announced.update(map(id, parameters))
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for leaf in tree_leaves((args, kwargs)) if self._unseen else ():
+            parameter = self._unseen.pop(id(leaf), None)
+            if parameter is not None:
+                self.order.append(parameter)
+                if id(parameter) not in self._announced:
+                    self.early.append(parameter)
+        return func(*args, **(kwargs or {}))
+
+
+def reject_wrapped(model: nn.Module) -> None:
+    """Raise InputError if the model or a part of it is distributed over devices or ranks, or compiled."""
+    for module in model.modules():
+        # FSDP1 is told by its name, because importing it takes a second that other models need not wait for.
+        wrappers = {kind.__name__ for kind in type(module).__mro__} & {
+            "DataParallel",
+            "DistributedDataParallel",
+            "FullyShardedDataParallel",
+        }
+        if wrappers:
+            raise InputError(f"HostWeights got a model in {wrappers.pop()}; {_INSTEAD}")
+        if is_compiled(module):
+            raise InputError(_COMPILED)
+    if any(sharded_modules(model)):
+        raise InputError("HostWeights got a sharded model; use shoal.distributed.ShardedWeights after fully_shard")
+
+
+def reject_wrapped_since(model: nn.Module, parameters: Collection[torch.Tensor]) -> None:
+    """Raise InputError if the model was wrapped, or its parameters were replaced, after its weights went to the host.
+
+    Args:
+        model: as it is called.
+        parameters: that it had then.
+    """
+    ddp = active_ddp_module()
+    if ddp is not None and any(module is model for module in ddp.modules()):
+        raise InputError(f"HostWeights' model is called in DistributedDataParallel; {_INSTEAD}")
+    if not set(model.parameters()).issuperset(parameters):
+        raise InputError("parameters were replaced after HostWeights, as by fully_shard; give it what trains")
+
+
+def refuse_compiled() -> None:
+    """Raise InputError; called untraced, because Dynamo would run a hook that raises again, without compiling it."""
+    raise InputError(_COMPILED)

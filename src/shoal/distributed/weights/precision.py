@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +21,7 @@ Groups = Mapping[str, Sequence[torch.Tensor]]
 SumUp = Callable[[list[float]], list[float]]
 
 
-class AdaptivePrecision:
+class AdaptivePrecision(LayerBits):
     """Drives the width of every layer's weights on their way to the device (A2DTWP, section II, algorithm 1).
 
     Biases and what belongs to a normalisation never count and are never packed.
@@ -38,8 +37,7 @@ class AdaptivePrecision:
             paper found best for ResNets; a block is a module with children, containers apart, that holds no other such.
 
     Attributes:
-        layers: the algorithm's state.
-        groups: weights by layer or block.
+        groups: weights by layer or block; `bits` and `counts` are those of each.
 
     Raises:
         InputError: a number is out of its range, `by` is neither, or there is no weight to watch.
@@ -66,25 +64,20 @@ class AdaptivePrecision:
         by: str = "layer",
     ) -> None:
         self.groups, self._group_of = grouped(model_or_groups, by)
-        self.layers = LayerBits(
+        super().__init__(
             list(self.groups), threshold=threshold, interval=interval, bits_step=bits_step, first_bits=first_bits
         )
         self._sum_up: SumUp | None = None
 
     @property
-    def bits(self) -> dict[str, int]:
-        """Of each layer or block."""
-        return dict(self.layers.bits)
-
-    @property
     def mean_bytes(self) -> float:
         """Bytes a watched weight is sent in, over all of them."""
         elems = {name: sum(tensor.numel() for tensor in tensors) for name, tensors in self.groups.items()}
-        return sum(self.layers.bytes_of(name) * elems[name] for name in elems) / max(1, sum(elems.values()))
+        return sum(LayerBits.bytes_of(self, name) * elems[name] for name in elems) / max(1, sum(elems.values()))
 
     def update(self) -> list[str]:
         """Call it once a batch, after the optimizer's step; the layers or blocks whose bits went up."""
-        return self.layers.observe(self.norms())
+        return self.observe(self.norms())
 
     def norms(self) -> list[float]:
         """The l2 norm of each layer or block, all of them in one pass."""
@@ -101,7 +94,7 @@ class AdaptivePrecision:
         Raises:
             InputError: no weight that is watched has this name.
         """
-        return self.layers.bytes_of(self._group_of.get(name, name))
+        return super().bytes_of(self._group_of.get(name, name))
 
     def watches(self, name: str) -> bool:
         """Whether the parameter of this name is sent packed."""
@@ -123,18 +116,6 @@ class AdaptivePrecision:
         for name, group in self._group_of.items():
             groups[group].append(tensors[name])
         self.groups, self._sum_up = groups, sum_up
-
-    def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint: plain numbers."""
-        return self.layers.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was called.
-
-        Raises:
-            InputError: the state is of other layers.
-        """
-        self.layers.load_state_dict(state)
 
 
 class NormMonitor:

@@ -78,7 +78,7 @@ class WeightCodecs:
         """
         if self.adaptive is None:
             return {"precision": described(self._fixed) if self._fixed is not None else "float32"}
-        layers, state = self.adaptive.layers, self.adaptive.state_dict()
+        layers, state = self.adaptive, self.adaptive.state_dict()
         return {
             "precision": "adaptive",
             "rounding": self._rounding,
