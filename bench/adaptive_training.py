@@ -17,10 +17,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from bench.split_accuracy import batches, error_percent
+from examples.awp_threshold import NormMonitor, threshold_from
 from shoal.app.models import BasicBlock, ResNet
-from shoal.distributed.weights.awp import threshold_from
 from shoal.distributed.weights.host_weights import HostWeights
-from shoal.distributed.weights.precision import AdaptivePrecision, NormMonitor
+from shoal.distributed.weights.precision import AdaptivePrecision
 
 
 @dataclass(frozen=True)

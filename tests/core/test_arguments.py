@@ -73,7 +73,6 @@ CALLS: dict[str, tuple[Callable[..., Any], Mapping[str, Callable[[], Any]], tupl
     "describe": (bound(shoal.split, "describe"), {}, ("sizes",)),
     "reconstruction_errors": (bound(shoal.invert_norm, "reconstruction_errors"), {}, ("dtype",)),
     "restore": (bound(shoal.invert_norm, "restore"), {}, ("activation", "limit")),
-    "NormMonitor": (shoal.distributed.NormMonitor, {"model_or_groups": net}, ("model_or_groups", "by")),
     "HostWeights": (
         lambda **given: shoal.distributed.HostWeights(**{"optimizer": SGD(given["model"].parameters(), 0.1)} | given),
         {"model": net},

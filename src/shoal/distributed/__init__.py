@@ -6,7 +6,7 @@ Imports `codecs`, `cost`, `offload`, `transforms`, `memory`, `lowlevel` and `cor
 from shoal.distributed.comm.exchange import Exchange
 from shoal.distributed.gradients.compress_gradients import CompressedGradients, compress_gradients
 from shoal.distributed.weights.host_weights import HostWeights
-from shoal.distributed.weights.precision import AdaptivePrecision, NormMonitor
+from shoal.distributed.weights.precision import AdaptivePrecision
 from shoal.distributed.weights.sharded_weights import ShardedWeights
 
 __all__ = [
@@ -14,7 +14,6 @@ __all__ = [
     "CompressedGradients",
     "Exchange",
     "HostWeights",
-    "NormMonitor",
     "ShardedWeights",
     "compress_gradients",
 ]

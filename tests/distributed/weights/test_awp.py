@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.distributed.weights.awp import LayerBits, relative_change, threshold_from
+from shoal.distributed.weights.awp import LayerBits, relative_change
 from shoal.errors import InputError
 from tests.raising import raising
 
@@ -93,12 +93,6 @@ def test_a_norm_that_is_no_number_or_leaves_zero_never_counts() -> None:
     assert relative_change(0.0, 0.0) == 0.0
 
 
-@given(st.floats(-0.2, 0.2), st.integers(2, 20), st.integers(1, 4))
-def test_a_threshold_derived_from_a_steady_change_is_that_change(rate: float, batches: int, layers: int) -> None:
-    history = [[(layer + 1) * (1 + rate) ** batch for layer in range(layers)] for batch in range(batches)]
-    assert threshold_from(history) == pytest.approx(rate, abs=1e-10)
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -127,5 +121,3 @@ def test_other_layers_norms_and_states_are_refused() -> None:
         layers.load_state_dict({})
     with pytest.raises(InputError):
         LayerBits(["a", "a"], threshold=-1.0, interval=1)
-    with pytest.raises(InputError):
-        threshold_from([[1.0]])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from examples import networks as models
-from shoal.distributed.weights.precision import AdaptivePrecision, NormMonitor, packable, square_sums
+from shoal.distributed.weights.precision import AdaptivePrecision, packable, square_sums
 from shoal.errors import InputError
 from tests.raising import raising
 
@@ -82,16 +82,6 @@ def test_a_state_survives_a_checkpoint() -> None:
 def test_norms_of_groups_of_tensors() -> None:
     precision = AdaptivePrecision({"a": [torch.tensor([3.0]), torch.tensor([4.0])], "b": [torch.zeros(2)]}, -1.0, 1)
     assert precision.norms() == [5.0, 0.0]
-
-
-def test_a_monitor_finds_the_mean_change_of_the_norms() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    monitor = NormMonitor(model)
-    for _ in range(5):
-        monitor.update()
-        model[0].weight.data.mul_(0.98)
-        model[1].weight.data.mul_(0.96)
-    assert monitor.threshold() == pytest.approx(-0.03, abs=1e-6)
 
 
 def test_what_cannot_be_watched_is_refused() -> None:

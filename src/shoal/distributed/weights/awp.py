@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 from shoal.core import arguments
@@ -86,13 +85,14 @@ class LayerBits:
         grown: list[str] = []
         if before is None:
             return grown
-        for name in self.bits:
+        for name in now:
             if relative_change(before[name], now[name]) < self.threshold:
                 self.counts[name] += 1
             if self.counts[name] == self.interval:
                 self.counts[name] = 0
                 if self.bits[name] < MAX_BITS:
-                    self.bits[name] = min(MAX_BITS, self.bits[name] + self.bits_step)
+                    # A new dictionary: one that was read before stays that of its batch.
+                    self.bits = self.bits | {name: min(MAX_BITS, self.bits[name] + self.bits_step)}
                     grown.append(name)
         return grown
 
@@ -138,31 +138,3 @@ def relative_change(before: float, now: float) -> float:
     if before == 0.0:
         return 0.0 if now == 0.0 else math.inf
     return (now - before) / before
-
-
-def threshold_from(history: Sequence[Sequence[float]]) -> float:
-    """T as the paper finds it: the mean relative change of the norms, over all layers and batches of a short while.
-
-    Section V-A: watch a few epochs until the validation error drops, then take the average change in that while.
-
-    Args:
-        history: the norms of all layers after each batch.
-
-    Returns:
-        The mean with its sign. At or above 0 the norms grew, and "falls faster than that" means little: watch a
-        later while, or a run with weight decay.
-
-    Raises:
-        InputError: fewer than two batches, or no layer.
-
-    >>> threshold_from([[10.0, 100.0], [9.9, 99.0], [9.801, 98.01]])
-    -0.01
-    """
-    if len(history) < 2 or not history[0]:
-        raise InputError(f"got norms of {len(history)} batches, expected 2 or more of at least one layer")
-    changes = [
-        relative_change(before, now)
-        for norms, later in pairwise(history)
-        for before, now in zip(norms, later, strict=True)
-    ]
-    return round(math.fsum(changes) / len(changes), 12)

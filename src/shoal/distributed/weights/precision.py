@@ -10,7 +10,7 @@ from torch import nn
 
 from shoal.codecs.memory_order import flat, without_gaps
 from shoal.core import arguments
-from shoal.distributed.weights.awp import LayerBits, threshold_from
+from shoal.distributed.weights.awp import LayerBits
 from shoal.errors import InputError
 
 _NORMALISATIONS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
@@ -29,7 +29,7 @@ class AdaptivePrecision(LayerBits):
     Args:
         model_or_groups: a model whose float32 weights of two or more dimensions are watched; or groups of tensors by
             name, each a layer.
-        threshold: T; see `shoal.distributed.weights.awp.LayerBits`, and `NormMonitor` for how to find it.
+        threshold: T; see `shoal.distributed.weights.awp.LayerBits`.
         interval: INTERVAL, in batches.
         bits_step: N.
         first_bits: of every layer at the start.
@@ -116,38 +116,6 @@ class AdaptivePrecision(LayerBits):
         for name, group in self._group_of.items():
             groups[group].append(tensors[name])
         self.groups, self._sum_up = groups, sum_up
-
-
-class NormMonitor:
-    """Watches norms for a short while of training and derives the threshold T from them (section V-A).
-
-    Args:
-        model_or_groups, by: as of `AdaptivePrecision`.
-
-    >>> model = nn.Linear(2, 2, bias=False)
-    >>> monitor = NormMonitor(model)
-    >>> for _ in range(3):
-    ...     monitor.update()
-    ...     _ = model.weight.data.mul_(0.5)
-    >>> monitor.threshold()
-    -0.5
-    """
-
-    def __init__(self, model_or_groups: nn.Module | Groups, by: str = "layer") -> None:
-        self._watched = AdaptivePrecision(model_or_groups, threshold=0.0, interval=1, by=by)
-        self.history: list[list[float]] = []
-
-    def update(self) -> None:
-        """Call it once a batch, after the optimizer's step."""
-        self.history.append(self._watched.norms())
-
-    def threshold(self) -> float:
-        """The mean relative change of the norms since it began, with its sign.
-
-        Raises:
-            InputError: fewer than two batches were watched.
-        """
-        return threshold_from(self.history)
 
 
 def grouped(
