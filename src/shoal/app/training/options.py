@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,11 +23,13 @@ if TYPE_CHECKING:
     from shoal.engine.status import Status
     from shoal.transforms.split.patch_map import PatchMap
 
-OPTIMIZERS = ("sgd", "adamw")
-PRECISIONS = ("none", "bf16", "fp16")
-KERNELS = ("auto", "eager", "compiled")
-WEIGHTS = ("host", "sharded")
-PRECISIONS_OF_WEIGHTS = ("8", "16", "24", "32", "bf16", "adaptive")
+_KNOWN = {
+    "optimizer": ("sgd", "adamw"),
+    "amp": ("none", "bf16", "fp16"),
+    "kernels": ("auto", "eager", "compiled"),
+    "weights": ("host", "sharded"),
+    "precision": ("8", "16", "24", "32", "bf16", "adaptive"),
+}
 
 MAX_SEED = 2**63 - 1  # PyTorch's generators take 64 bits, of which ranks need room for seeds of their own
 _MOST_WORKERS = 8  # a core: PyTorch warns of more than one, and thousands leave no process for anything else
@@ -111,9 +114,9 @@ class TrainOptions:
     parallel: Annotated[str | None, _flag("Under torchrun: a strategy of your own, as MODULE:CLASS.")] = None
 
     def __post_init__(self) -> None:
-        for name, known in (("optimizer", OPTIMIZERS), ("amp", PRECISIONS), ("kernels", KERNELS)):
-            if getattr(self, name) not in known:
-                raise InputError(f"unknown {name} {getattr(self, name)!r}: give one of {', '.join(known)}")
+        for name, known in _KNOWN.items():
+            if (given := getattr(self, name)) is not None and given not in known:
+                raise InputError(f"unknown {name} {given!r}: give one of {', '.join(known)}")
         for name, minimum in (("batch", 1), ("epochs", 1), ("workers", 0), ("image", 1), ("seed", 0)):
             number = getattr(self, name)
             if number is not None and number < minimum:
@@ -126,18 +129,41 @@ class TrainOptions:
             if not 0 <= getattr(self, name) < float("inf"):
                 raise InputError(f"{name}={getattr(self, name)}: it must be a finite number of at least 0")
         check_form(self.batch_norm)
-        if self.batch_norm is not None and (self.weights is not None or self.parallel is not None):
-            raise InputError("--batch-norm is for whole networks: leave out --weights and --parallel")
-        offloads = self.offload_to not in ("auto", None) or self.rehearse is not None
-        if self.planner == "none" and offloads and not (self.weights == "host" and self.offload_to in ("auto", None)):
-            raise InputError("planner 'none' is plain PyTorch, which offloads nothing; choose another planner")
-        if self.ranks is not None and self.batch % self.ranks:
-            raise InputError(f"batch={self.batch} over {self.ranks} ranks: give a multiple of {self.ranks}")
-        self._check_travel()
-        if self.budget_bytes is None and (self.enforce or self.planner != "none"):
-            raise InputError("no budget was given; give --budget, such as 150MiB, or --planner none for plain PyTorch")
+        if conflict := next(self._conflicts(), None):
+            raise InputError(conflict)
         if self.planner != "none":
             CompileOptions.of(**self.compile_keywords())
+
+    def _conflicts(self) -> Iterator[str]:
+        """What cannot be given together, or not without something else."""
+        weights, plans, adaptive = self.weights, self.planner != "none", self.precision == "adaptive"
+        what = f"--weights {weights}" if weights else f"--parallel {self.parallel}" if self.parallel else ""
+        offloads = self.offload_to not in ("auto", None) or self.rehearse is not None
+        on_host = weights == "host" and self.offload_to in ("auto", None)  # `rehearse` is for its link
+        if self.batch_norm is not None and what:
+            yield "--batch-norm is for whole networks: leave out --weights and --parallel"
+        if not plans and offloads and not on_host:
+            yield "planner 'none' is plain PyTorch, which offloads nothing; choose another planner"
+        if self.ranks is not None and self.batch % self.ranks:
+            yield f"batch={self.batch} over {self.ranks} ranks: give a multiple of {self.ranks}"
+        if weights and self.parallel:
+            yield f"--weights {weights} and --parallel {self.parallel} exclude one another; give one"
+        if what and plans and weights != "sharded":
+            yield f"a plan inside a budget needs whole weights on the device; give {what} with --planner none"
+        if what and self.amp == "fp16":
+            yield f"{what} cannot be combined with --amp fp16; --amp bf16 is possible"
+        if self.precision and not weights:
+            yield f"precision {self.precision!r} is for weights that are sent; give --weights host or sharded too"
+        if self.one_byte and self.precision not in ("8", "adaptive"):
+            yield f"--one-byte {self.one_byte} is for weights in 8 bits; give --precision 8 or --adaptive-precision too"
+        if (self.awp_threshold is not None or self.awp_interval is not None) and not adaptive:
+            yield "a threshold or an interval of AWP needs --adaptive-precision"
+        if weights == "host" and self.ranks is not None:
+            yield f"--weights host trains one process, torchrun started {self.ranks}; give --weights sharded"
+        if weights == "host" and self.compress_gradients == "auto":
+            yield "--weights host measures no link; name a codec: --compress-gradients dynamic_tree"
+        if self.budget_bytes is None and (self.enforce or plans):
+            yield "no budget was given; give --budget, such as 150MiB, or --planner none for plain PyTorch"
 
     def compile_keywords(self) -> dict[str, Any]:
         """Those of `shoal.compile`."""
@@ -150,37 +176,6 @@ class TrainOptions:
             codec=self.codec,
         )
         return {"budget": self.budget_bytes, "allow": self.allow, "offload_to": self.offload_to, "options": options}
-
-    def _check_travel(self) -> None:
-        for name, known in (("weights", WEIGHTS), ("precision", PRECISIONS_OF_WEIGHTS)):
-            if (given := getattr(self, name)) is not None and given not in known:
-                raise InputError(f"unknown {name} {given!r}: give one of {', '.join(known)}")
-        what = f"--weights {self.weights}" if self.weights else f"--parallel {self.parallel}" if self.parallel else ""
-        if self.weights and self.parallel:
-            raise InputError(f"--weights {self.weights} and --parallel {self.parallel} exclude one another; give one")
-        if what and self.planner != "none" and self.weights != "sharded":
-            raise InputError(
-                f"a plan inside a budget needs whole weights on the device; give {what} with --planner none"
-            )
-        if what and self.amp == "fp16":
-            raise InputError(f"{what} cannot be combined with --amp fp16; --amp bf16 is possible")
-        if self.precision and not self.weights:
-            raise InputError(
-                f"precision {self.precision!r} is for weights that are sent; give --weights host or sharded too"
-            )
-        if self.one_byte and self.precision not in ("8", "adaptive"):
-            raise InputError(
-                f"--one-byte {self.one_byte} is for weights in 8 bits; give --precision 8 or --adaptive-precision too"
-            )
-        awp = self.awp_threshold is not None or self.awp_interval is not None
-        if awp and self.precision != "adaptive":
-            raise InputError("a threshold or an interval of AWP needs --adaptive-precision")
-        if self.weights == "host" and self.ranks is not None:
-            raise InputError(
-                f"--weights host trains one process, torchrun started {self.ranks}; give --weights sharded"
-            )
-        if self.weights == "host" and self.compress_gradients == "auto":
-            raise InputError("--weights host measures no link; name a codec: --compress-gradients dynamic_tree")
 
     def deciding(self) -> dict[str, Any]:
         """The arguments that decide every number of the run: a continuation must have the same."""

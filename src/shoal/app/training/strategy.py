@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,29 +14,22 @@ from shoal.app.training.prepare import compiled
 from shoal.app.training.ranks import Ranks
 from shoal.app.training.saved_state import Groups
 from shoal.core.named import function_named
-from shoal.distributed import AdaptivePrecision, HostWeights, ShardedWeights, compress_gradients
+from shoal.distributed import (
+    AdaptivePrecision,
+    CompressedGradients,
+    HostWeights,
+    ShardedWeights,
+    compress_gradients,
+)
 from shoal.distributed.comm.traffic import Sent, Traffic
+from shoal.distributed.gradients.sharded_gradients import CompressedShards
 from shoal.errors import InputError
 
 _THRESHOLD = -2e-3  # the paper's for VGG
 
 
-class Carrier(Protocol):
-    """What sends weights or gradients, such as `HostWeights`."""
-
-    traffic: Traffic
-
-    def state_dict(self) -> dict[str, Any]:
-        """What this rank by itself has of it, such as the residuals of error feedback."""
-
-    def load_state_dict(self, state: Any) -> None:
-        """Put back what `state_dict` gave."""
-
-    def explain(self) -> str:
-        """How things are sent and why, for people."""
-
-    def close(self) -> None:
-        """Give back what it holds."""
+# What sends weights or gradients: its traffic, its own state of this rank, its words and its end.
+Carrier = HostWeights | ShardedWeights | CompressedGradients | CompressedShards
 
 
 class Strategy:
