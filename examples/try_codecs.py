@@ -16,15 +16,14 @@ from rich.table import Table
 
 import shoal.codecs
 from shoal.app.cli.console import errors_reported, output
+from shoal.app.training.prepare import device as device_called
 from shoal.codecs import Codec, get, names
 from shoal.codecs.float_codec import FloatCodec
 from shoal.codecs.registry import needed
 from shoal.core.columns import grid
 from shoal.core.files import json_text
 from shoal.cost.measure import fastest_seconds
-from shoal.cost.measurement_cache import device_of
 from shoal.errors import InputError, brief
-from shoal.lowlevel import cuda_calls
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -61,9 +60,7 @@ def codecs(
         if file is not None and distribution is not None:
             raise InputError(f"got both {file} and --distribution {distribution}; give one of them")
         chosen = [of_values(shoal.codecs.get(name)) for name in codec or tryable_names()]
-        if device == "auto":
-            device = "cuda" if cuda_calls.is_available() else "cpu"
-        place = device_of(device)
+        place = device_called(device)
         if file is None:
             name = distribution or "normal"
             values = drawn(name, DRAWN_ELEMS if elements is None else elements)
@@ -72,10 +69,15 @@ def codecs(
         tried = [try_codec(each, values.to(place)) for each in chosen]
         if json:
             rows = [each.to_json() for each in tried]
-            where = {"source": name, "elements": values.numel(), "device": device, "threads": torch.get_num_threads()}
+            where = {
+                "source": name,
+                "elements": values.numel(),
+                "device": str(place),
+                "threads": torch.get_num_threads(),
+            }
             typer.echo(json_text({**where, "codecs": rows}))
         else:
-            output().print(columns(tried, f"{name}: {values.numel():,} float32 on {device}"))
+            output().print(columns(tried, f"{name}: {values.numel():,} float32 on {place}"))
 
 
 _RATES = ("encode_gbps", "decode_gbps", "break_even_gbps")

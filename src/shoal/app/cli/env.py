@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,7 +25,7 @@ from shoal.memory import cpu_allocator
 from shoal.memory.limit import memory_limit
 
 # What Shoal computes, plans or draws with, and the trainers that it is used from.
-PACKAGES = ("torch", "numpy", "scipy", "highspy", "triton", "torchvision", "lightning", "accelerate", "transformers")
+PACKAGES = ("numpy", "scipy", "highspy", "triton", "torchvision", "lightning", "accelerate", "transformers")
 SETTINGS = ("SHOAL_", "PYTORCH_", "TORCH", "OMP_", "CUDA_", "CUBLAS_")
 
 
@@ -62,15 +62,11 @@ def _versions() -> dict[str, str]:
         "shoal": f"{shoal.__version__} in {Path(shoal.__file__).parent}",
         "python": platform.python_version(),
         "platform": platform.platform(),
+        "torch": torch.__version__,  # with the build, which the package's own version may lack
     }
     for name in PACKAGES:
-        if name == "torch":
-            found[name] = torch.__version__  # with the build, which the package's own version may lack
-            continue
-        try:
+        with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return found
 
 
@@ -136,13 +132,9 @@ def _cache() -> dict[str, str]:
         return {"folder": str(error)}
     found = {"folder": str(folder)}
     for path in sorted(folder.iterdir()):
-        files = list(_files(path))
+        files = [each for each in (path, *path.rglob("*")) if each.is_file()]
         found[path.name] = f"{len(files)} files, {format_bytes(sum(file.stat().st_size for file in files))}"
     return found
-
-
-def _files(path: Path) -> Iterator[Path]:
-    yield from (each for each in ([path] if path.is_file() else path.rglob("*")) if each.is_file())
 
 
 def as_text(found: dict[str, dict[str, Any]]) -> str:

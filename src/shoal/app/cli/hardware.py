@@ -8,11 +8,11 @@ from typing import Annotated
 import typer
 
 from shoal.app.cli.console import app, errors_reported, output
+from shoal.app.training.prepare import device as device_called
 from shoal.core import presets
 from shoal.core.files import json_text
 from shoal.cost.measure import measure
 from shoal.cost.measure_links import measure_links
-from shoal.lowlevel import cuda_calls
 
 
 @app.command()
@@ -26,8 +26,7 @@ def hardware(
 ) -> None:
     """Show this machine, which takes seconds to measure the first time, and the presets to plan for."""
     with errors_reported(ctx):
-        if device == "auto":
-            device = "cuda" if cuda_calls.is_available() else "cpu"
+        device = str(device_called(device))
         links = measure_links(device, folder=folder)
         here, *elsewhere = machines = [measure(device), *map(presets.get, presets.names())]
         if json:
