@@ -59,7 +59,8 @@ def open(
         options: of the data set: "image_folder" takes `holdout`, a function of yours its own parameters.
 
     Raises:
-        InputError: an unknown name or option, or data that is missing, damaged or mislabelled. A file that only fails to decode is named when its batch comes.
+        InputError: an unknown name or option, or data that is missing, damaged or mislabelled. A file that only fails
+            to decode is named when its batch comes.
 
     >>> data = open("digits", batch=128)
     >>> images, labels = next(iter(data.train))
