@@ -204,7 +204,7 @@ def test_shoal_and_plain_pytorch_train_the_same(tiny: Options, tmp_path: Path, w
     assert_same_training(planned, plain)
     assert len(log.states) == 1
     assert planned.plan is not None and planned.plan.planner == "joint"
-    assert planned.planning_seconds is not None and planned.planning_seconds > 0
+    assert planned.status is not None and planned.status.planning_seconds > 0
 
 
 @needs_compiler

@@ -7,13 +7,13 @@ import os
 import platform
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import shoal
 from shoal import Plan
 from shoal.app.training.options import Outcome, TrainOptions
 from shoal.core.files import remove_partials, try_lock, write_json, write_text
@@ -114,12 +114,8 @@ def save_plan(plan: Plan, folder: Path, patches: PatchMap | None = None) -> tupl
 
 def versions(options: TrainOptions) -> dict[str, Any]:
     """What a result depends on besides the arguments."""
-    try:
-        own = version("shoal")
-    except PackageNotFoundError:  # run from a source tree
-        own = "unknown"
     return {
-        "shoal": own,
+        "shoal": shoal.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
