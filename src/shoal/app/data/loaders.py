@@ -26,29 +26,31 @@ def share(images: int, rank: int, ranks: int) -> slice:
     return slice(first, first + each + (rank < more))
 
 
+@dataclass(eq=False)
 class Order(Sampler[list[int]]):
     """The batches of one epoch, in a permutation drawn from (seed, epoch) or as they come, and of each a rank's share.
 
-    Args:
+    Attributes:
         samples: how many there are.
-        batch: samples in a batch, over all ranks.
+        batch: samples in a batch, over all ranks; the last may be short.
         seed, shuffle: of the permutation; without `shuffle` samples stay in order.
-        rank, ranks: whose share, of how many.
+        rank, ranks: whose share, of how many; it may be empty.
         drop_last: leave out a short last batch that gives some rank fewer than two samples where a whole one would not.
+        epoch, first: which is next, and with which of its batches it begins.
     """
 
-    def __init__(
-        self, samples: int, batch: int, seed: int, shuffle: bool, rank: int = 0, ranks: int = 1, drop_last: bool = False
-    ) -> None:
-        self.samples = samples
-        self.batch = batch
-        self.seed = seed
-        self.shuffle = shuffle
-        self.rank = rank
-        self.ranks = ranks
-        self.min_images = ranks * min(2, batch // ranks) if drop_last else 0
-        self.epoch = 0
-        self.first = 0
+    samples: int
+    batch: int
+    seed: int
+    shuffle: bool
+    rank: int = 0
+    ranks: int = 1
+    drop_last: bool = False
+    epoch: int = 0
+    first: int = 0
+
+    def __post_init__(self) -> None:
+        self.min_images = self.ranks * min(2, self.batch // self.ranks) if self.drop_last else 0
 
     def __len__(self) -> int:
         return sum(self.whole(place) >= self.min_images for place in range(self.first, -(-self.samples // self.batch)))
@@ -113,32 +115,17 @@ class Loader(DataLoader[Any]):
 
     Args:
         examples: what it loads.
-        batch: samples in a batch, over all ranks; the last may be short.
-        shuffle: whether every epoch has an order of its own.
+        order: of the batches.
         workers: processes that prepare batches.
-        rank, ranks: of each batch, the share of which rank of how many; it may be empty.
-        drop_last: leave out a short last batch that gives some rank fewer than two samples where a whole one would not.
     """
 
-    def __init__(
-        self,
-        examples: Examples,
-        *,
-        batch: int,
-        shuffle: bool,
-        workers: int,
-        rank: int = 0,
-        ranks: int = 1,
-        drop_last: bool = False,
-    ) -> None:
+    def __init__(self, examples: Examples, order: Order, workers: int) -> None:
         self.examples = examples
-        self.order = Order(len(examples), batch, examples.seed, shuffle, rank, ranks, drop_last)
-        self.batches = -(-len(examples) // batch)
+        self.order = order
+        self.batches = -(-order.samples // order.batch)
         # A generator of its own: without one, workers are seeded from PyTorch's, and dropout would not repeat itself.
         generator = torch.Generator().manual_seed(examples.seed)
-        super().__init__(
-            examples, batch_sampler=self.order, num_workers=workers, collate_fn=_collate, generator=generator
-        )
+        super().__init__(examples, batch_sampler=order, num_workers=workers, collate_fn=_collate, generator=generator)
 
     def set_epoch(self, epoch: int, first_batch: int = 0) -> None:
         """Set the next epoch, and with which batch it begins; without it every epoch is the same.
@@ -216,12 +203,15 @@ def load(
     source: Source, *, batch: int, seed: int, workers: int, augmented: bool, rank: int = 0, ranks: int = 1
 ) -> Data:
     """Loaders over both splits of a source; the test split in order and never augmented."""
-    train = Examples(source.train, source, seed, augmented)
-    test = Examples(source.test, source, seed, False)
+
+    def loader(samples: Samples, training: bool) -> Loader:
+        order = Order(len(samples), batch, seed, training, rank, ranks, drop_last=training and ranks > 1)
+        return Loader(Examples(samples, source, seed, training and augmented), order, workers)
+
     return Data(
         name=source.name,
-        train=Loader(train, batch=batch, shuffle=True, workers=workers, rank=rank, ranks=ranks, drop_last=ranks > 1),
-        test=Loader(test, batch=batch, shuffle=False, workers=workers, rank=rank, ranks=ranks),
+        train=loader(source.train, training=True),
+        test=loader(source.test, training=False),
         num_classes=len(source.classes),
         in_channels=len(source.mean),
         image=source.spatial[-1],
