@@ -277,6 +277,19 @@ def test_a_network_of_ones_own_trains_and_may_answer_per_pixel(here: Path, data:
         assert "mine.py:net has an output per pixel, data 'digits' a label per image" in error_line(done)
 
 
+def test_data_of_ones_own_may_have_a_label_per_pixel_and_gets_the_channels_of_the_network(here: Path) -> None:
+    (here / "mine.py").write_text(
+        "from examples.data.synthetic import open_synthetic\n"
+        "from torch import nn\n\n\n"
+        "def net():\n    return nn.Conv2d(5, 2, 3, padding=1)\n\n\n"
+        "def data(*, in_channels=3, image=8):\n"
+        "    return open_synthetic(in_channels=in_channels, image=image, dense=True, train_samples=8, test_samples=4)\n"
+    )
+    arguments = ["--model", "mine.py:net", "--data", "mine.py:data", "--image", "8", "--batch", "4", "--epochs", "1"]
+    done = invoke("train", *arguments, "--planner", "none")
+    assert done.exit_code == 0, done.output
+
+
 def test_hardware_lists_this_machine_and_those_that_are_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[tuple[str, str | None]] = []
 

@@ -69,14 +69,16 @@ def _leave_signals_to_the_parent(worker: int) -> None:
 
 
 def open_data(options: TrainOptions, ranks: Ranks) -> Data:
-    """A rank's share of the data set. A function that takes `in_channels` gets what the network takes."""
+    """A rank's share of the data set. A function with parameters `in_channels`, `dims` or `dense` gets the network's."""
     fitting: dict[str, Any] = {}
-    if "in_channels" in inspect.signature(shoal.app.data.find(options.data)).parameters:
+    parameters = inspect.signature(shoal.app.data.find(options.data)).parameters
+    if not parameters.keys().isdisjoint(("in_channels", "dims", "dense")):
         with torch.device("meta"), torch.no_grad():
             network = shoal.app.models.build(options.model)
             shape = shoal.app.models.example_shape(network, 1, options.image or 32)
             outputs = _outputs(options, network, shape)
-        fitting = {"in_channels": shape[1], "dims": len(shape) - 2, "dense": outputs.dim() > 2}
+        of_network = {"in_channels": shape[1], "dims": len(shape) - 2, "dense": outputs.dim() > 2}
+        fitting = {name: value for name, value in of_network.items() if name in parameters}
     data = shoal.app.data.open(
         options.data,
         batch=options.batch,
