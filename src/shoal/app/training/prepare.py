@@ -69,7 +69,7 @@ def _leave_signals_to_the_parent(worker: int) -> None:
 
 
 def open_data(options: TrainOptions, ranks: Ranks) -> Data:
-    """A rank's share of the data set. A function with parameters `in_channels`, `dims` or `dense` gets the network's."""
+    """A rank's share of the data set. A function's `in_channels`, `dims` and `dense` are those of the network."""
     fitting: dict[str, Any] = {}
     parameters = inspect.signature(shoal.app.data.find(options.data)).parameters
     if not parameters.keys().isdisjoint(("in_channels", "dims", "dense")):
