@@ -27,6 +27,8 @@ class Optimum:
     timed_out: bool = False
 
 
+# Constructing `Highs` itself writes a banner to stdout in 1.16 (docs/upstream.md); its callbacks are of no use here.
+_Solver = getattr(highspy, "_Highs", highspy.Highs)
 _SUB_PROGRAMS = ("mip_heuristic_run_rens", "mip_heuristic_run_rins", "mip_heuristic_run_root_reduced_cost")
 
 
@@ -101,7 +103,7 @@ class LinearProgram:
             time_limit_seconds: never reached where the others are chosen well: what it cuts off depends on the machine.
         """
         scale = self.unit_cost
-        solver = highspy.Highs()
+        solver = _Solver()
         options: dict[str, bool | int | float | str] = {
             "output_flag": False,
             "random_seed": 0,
