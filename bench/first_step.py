@@ -1,6 +1,6 @@
-"""How long the first step takes: capture, search and planning, in processes of their own, beside `aot_eager`.
+"""How long the first step takes: capture, search and planning, in processes of their own, compared with `aot_eager`.
 
-    python -m bench.first_step                                    nine networks; half an hour of one core
+    python -m bench.first_step                                    nine networks
     python -m bench.first_step --quick                            one of them, small
     python -m bench.first_step --networks resnet50,gpt2 --shares 50
 
@@ -29,7 +29,7 @@ from bench.processes import Stage, Worker
 from bench.tables import cells, new_table
 from bench.volumes_catalogue import CATALOGUE as VOLUMES
 from bench.workload import Workload
-from shoal.errors import BudgetError, InputError
+from shoal.errors import BudgetError
 
 COLUMNS = "<network|ops|aot_eager s|share %|<result|cold s|of aot_eager|warm s|of aot_eager"
 FORMATS = (
@@ -72,7 +72,10 @@ def first_step(question: dict[str, Any], stage: Stage) -> dict[str, Any]:
     """
     torch.set_num_threads(1)
     name, budget_bytes = question["network"], question["budget_bytes"]
-    work = _workload(name, Setting(question["batch"], question["image"]), question["seed"])
+    try:
+        work = _workload(name, Setting(question["batch"], question["image"]), question["seed"])
+    except Unavailable as error:
+        return {"unavailable": str(error)}
     buffers = work.buffers()
     stage("first step")
     work.reset()
@@ -113,6 +116,8 @@ def _asked(run: Run, name: str, setting: Setting, budget_bytes: int | None, fold
     }
     with Worker("bench.first_step:first_step", {**os.environ, **own}) as worker:
         answer: dict[str, Any] = worker.ask(question)
+    if "unavailable" in answer:
+        raise Unavailable(answer["unavailable"])
     return answer
 
 
@@ -152,7 +157,7 @@ def measure_all(run: Run) -> None:
     for name, setting in settings.items():
         try:
             rows += _measured(run, name, setting)
-        except (Unavailable, InputError) as error:
+        except Unavailable as error:
             run.skip(name, error)
             continue
         run.save(rows=rows)

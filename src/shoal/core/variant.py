@@ -158,7 +158,7 @@ class Candidate:
     """A variant of a step that was considered, and what came of it.
 
     Attributes:
-        variant: the variant.
+        variant: which.
         n_ops: of the step; 0 where it was not captured.
         plain_seconds, plain_peak_bytes: with everything kept; 0 likewise.
         bound_seconds: the lower bound of its step inside the budget, for the orders of ops that were considered; None

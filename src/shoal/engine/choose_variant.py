@@ -70,12 +70,12 @@ def compile_chosen(
     known = session.status.variants.get(key)
     if known is not None:
         try:
-            return compile_variant(variants.graph(known), session.compiled_as.get((key, known), CompiledVariant(known)))
+            return compile_variant(
+                variants.graph(known), session.compiled_variants.get((key, known), CompiledVariant(known))
+            )
         except (BudgetError, PlanError, Refused):
             pass  # there may be another that fits
-    if (
-        not variants.has_other_graphs
-    ):  # its variant is chosen while AOTAutograd waits for it, and nothing is traced twice
+    if not variants.has_other_graphs:  # chosen while AOTAutograd waits for it, and nothing is traced twice
 
         def choose(whole: Captured) -> tuple[CompiledVariant, Captured]:
             _, compiled_as, in_it = variant_of_step(session, variants, lambda own: whole, session.options.variant_means)
@@ -149,13 +149,12 @@ def _compile_best(
 
     try:
         return compile_variant(variants.own, choose)
-    except _Other as chosen_variant:
-        return compile_variant(chosen_variant.graph, chosen_variant.compiled_as)
+    except _Other as other:
+        return compile_variant(other.graph, other.compiled_as)
 
 
 class _Other(Exception):
-    """Ends the compilation of a step in its own variant: it trains faster in another one, which has to be traced
-    again."""
+    """Ends the compilation of an unmodified step: it trains faster in another variant, which has to be traced."""
 
     def __init__(self, graph: fx.GraphModule, compiled_as: CompiledVariant) -> None:
         self.graph, self.compiled_as = graph, compiled_as

@@ -1,5 +1,4 @@
-"""What the variants of a step cost, and their plans: what `shoal.plan`, `shoal.frontier` and `shoal.fit` choose
-from."""
+"""What the variants of a step cost, and their plans, for `shoal.plan`, `shoal.frontier` and `shoal.fit`."""
 
 from __future__ import annotations
 

@@ -93,8 +93,7 @@ class Session:
         early: how the gradients of the call under way are used while its backward pass runs.
         replayed: its steps as CUDA graphs, where they are to be.
         state_bytes: of the optimizers' state, as the plans in force count it.
-        compiled_as: by the shapes of the inputs and the variant in which a step is compiled, what is known of that
-            variant.
+        compiled_variants: what is known of each variant that a step is compiled in, by the shapes of its inputs.
         without_effect: a line for each means that was allowed by name and does not apply to the step.
         left_over: how many more calls wait, in the call under way, than in every iteration: backward passes that may
             never come, as of a batch that the loop skips.
@@ -113,7 +112,7 @@ class Session:
     metering: Metering = field(init=False)
     replayed: ReplayedSteps | None = None
     state_bytes: int = 0
-    compiled_as: dict[tuple[str, Variant], CompiledVariant] = field(default_factory=dict)
+    compiled_variants: dict[tuple[str, Variant], CompiledVariant] = field(default_factory=dict)
     without_effect: tuple[str, ...] = ()
     left_over: int = 0
     runs_here: ClassVar[bool] = True
@@ -355,7 +354,7 @@ class Session:
     def remember_variant(self, shapes: str, compiled_as: CompiledVariant) -> None:
         """Compile later steps with inputs of these shapes in this variant."""
         self.status.variants[shapes] = compiled_as.variant
-        self.compiled_as[shapes, compiled_as.variant] = replace(compiled_as, found=None)
+        self.compiled_variants[shapes, compiled_as.variant] = replace(compiled_as, found=None)
 
     def make_plan(self, captured: Captured, step: Metered, compiled_as: CompiledVariant = UNMODIFIED) -> Captured:
         """Profile the step's ops here, then plan it inside the budget; `step` gets the plan and what it was made for.

@@ -9,6 +9,7 @@ from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
+from itertools import chain
 from typing import cast
 
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -74,7 +75,7 @@ class CompiledVariant:
     """In which variant a step is compiled.
 
     Attributes:
-        variant: the variant.
+        variant: which.
         candidates: the variants that were considered.
         seconds: how long that took.
         written: what is known of the step in the variant in which its author wrote it, if this is another; its static
@@ -216,21 +217,15 @@ class StepPlanning:
             NotFaster, PlanError: as `plan`.
         """
         loops = tuple(dict.fromkeys(loops))
+        may_fit = (loop for loop in loops if len(loops) == 1 or self.may_fit(loop))  # one after another: it takes long
         refused: dict[LoopMemory, BudgetError] = {}
-
-        def planned(loop: LoopMemory) -> Planned | None:
+        for loop in chain(may_fit, (loops[0], loops[-1])):  # of the last two for what they need
+            if loop in refused:
+                continue
             try:
-                return self.plan(loop, encoding)
+                return self.plan(loop, encoding), loop
             except BudgetError as error:
                 refused[loop] = error
-                return None
-
-        for loop in loops:
-            if (len(loops) == 1 or self.may_fit(loop)) and (made := planned(loop)):
-                return made, loop
-        for loop in (loops[0], loops[-1]):  # what they need; whichever fits in spite of its bound is as good
-            if loop not in refused and (made := planned(loop)):
-                return made, loop
         raise with_optimistic(refused[loops[0]], refused[loops[-1]]).with_traceback(None)
 
     @property

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.engine.search.made_up_variants import Many, OnPatches, Refusing
 
 from shoal.core.plan import Plan
 from shoal.core.sizes import MAX_BYTES
@@ -20,6 +19,7 @@ from shoal.planners.estimates import quick_least
 from shoal.planners.infeasible import floor_bytes
 from shoal.planners.joint import joint
 from shoal.planners.smallest_plan import smallest_inside
+from tests.engine.search.made_up_variants import Many, OnPatches, Refusing
 from tests.raising import raising
 from tests.random_steps import HARDWARE, conv_bn_relu_chain, steps
 

@@ -397,7 +397,7 @@ def hooked(model: nn.Module) -> None:
 
 def replaced(model: nn.Module) -> None:
     torch.manual_seed(3)
-    model.second[0][0] = nn.Conv2d(16, 16, 1).to(model.norm.weight.dtype)  # type: ignore
+    model.second[0][0] = nn.Conv2d(16, 16, 1).to(torch.float64)  # type: ignore[index,operator]
 
 
 def without_gradient(model: nn.Module) -> None:

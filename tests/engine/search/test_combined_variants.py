@@ -7,7 +7,6 @@ import copy
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
-from itertools import chain
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 import shoal
+from bench.techniques import BATCH, HARDWARE, PIXELS, network
 from shoal.capture.layered import Refused
 from shoal.core.means import LOSSY
 from shoal.core.plan import Plan
@@ -109,26 +109,17 @@ def test_a_combination_says_both_and_needs_both_to_be_allowed() -> None:
     assert both.norms == Variant(fuse="bnff") and both.parts == Variant(depth=0.125, slices=4)
 
 
-def large_then_small() -> nn.Module:
-    def block(given: int, made: int, stride: int) -> list[nn.Module]:
-        return [nn.Conv2d(given, made, 3, stride, 1, bias=False), nn.BatchNorm2d(made), nn.ReLU()]
-
-    shapes = [(3, 16, 1), (16, 16, 1), (16, 16, 2), (16, 32, 1), (32, 32, 1), (32, 32, 2), *[(32, 32, 1)] * 2]
-    blocks = chain.from_iterable(block(*shape) for shape in shapes)
-    return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 4))
-
-
-PLAIN_PEAK_BYTES = 9_157_664  # of `large_then_small` with everything kept
+PLAIN_PEAK_BYTES = 9_157_664  # of `bench.techniques`' network with everything kept
 
 
 @cache
 def planned(budget_share: float, allow: str) -> Plan:
     with torch.device("meta"):
-        model, x = large_then_small(), torch.empty(8, 3, 48, 48)
+        model, x = network(), torch.empty(BATCH, 3, PIXELS, PIXELS)
     budget_bytes = int(budget_share * PLAIN_PEAK_BYTES)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(split_variants, "_PARTS", ())  # patches take long to plan
-        return shoal.plan(model, x, budget_bytes, hardware="p100-nvlink", offload_to=None, allow=f"recompute, {allow}")
+        return shoal.plan(model, x, budget_bytes, hardware=HARDWARE, offload_to=None, allow=f"recompute, {allow}")
 
 
 @pytest.mark.slow
@@ -162,7 +153,7 @@ def test_a_combination_trains_inside_the_budget(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(split_variants, "_PARTS", ())  # patches take long to plan
     torch.manual_seed(0)
     # In float64, for in float32 rounding may change the sign of an activation, in plain PyTorch too.
-    model, x = large_then_small().double(), torch.randn(8, 3, 48, 48, dtype=torch.float64)
+    model, x = network().double(), torch.randn(8, 3, 48, 48, dtype=torch.float64)
     plain = copy.deepcopy(model)
     budget_bytes = int(0.3 * shoal.plan(model, x).plain_peak_bytes)
     ours: Any = shoal.compile(model, budget=budget_bytes, allow="recompute, fuse, exact_split")
@@ -193,7 +184,7 @@ def test_norms_of_the_rest_are_fused_if_that_is_faster_and_inverted_if_that_need
 
 
 def test_parts_come_with_norms_as_they_are_too_only_if_these_need_more_bytes() -> None:
-    graph, _ = captured(large_then_small(), torch.randn(4, 3, 24, 24))
+    graph, _ = captured(network(), torch.randn(4, 3, 24, 24))
     variants, fused = Variants(graph, frozenset({"fuse", "exact_split"})), Variant(fuse="bnff")
     alone, less = ({*in_parts(variants, fused, needs_more=more)} for more in (True, False))
     assert all(one.fuse for one in less)
@@ -206,7 +197,7 @@ def test_graphs_of_an_iteration_that_cannot_be_cut_have_their_norms_fused() -> N
         def __init__(self, model: nn.Module, x: torch.Tensor) -> None:
             self.variants = Variants(captured(model, x)[0], frozenset({"fuse", "exact_split"}))
 
-    one = Graph(large_then_small(), torch.randn(4, 3, 24, 24))
+    one = Graph(network(), torch.randn(4, 3, 24, 24))
     flat = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 1))
     other = Graph(flat, torch.randn(1, 3, 8, 8))  # one sample: no slices
     both = IterationVariants([one, other])  # type: ignore[list-item]

@@ -6,7 +6,6 @@ import math
 from dataclasses import replace
 
 import pytest
-from tests.engine.search.made_up_variants import FUSED, InSeconds, kept_alone, taking
 
 from shoal.core.plan import Plan
 from shoal.core.variant import WHOLE, Variant
@@ -15,6 +14,7 @@ from shoal.engine.search.encoding import EncodeBelow, EncodeIfFaster, NotFaster
 from shoal.engine.search.priced import Encodable, Priced
 from shoal.errors import BudgetError
 from shoal.planners.keep_all import keep_all
+from tests.engine.search.made_up_variants import FUSED, InSeconds, kept_alone, taking
 from tests.random_steps import HARDWARE
 
 

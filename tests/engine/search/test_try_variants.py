@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from tests.engine.search.made_up_variants import CROWDED_BYTES, FUSED, InSeconds, OnPatches, crowded, kept_alone, taking
 
 from shoal.core.plan import Plan
 from shoal.core.step import StepGraph
@@ -20,6 +19,7 @@ from shoal.engine.search.try_variants import plan_variants
 from shoal.errors import BudgetError
 from shoal.planners.estimates import quick_least
 from shoal.planners.keep_all import keep_all
+from tests.engine.search.made_up_variants import CROWDED_BYTES, FUSED, InSeconds, OnPatches, crowded, kept_alone, taking
 from tests.random_steps import HARDWARE, conv_bn_relu_chain
 
 

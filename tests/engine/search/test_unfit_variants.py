@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from tests.engine.search.made_up_variants import FUSED, Many, OnPatches, Refusing
 
 from shoal.core.variant import WHOLE
 from shoal.engine.search.best_variant import best_variant
 from shoal.errors import BudgetError
 from shoal.planners.infeasible import floor_bytes
+from tests.engine.search.made_up_variants import FUSED, Many, OnPatches, Refusing
 
 
 def test_the_least_of_every_variant_is_told_whichever_it_is() -> None:

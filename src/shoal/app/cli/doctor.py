@@ -92,19 +92,28 @@ def as_lines(found: Examination) -> list[str]:
 
 def as_json(found: Examination) -> dict[str, Any]:
     """The same as plain values."""
-    subject, plan, plain, planned = found.subject, found.plan, found.plain, found.planned
-    as_found = ("budget_bytes", "optimizer", "parameter_bytes", "fits_plain", "fits_planned", "plain_peak_bytes")
+    plan = found.plan
     return {
-        **{"model": subject.name, "where": subject.where, "input": subject.shapes},
-        **{name: getattr(found, name) for name in (*as_found, "least_bytes")},
+        "model": found.subject.name,
+        "where": found.subject.where,
+        "input": found.subject.shapes,
+        "budget_bytes": found.budget_bytes,
+        "optimizer": found.optimizer,
         "optimizer_state_bytes": found.state_bytes,
-        "plain_seconds": None if plain is None else plain.seconds,
+        "parameter_bytes": found.parameter_bytes,
+        "fits_plain": found.fits_plain,
+        "fits_planned": found.fits_planned,
+        "plain_peak_bytes": found.plain_peak_bytes,
+        "plain_seconds": None if found.plain is None else found.plain.seconds,
         "predicted_peak_bytes": None if plan is None or found.refused else plan.predicted_peak_bytes,
-        "measured_peak_bytes": None if planned is None else planned.peak_bytes,
-        "planned_seconds": None if planned is None else planned.seconds,
+        "measured_peak_bytes": None if found.planned is None else found.planned.peak_bytes,
+        "planned_seconds": None if found.planned is None else found.planned.seconds,
+        "least_bytes": found.least_bytes,
         "gradient_difference": found.difference,
-        **{name: list(getattr(found, name)) for name in ("breaks", "remedies")},
-        **{name: getattr(found, name) or None for name in ("uncaptured", "refused")},
+        "breaks": list(found.breaks),
+        "uncaptured": found.uncaptured or None,
+        "refused": found.refused or None,
+        "remedies": list(found.remedies),
         "type": _type(found),
     }
 

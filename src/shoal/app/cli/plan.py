@@ -143,15 +143,14 @@ def _figures(made: Plan) -> dict[str, Any]:
         "plain_seconds": made.plain_seconds,
         "lower_bound_seconds": made.least_added_seconds,
         "planning_seconds": made.planning_seconds,
-        **{
-            f"{how}_{unit}": figure
-            for how in ("kept", "recomputed", "offloaded", "encoded")
-            for unit, figure in (
-                ("storages", len(getattr(made, how))),
-                ("bytes", sum(storage.nbytes for storage in getattr(made, how))),
-            )
-        },
+        "kept_storages": len(made.kept),
+        "kept_bytes": sum(storage.nbytes for storage in made.kept),
+        "recomputed_storages": len(made.recomputed),
+        "recomputed_bytes": sum(storage.nbytes for storage in made.recomputed),
+        "offloaded_storages": len(made.offloaded),
         "host_bytes": made.host_bytes,
+        "encoded_storages": len(made.encoded),
+        "encoded_bytes": sum(storage.nbytes for storage in made.encoded),
         "payload_bytes": made.payload_bytes,
         "codec_seconds": made.codec_seconds,
         "encoding_errors": dict(made.errors),

@@ -121,7 +121,10 @@ def check_fits(options: TrainOptions, data: Data) -> tuple[int, ...]:
     _, label = data.test.examples[0]
     if outputs.dim() - 2 != label.dim():
         has, labelled = ("pixel" if dims else "image" for dims in (outputs.dim() - 2, label.dim()))
-        raise InputError(f"{options.model} has an output per {has}, data {options.data!r} a label per {labelled}")
+        raise InputError(
+            f"{options.model} has an output per {has}, data {options.data!r} a label per {labelled}; "
+            f"give --data with a label per {has}, or another --model"
+        )
     if isinstance(in_patches, SplitModule):
         in_patches.check(shape[2:], shape[0])
     return shape

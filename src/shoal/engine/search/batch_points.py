@@ -139,9 +139,8 @@ class _KeptPlans:
 
 
 def _point(batch: int, plan: Plan, budget_bytes: int) -> BatchPoint:
-    whole = next(
-        (candidate for candidate in plan.candidates if candidate.variant == WHOLE), None
-    )  # None: there is no other variant
+    # None if there is no other variant.
+    whole = next((candidate for candidate in plan.candidates if candidate.variant == WHOLE), None)
     bounds = (candidate.bound_seconds for candidate in plan.candidates if candidate.bound_seconds is not None)
     return BatchPoint.of(
         plan,

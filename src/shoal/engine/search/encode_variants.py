@@ -44,8 +44,7 @@ class EncodeVariants(Generic[Graph, Made]):
                 n_fitting += self._encode(candidate)
 
     def _may_gain(self, candidate: PricedVariant[Graph, Made]) -> bool:
-        """Whether the bound of a variant, exact or with storages encoded, lets it fit and be faster than the best
-        plan."""
+        """Whether a variant, exact or with storages encoded, may be faster than the best plan by its bound."""
         assert candidate.priced.encoded is not None
         doing("plan", f"{len(candidate.priced.graph.ops)} ops, {candidate.variant}, storages encoded")
         row = self._state.row(candidate.variant)

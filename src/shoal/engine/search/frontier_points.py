@@ -156,9 +156,8 @@ def _plan_inside(budget_bytes: int, candidates: list[_Candidate], plans: list[Pl
             made = candidates[place].plan(budget_bytes)
             plans += [made] if made is not None else []
     exact_bounds = {place: bound_seconds for bound_seconds, place in bounds}
-    for place, candidate in enumerate(
-        candidates
-    ):  # the bound is of the ops in two orders, and the smallest plan in any
+    # The bound is of the ops in two orders, and the smallest plan in any.
+    for place, candidate in enumerate(candidates):
         if math.isfinite(_seconds_inside(budget_bytes, plans)):
             break
         made = candidate.plan(budget_bytes) if 0 < candidate.too_small_bytes <= budget_bytes else None

@@ -1,5 +1,4 @@
-"""What a search among the variants of a step knows so far: the variants, a row of the table for each, and the best
-plan."""
+"""What a search among the variants of a step knows so far: their prices, a row of the table for each, the best plan."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The variants of a step whose first layers run part by part: on slices of the batch, on slabs of volumes, on
-patches."""
+"""The variants of a step whose first layers run in tiles: slices of the batch, slabs of volumes, patches."""
 
 from __future__ import annotations
 

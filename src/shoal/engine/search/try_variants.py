@@ -1,5 +1,4 @@
-"""Variants of a step that were captured: each is bounded, and what may be faster than the best plan so far is
-planned."""
+"""Bound the variants of a step that were captured, and plan those that may be faster than the best plan so far."""
 
 from __future__ import annotations
 
@@ -101,8 +100,7 @@ def plan_variants(state: SearchState[Graph, Made], bounded: Bounded[Graph, Made]
 
 
 def _too_large(state: SearchState[Graph, Made], candidate: PricedVariant[Graph, Made]) -> int:
-    """The smallest peak of a variant that is found in a moment, where that is well over the budget; 0 where it is
-    not."""
+    """An estimate of the smallest peak of a variant if that is well over the budget; 0 if not."""
     graph = candidate.priced.graph
     if graph.link is not None or any(
         state.fits(peak) for peak in (simulate(graph, {}).peak_bytes, about_least_bytes(graph))
