@@ -35,7 +35,10 @@ inline void store_some(float* to, Vector value, int count) { std::memcpy(to, &va
 
 // A product that is rounded before it is added to, as it is where it goes to memory in between.
 inline Vector rounded(Vector product) {
-#if defined(__x86_64__)
+#if SHOAL_FUZZ_NARROW
+    // Vectors of 64 bytes on a processor without registers of that size.
+    asm("" : "+m"(product));
+#elif defined(__x86_64__)
     asm("" : "+x"(product));
 #elif defined(__aarch64__)
     asm("" : "+w"(product));
