@@ -274,18 +274,25 @@ class _BestVariantSearch(Generic[Graph, Made]):
             if best is not None and best.variant.slices == variant.slices and variant.norms == WHOLE:
                 variant = best.variant.parts  # as many layers as are cut there, in which norms are fused
             if self._is_worth_capturing(variant):
-                bounded = self._of_fewer_and_fewer_layers(variant)
+                bounded = self._of_more_and_more_layers(variant)
         return bounded
 
-    def _of_fewer_and_fewer_layers(self, sliced: Variant) -> Bounded[Graph, Made]:
-        """A variant on slices; and with fewer layers cut while slices slow it down, and it fits by its bound."""
+    def _of_more_and_more_layers(self, sliced: Variant) -> Bounded[Graph, Made]:
+        """A variant on slices with few layers cut, which has the fewest ops; with more while it is short of room so.
+
+        Where cutting these slows nothing down, fewer than all are of no use.
+        """
         state, bounded = self.state, Bounded[Graph, Made]()
         candidates = {candidate.variant: candidate.priced.graph for candidate in state.candidates.values()}
-        for variant in (sliced, *self._variants.of_fewer_layers(sliced)):
-            found = bound_variants(state, self._captured(variant))
+        rest = candidates.get(sliced.norms, state.whole)
+        asked = [sliced, *self._variants.of_fewer_layers(sliced)]
+        while asked:
+            found = bound_variants(state, self._captured(asked.pop()))
             bounded += found
-            rest = candidates.get(variant.norms, state.whole)
-            if not any(is_slowed_by_slices(candidate.priced.graph, rest) for _, candidate in found):
+            slowed = [one for one in found if is_slowed_by_slices(one[1].priced.graph, rest)]
+            if found and not slowed:
+                del asked[1:]
+            if any(bound <= (1 + WORTH_A_PLAN) * candidate.priced.graph.plain_seconds for bound, candidate in slowed):
                 break
         return bounded
 

@@ -59,44 +59,51 @@ def plan_variants(state: SearchState[Graph, Made], bounded: Bounded[Graph, Made]
     """Plan those that may be faster than the best plan so far, the most promising first.
 
     A variant that is shrunk or has pieces comes after itself without them where its bound is hardly lower. One that
-    seems to need more than the budget comes last: it takes as long to plan, and mostly in vain.
+    seems to need more than the budget comes last, and is asked for only while nothing fits: it takes as long to plan,
+    and mostly in vain.
     """
     bounds = {candidate.variant: bound_seconds for bound_seconds, candidate in bounded}
-
     has_others = state.best is not None or len(bounded) > 1
-    too_large = {
-        candidate.variant: found for _, candidate in bounded if has_others and (found := _too_large(state, candidate))
-    }
 
-    def place(one: tuple[float, PricedVariant[Graph, Made]]) -> tuple[bool, float, int]:
+    def place(one: tuple[float, PricedVariant[Graph, Made]]) -> tuple[float, int]:
         bound_seconds, candidate = one
         plainer = [bounds[variant] for variant in _plainer(candidate.variant) if variant in bounds]
         hardly_lower = [other for other in plainer if bound_seconds >= (1 - WORTH_A_PLAN) * other]
-        n_changes = len(candidate.variant.pieces) + candidate.variant.shrunk
-        return candidate.variant in too_large, max([bound_seconds, *hardly_lower]), n_changes
+        return max([bound_seconds, *hardly_lower]), len(candidate.variant.pieces) + candidate.variant.shrunk
 
+    last: list[tuple[float, PricedVariant[Graph, Made], int]] = []
     for bound_seconds, candidate in sorted(bounded, key=place):
         row = _row(candidate, bound_seconds)
         reason = _why_not(state, row, bound_seconds)
-        if not reason and state.best is not None and candidate.variant in too_large:
-            reason = (
-                f"needs {format_bytes(too_large[candidate.variant])} as far as was found in a moment, and another fits"
-            )
-            state.unfit.append(candidate)  # fewer norms fused may fit
         if reason:
             state.rows.append(replace(row, outcome=reason))
-            continue
-        doing("plan", f"{row.n_ops} ops, {candidate.variant}")
-        try:
-            made, plan = candidate.priced.plan(state.budget_bytes)
-        except BudgetError as error:
-            row = replace(row, outcome=state.refuse(candidate.variant, error))
-            state.unfit.append(candidate)
+        elif has_others and (found_bytes := _too_large(state, candidate)):
+            last.append((bound_seconds, candidate, found_bytes))
         else:
-            seconds, peak_bytes = plan.predicted_seconds, plan.predicted_peak_bytes
-            row = replace(row, seconds=seconds, peak_bytes=peak_bytes, outcome="slower")
-            state.take_if_faster(Best(candidate.variant, candidate.graph, made, plan))
-        state.rows.append(row)
+            _plan(state, row, candidate)
+    for bound_seconds, candidate, found_bytes in last:
+        row = _row(candidate, bound_seconds)
+        if state.best is None:
+            _plan(state, row, candidate)
+            continue
+        reason = _why_not(state, row, bound_seconds)
+        if not reason:
+            reason = f"needs {format_bytes(found_bytes)} as far as was found in a moment, and another fits"
+            state.unfit.append(candidate)  # fewer norms fused may fit
+        state.rows.append(replace(row, outcome=reason))
+
+
+def _plan(state: SearchState[Graph, Made], row: Candidate, candidate: PricedVariant[Graph, Made]) -> None:
+    doing("plan", f"{row.n_ops} ops, {candidate.variant}")
+    try:
+        made, plan = candidate.priced.plan(state.budget_bytes)
+    except BudgetError as error:
+        row = replace(row, outcome=state.refuse(candidate.variant, error))
+        state.unfit.append(candidate)
+    else:
+        row = replace(row, seconds=plan.predicted_seconds, peak_bytes=plan.predicted_peak_bytes, outcome="slower")
+        state.take_if_faster(Best(candidate.variant, candidate.graph, made, plan))
+    state.rows.append(row)
 
 
 def _too_large(state: SearchState[Graph, Made], candidate: PricedVariant[Graph, Made]) -> int:
