@@ -154,7 +154,10 @@ def variant_prices(
         planning = planning_of(laid_out)
 
         def made(one: StepPlanning, how: Encoding) -> tuple[PlannedVariant, Plan]:
-            planned, loop = model.try_to_plan(one, loops(one.outputs), how)
+            likely = all_loops = loops(one.outputs)
+            if len(all_loops) > 1:  # what the step needs in the others is asked for only if no variant fits
+                likely = tuple(loop for loop in all_loops if one.may_fit(loop)) or all_loops[-1:]
+            planned, loop = model.try_to_plan(one, likely, how)
             return PlannedVariant(captured, laid_out, planned, loop), planned.plan
 
         plannings[planning.fingerprint] = planning

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from shoal.core.step import StepGraph
 from shoal.planners.infeasible import fewest_bytes
@@ -13,6 +14,7 @@ from shoal.planners.on_demand import plans_on_demand
 from shoal.planners.recompute_choice import recompute_choice
 from shoal.planners.simulated import as_chosen, in_lower_order
 
+_KNOWN = 128  # of each variant, in each loop: a budget that is refused asks for all of them twice, about 40 each time
 _LOWERED = 0.9  # a smallest plan is at most so much lower than that of `least_peak_bytes`
 _QUICKLY_LOWERED = 0.75  # the same of `about_least_bytes`
 
@@ -33,6 +35,7 @@ def estimate(
     return max(0.0, as_chosen(choice, chosen).peak_bytes - budget_bytes), math.inf
 
 
+@lru_cache(_KNOWN)
 def least_seconds(graph: StepGraph, budget_bytes: int, *, limits: Limits = DEFAULT) -> float:
     """The lower bound of the step inside the budget; infinity where nothing fits by it.
 
@@ -59,6 +62,7 @@ def about_least_bytes(graph: StepGraph) -> int:
     return plans_on_demand(replace(graph, link=None), quick)[0][0].peak_bytes
 
 
+@lru_cache(_KNOWN)
 def least_peak_bytes(graph: StepGraph, *, limits: Limits = DEFAULT) -> int:
     """About the smallest peak that a plan has: of the plans on demand, and of the same program."""
     choice = recompute_choice(graph)

@@ -33,8 +33,8 @@ _ROUNDS = 8  # of `hold_longer`
 _SMALL_SHARE = 0.002  # of the largest storage: what is smaller may stay longer than needed while an order is looked for
 
 
-# For each variant, in each loop, at each budget: 15 to 19 in a first step of ResNet-50.
-@cached_unless_stopped(32, lambda found: found[1])
+# For each variant, in each loop, with either limits: 15 to 19 in a first step of ResNet-50, 90 where it is refused.
+@cached_unless_stopped(128, lambda found: found[1])
 def plans_on_demand(graph: StepGraph, limits: Limits) -> tuple[tuple[Simulated, ...], tuple[str, ...]]:
     """Plans of this module, the one with the smallest peak first, and what the time limit ended early.
 

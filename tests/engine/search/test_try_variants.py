@@ -11,8 +11,7 @@ from shoal.core.plan import Plan
 from shoal.core.step import StepGraph
 from shoal.core.variant import WHOLE, Pieces, Variant
 from shoal.engine.search.best_variant import best_variant
-from shoal.engine.search.nearest_first import PricedVariant
-from shoal.engine.search.priced import Priced
+from shoal.engine.search.priced import Priced, PricedVariant
 from shoal.engine.search.search_state import SearchState
 from shoal.engine.search.split_variants import PatchWork
 from shoal.engine.search.try_variants import plan_variants

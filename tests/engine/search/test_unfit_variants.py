@@ -2,13 +2,71 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from shoal.core.variant import WHOLE
+from shoal.core.step import StepGraph
+from shoal.core.variant import WHOLE, Variant
 from shoal.engine.search.best_variant import best_variant
+from shoal.engine.search.priced import Priced, PricedVariant
+from shoal.engine.search.unfit_variants import Way
 from shoal.errors import BudgetError
-from shoal.planners.infeasible import floor_bytes
+from shoal.planners import estimates
+from shoal.planners.infeasible import fewest_bytes, floor_bytes
+from shoal.planners.keep_all import keep_all
 from tests.engine.search.made_up_variants import FUSED, Many, OnPatches, Refusing
+from tests.random_steps import HARDWARE, conv_bn_relu_chain
+
+
+def kept_alone(nbytes: int, seconds: float = 1.0) -> StepGraph:
+    """A step of which nothing can be recomputed: what it needs is plain."""
+    step = conv_bn_relu_chain(6, nbytes)
+    return replace(step, ops=tuple(replace(op, recomputable=False, seconds=seconds) for op in step.ops))
+
+
+def needed_bytes(step: StepGraph) -> int:
+    return keep_all(step, HARDWARE, 0).predicted_peak_bytes
+
+
+def way(step: StepGraph, *, encoded: bool = False) -> Way[str, None]:
+    def plan(budget_bytes: int) -> None:
+        raise AssertionError("nothing is planned")
+
+    return Way(PricedVariant(Variant(slices=2), "", Priced(step, plan)), encoded, step)  # type: ignore[arg-type]
+
+
+def test_what_is_expected_to_fit_comes_first_the_fastest_of_it_and_then_what_needs_least() -> None:
+    steps = [kept_alone(4000), kept_alone(1000, 2.0), kept_alone(3000), kept_alone(1200, 1.0)]
+    budget_bytes = needed_bytes(steps[3])
+    for closely in (False, True):
+        ways = [way(step).estimated(budget_bytes, closely=closely) for step in steps]
+        assert sorted(range(4), key=lambda n: ways[n].place(budget_bytes)) == [3, 1, 2, 0]
+        assert all(one.expected_bytes <= needed_bytes(one.step) for one in ways)
+
+
+def test_of_the_same_step_the_way_that_may_encode_comes_first() -> None:
+    step = kept_alone(1000)
+    for budget_bytes in (needed_bytes(step), needed_bytes(step) // 2):
+        exact, encoded = (way(step, encoded=e).estimated(budget_bytes, closely=False) for e in (False, True))
+        assert encoded.place(budget_bytes) < exact.place(budget_bytes)
+
+
+def test_where_a_single_op_is_over_the_budget_what_a_variant_about_needs_counts() -> None:
+    step = kept_alone(1000)
+    found = way(step).estimated(fewest_bytes(step) - 1, closely=False)
+    assert found.is_close and found.expected_bytes == needed_bytes(step)
+
+
+def test_what_others_show_to_be_of_no_use_is_not_estimated_closely(monkeypatch: pytest.MonkeyPatch) -> None:
+    closely: list[StepGraph] = []
+    precise = estimates.least_peak_bytes
+    monkeypatch.setattr(estimates, "least_peak_bytes", lambda step: closely.append(step) or precise(step))
+    million = 10**6
+    candidates = OnPatches(9 * million, 5 * million, 5 * million, million)
+    with pytest.raises(BudgetError):
+        best_variant(candidates, candidates.price, 4 * million, "")
+    assert candidates.asked and len(closely) < len(candidates.captured)
 
 
 def test_the_least_of_every_variant_is_told_whichever_it_is() -> None:

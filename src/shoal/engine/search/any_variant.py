@@ -14,9 +14,9 @@ from shoal.capture.layered import Refused
 from shoal.core.over_budget import over_budget
 from shoal.core.sizes import MAX_BYTES
 from shoal.core.variant import WHOLE, Variant
-from shoal.engine.search.nearest_first import PricedVariant, Way
-from shoal.engine.search.priced import Made, Priced, captured_variant
+from shoal.engine.search.priced import Made, Priced, PricedVariant, captured_variant
 from shoal.engine.search.search_state import SearchState
+from shoal.engine.search.unfit_variants import Way
 from shoal.engine.search.variants import AnyVariants, Graph
 from shoal.engine.search.worth_capturing import WorthCapturing
 from shoal.errors import BudgetError

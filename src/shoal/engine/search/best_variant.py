@@ -27,8 +27,7 @@ from shoal.core.sizes import format_bytes
 from shoal.core.variant import WHOLE, Pieces, Variant
 from shoal.engine.search.combinations import in_parts, is_slowed_by_slices, norms_of_the_rest, without_norms
 from shoal.engine.search.encode_variants import EncodeVariants
-from shoal.engine.search.nearest_first import PricedVariant
-from shoal.engine.search.priced import Made, Priced, captured_variant
+from shoal.engine.search.priced import Made, Priced, PricedVariant, captured_variant
 from shoal.engine.search.search_state import WORTH_A_PLAN, Best, SearchState
 from shoal.engine.search.try_variants import Bounded, bound_variants, plan_variants, try_variants
 from shoal.engine.search.unfit_variants import nearest, plan_unfit

@@ -9,8 +9,7 @@ from shoal.core.progress import doing
 from shoal.core.variant import Variant
 from shoal.engine.search.choose_encoded import BOUNDING_SHARES
 from shoal.engine.search.encoding import IF_FASTER, EncodeBelow, NotFaster
-from shoal.engine.search.nearest_first import PricedVariant
-from shoal.engine.search.priced import Made
+from shoal.engine.search.priced import Made, PricedVariant
 from shoal.engine.search.search_state import Best, SearchState
 from shoal.engine.search.variants import Graph
 from shoal.errors import BudgetError

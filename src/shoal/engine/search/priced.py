@@ -84,6 +84,15 @@ class Priced(Generic[Made]):
 
 
 @dataclass(frozen=True)
+class PricedVariant(Generic[Graph, Made]):
+    """A variant of the step that was captured and priced."""
+
+    variant: Variant
+    graph: Graph
+    priced: Priced[Made]
+
+
+@dataclass(frozen=True)
 class InVariant:
     """A graph of a step, captured in a variant."""
 

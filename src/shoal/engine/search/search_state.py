@@ -10,8 +10,7 @@ from shoal.core.plan import Plan
 from shoal.core.sizes import format_bytes
 from shoal.core.step import StepGraph
 from shoal.core.variant import WHOLE, Candidate, Variant
-from shoal.engine.search.nearest_first import PricedVariant
-from shoal.engine.search.priced import Made
+from shoal.engine.search.priced import Made, PricedVariant
 from shoal.engine.search.variants import Graph
 from shoal.errors import BudgetError
 from shoal.planners.infeasible import fewest_bytes

@@ -10,8 +10,7 @@ from shoal.core.progress import doing
 from shoal.core.simulate import simulate
 from shoal.core.sizes import format_bytes
 from shoal.core.variant import Candidate, Variant
-from shoal.engine.search.nearest_first import PricedVariant
-from shoal.engine.search.priced import Made
+from shoal.engine.search.priced import Made, PricedVariant
 from shoal.engine.search.search_state import WORTH_A_PLAN, Best, SearchState
 from shoal.engine.search.variants import Graph
 from shoal.errors import BudgetError

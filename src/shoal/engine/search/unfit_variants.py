@@ -1,19 +1,63 @@
-"""Variants that do not fit by their bounds, and may by recomputing again and again, or in another order."""
+"""Variants that do not fit by their bounds, and may by recomputing again and again, or in another order.
+
+A search for the smallest plan takes as long as a plan, a close estimate of it far less, and a rough one next to
+nothing. So variants are estimated roughly, exact and with all encoded that may be; then the most promising of them is
+estimated closely, or planned if it was already. What others show to be of no use is neither.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Generic
 
+from shoal.core.sizes import MAX_BYTES
+from shoal.core.step import StepGraph
 from shoal.core.variant import WHOLE, Variant
 from shoal.engine.search.encoding import IF_FASTER
-from shoal.engine.search.nearest_first import Way, nearest_first
-from shoal.engine.search.priced import Made
+from shoal.engine.search.priced import Made, PricedVariant
 from shoal.engine.search.search_state import Best, SearchState
 from shoal.engine.search.variants import Graph
 from shoal.errors import BudgetError
+from shoal.planners.estimates import quick_least
 from shoal.planners.infeasible import fewest_bytes
+
+
+@dataclass(frozen=True)
+class Way(Generic[Graph, Made]):
+    """A variant that does not fit by its bound, exact or encoded.
+
+    Attributes:
+        candidate: which.
+        encoded: whether storages may be encoded.
+        step: as it is then: with all encoded that may be.
+        expected_bytes: what it is expected to need at least; where nothing can fit, about what it needs.
+        found_bytes: the peak of a plan that was found in a moment.
+        is_close: whether these are as close as estimates come.
+    """
+
+    candidate: PricedVariant[Graph, Made]
+    encoded: bool
+    step: StepGraph
+    expected_bytes: int = 0
+    found_bytes: int = 0
+    is_close: bool = False
+
+    def estimated(self, budget_bytes: int, *, closely: bool) -> Way[Graph, Made]:
+        """With an estimate of what it needs; of one with an op that needs more than the budget, never closely."""
+        least = quick_least(self.step, MAX_BYTES if closely else 0)
+        expected_bytes, is_hopeless = least.expected_bytes, fewest_bytes(self.step) > budget_bytes
+        if is_hopeless:
+            expected_bytes = least.found_bytes
+        return replace(
+            self, expected_bytes=expected_bytes, found_bytes=least.found_bytes, is_close=closely or is_hopeless
+        )
+
+    def place(self, budget_bytes: int) -> tuple[bool, float, bool]:
+        """For `min`: what is expected to fit, the fastest first, then what needs least."""
+        may_fit = self.expected_bytes <= budget_bytes
+        return not may_fit, self.step.plain_seconds if may_fit else self.expected_bytes, not self.encoded
 
 
 def plan_unfit(
@@ -30,22 +74,33 @@ def plan_unfit(
         is_encoded: whether a variant was planned with storages encoded already.
         for_the_minimum: whether variants are planned that are not expected to fit, for what they need.
     """
+    budget_bytes = state.budget_bytes
     planned: set[Variant] = set()
-    lowest_share = 0.0  # what a variant needs, as a share of what its quick plan needs; of the variants planned so far
-    for way in _ways_to_the_least(state, is_encoded):
+    # What a variant needs, as a share of what a quick plan of it needs, found closely or not; of those planned so far.
+    lowest_shares = {False: 0.0, True: 0.0}
+    waiting = [way.estimated(budget_bytes, closely=False) for way in _ways(state, is_encoded)]
+    while waiting:
+        way = min(waiting, key=lambda way: way.place(budget_bytes))
+        waiting.remove(way)
         variant = way.candidate.variant
         is_known = variant in planned or {(variant, way.encoded), (variant, True)} & state.refused.keys()
-        expected_bytes = max(way.expected_bytes, lowest_share * way.found_bytes)
-        enough_bytes = _enough_bytes(state) if for_the_minimum else state.budget_bytes + 1
-        may_fit = expected_bytes < enough_bytes if state.best is None else state.fits(way.found_bytes)
+        if state.best is not None:
+            may_fit = state.fits(way.found_bytes if way.is_close else way.expected_bytes)
+        else:
+            enough_bytes = _enough_bytes(state) if for_the_minimum else budget_bytes + 1
+            may_fit = max(way.expected_bytes, lowest_shares[way.is_close] * way.found_bytes) < enough_bytes
         if is_known or not may_fit or not state.may_gain(way.step.plain_seconds):
             continue
+        if not way.is_close:
+            waiting.append(way.estimated(budget_bytes, closely=True))
+            continue
         try:
-            found = _planned(way, state.budget_bytes)
+            found = _planned(way, budget_bytes)
         except BudgetError as error:
             state.refuse(variant, error, encoded=way.encoded)
-            share = min(1.0, (error.least_feasible_bytes or 0) / way.found_bytes)
-            lowest_share = min(lowest_share, share) if lowest_share else share
+            for is_close, found_bytes in ((True, way.found_bytes), (False, quick_least(way.step, 0).found_bytes)):
+                share = min(1.0, (error.least_feasible_bytes or 0) / found_bytes)
+                lowest_shares[is_close] = min(lowest_shares[is_close] or share, share)
             continue
         planned.add(variant)
         state.note_plan(found)
@@ -58,18 +113,13 @@ def nearest(state: SearchState[Graph, Made]) -> BudgetError:
     return error if replace(variant, shrunk=False) == WHOLE else error.with_detail("variant with the minimum", variant)
 
 
-def _ways_to_the_least(
-    state: SearchState[Graph, Made], is_encoded: Callable[[Variant], bool]
-) -> list[Way[Graph, Made]]:
-    """Each variant that does not fit by its bound and may gain, exact and all encoded; the most promising first."""
+def _ways(state: SearchState[Graph, Made], is_encoded: Callable[[Variant], bool]) -> list[Way[Graph, Made]]:
+    """Each variant that does not fit by its bound and may gain, exact and all encoded."""
     ways = [Way(candidate, False, candidate.priced.graph) for candidate in state.unfit]
     for candidate in state.unfit:
         if candidate.priced.encoded is not None and state.may_fit(candidate) and not is_encoded(candidate.variant):
             ways.append(Way(candidate, True, candidate.priced.encoded.graph(1.0)))
-    ways = [way for way in ways if state.may_gain(way.step.plain_seconds)]
-    if state.best is not None:  # what needs more, whatever its plan, is of no use any more
-        ways = [way for way in ways if state.fits(fewest_bytes(way.step))]
-    return nearest_first(ways, state.budget_bytes)
+    return [way for way in ways if state.may_gain(way.step.plain_seconds)]
 
 
 def _planned(way: Way[Graph, Made], budget_bytes: int) -> Best[Graph, Made]:
