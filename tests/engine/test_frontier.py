@@ -40,7 +40,7 @@ def test_no_plan_made_by_itself_is_faster_and_none_fits_in_less() -> None:
     least_bytes = frontier.points[0].budget_bytes - states_bytes
     with pytest.raises(BudgetError):
         shoal.plan(normalised(), IMAGES, least_bytes - 1, **how)
-    assert said[:2] == ["the unmodified step", "batch norm fused (bnff)"]
+    assert said[0] == "the unmodified step" and "the smallest budget" in said
 
 
 def test_nothing_but_keeping_is_one_point() -> None:

@@ -20,6 +20,7 @@ from shoal.core.variant import WHOLE, Variant
 from shoal.engine.search.encoding import EncodeBelow, EncodeIfFaster, NotFaster
 from shoal.engine.search.frontier_points import FoundPoints, frontier_points
 from shoal.engine.search.priced import Encodable, Priced
+from shoal.engine.search.search_state import WORTH_A_PLAN
 from shoal.engine.search.split_variants import PatchWork
 from shoal.errors import BudgetError
 from shoal.planners.joint import joint
@@ -79,12 +80,12 @@ def test_the_laws(whole: StepGraph, fused: StepGraph, fewer: StepGraph, n_points
     for point in points:
         assert point.predicted_peak_bytes <= point.budget_bytes
         assert point.bound_seconds <= point.seconds * (1 + 1e-6)
-        for step in candidates.steps.values():  # no variant by itself is faster
+        for step in (whole, fused):  # neither by itself is much faster; fewer are fused only if all do not fit
             try:
                 alone = joint(step, HARDWARE, point.budget_bytes)
             except BudgetError:
                 continue
-            assert point.seconds <= alone.predicted_seconds
+            assert (1 - WORTH_A_PLAN) * point.seconds <= alone.predicted_seconds
     if points[0].budget_bytes < budget_bytes < points[-1].budget_bytes:
         assert budget_bytes in [point.budget_bytes for point in points]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Generic, TypeVar
 
 import torch
@@ -130,7 +131,7 @@ class Prices(Generic[Made]):
             less = [InVariant(new, replace(old.variant, shrunk=True)) if new else old for old, new in pairs]
             return self._launched(less) if any(found) else None
 
-        return replace(self._launched(steps), shrunk=smaller)
+        return replace(self._launched(steps), shrunk=cache(smaller))
 
     def _launched(self, steps: Sequence[InVariant]) -> Priced[Made]:
         return self._as_they_are([replace(step, captured=self.launched(step.captured)) for step in steps])
@@ -152,8 +153,8 @@ class Prices(Generic[Made]):
 
         return replace(
             priced,
-            cut=lambda: changed(choose_pieces if self.runs_here else choose_elsewhere),
-            faster=lambda: changed(choose_faster) if self.runs_here else None,
+            cut=cache(lambda: changed(choose_pieces if self.runs_here else choose_elsewhere)),
+            faster=cache(lambda: changed(choose_faster) if self.runs_here else None),
         )
 
 

@@ -78,7 +78,8 @@ def plan_unfit(
     planned: set[Variant] = set()
     # What a variant needs, as a share of what a quick plan of it needs, found closely or not; of those planned so far.
     lowest_shares = {False: 0.0, True: 0.0}
-    waiting = [way.estimated(budget_bytes, closely=False) for way in _ways(state, is_encoded)]
+    ways = _ways(state, is_encoded, for_the_minimum=for_the_minimum)
+    waiting = [way.estimated(budget_bytes, closely=False) for way in ways]
     while waiting:
         way = min(waiting, key=lambda way: way.place(budget_bytes))
         waiting.remove(way)
@@ -113,11 +114,14 @@ def nearest(state: SearchState[Graph, Made]) -> BudgetError:
     return error if replace(variant, shrunk=False) == WHOLE else error.with_detail("variant with the minimum", variant)
 
 
-def _ways(state: SearchState[Graph, Made], is_encoded: Callable[[Variant], bool]) -> list[Way[Graph, Made]]:
+def _ways(
+    state: SearchState[Graph, Made], is_encoded: Callable[[Variant], bool], *, for_the_minimum: bool
+) -> list[Way[Graph, Made]]:
     """Each variant that does not fit by its bound and may gain, exact and all encoded."""
     ways = [Way(candidate, False, candidate.priced.graph) for candidate in state.unfit]
     for candidate in state.unfit:
-        if candidate.priced.encoded is not None and state.may_fit(candidate) and not is_encoded(candidate.variant):
+        may_fit = state.may_fit(candidate) or (for_the_minimum and state.best is None)
+        if candidate.priced.encoded is not None and may_fit and not is_encoded(candidate.variant):
             ways.append(Way(candidate, True, candidate.priced.encoded.graph(1.0)))
     return [way for way in ways if state.may_gain(way.step.plain_seconds)]
 
