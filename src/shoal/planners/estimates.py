@@ -63,15 +63,18 @@ def about_least_bytes(graph: StepGraph) -> int:
 
 
 @lru_cache(_KNOWN)
-def least_peak_bytes(graph: StepGraph, *, limits: Limits = DEFAULT) -> int:
-    """About the smallest peak that a plan has: of the plans on demand, and of the same program."""
+def least_peak_bytes(graph: StepGraph) -> int:
+    """About the smallest peak that a plan has: of the plans on demand, and with a link that of the program.
+
+    Without a link the program, which recomputes each storage once, had a peak 3 to 300 % above that of the plans on
+    demand for each of ten networks.
+    """
+    found_bytes = plans_on_demand(replace(graph, link=None), DEFAULT)[0][0].peak_bytes
+    if graph.link is None:
+        return found_bytes
     choice = recompute_choice(graph)
-    least = solve(choice, None, whole=False, limits=limits)
-    program_bytes = as_chosen(choice, least.chosen or Chosen(frozenset())).peak_bytes
-    if not limits.on_demand:
-        return program_bytes
-    found, _ = plans_on_demand(replace(graph, link=None), limits)
-    return min(found[0].peak_bytes, program_bytes)
+    least = solve(choice, None, whole=False)
+    return min(found_bytes, as_chosen(choice, least.chosen or Chosen(frozenset())).peak_bytes)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from typing import Generic
 from shoal.capture.layered import Refused
 from shoal.core.sizes import format_bytes
 from shoal.core.variant import WHOLE, Pieces, Variant
-from shoal.engine.search.combinations import in_parts, is_slowed_by_slices, norms_of_the_rest, without_norms
+from shoal.engine.search.combinations import has_room, in_parts, is_slowed_by_slices, norms_of_the_rest, without_norms
 from shoal.engine.search.encode_variants import EncodeVariants
 from shoal.engine.search.priced import Made, Priced, PricedVariant, captured_variant
 from shoal.engine.search.search_state import WORTH_A_PLAN, Best, SearchState
@@ -273,25 +273,33 @@ class _BestVariantSearch(Generic[Graph, Made]):
             if best is not None and best.variant.slices == variant.slices and variant.norms == WHOLE:
                 variant = best.variant.parts  # as many layers as are cut there, in which norms are fused
             if self._is_worth_capturing(variant):
-                bounded = self._of_more_and_more_layers(variant)
+                bounded = self._of_few_and_more_layers(variant, others_fit=math.isfinite(least_seconds))
         return bounded
 
-    def _of_more_and_more_layers(self, sliced: Variant) -> Bounded[Graph, Made]:
+    def _of_few_and_more_layers(self, sliced: Variant, *, others_fit: bool) -> Bounded[Graph, Made]:
         """A variant on slices with few layers cut, which has the fewest ops; with more while it is short of room so.
 
-        Where cutting these slows nothing down, fewer than all are of no use.
+        Where cutting some slows nothing down, fewer than all are of no use.
+
+        Args:
+            sliced: with all of them cut.
+            others_fit: whether a variant on no slices fits by its bound; if not, all are cut first.
         """
         state, bounded = self.state, Bounded[Graph, Made]()
         candidates = {candidate.variant: candidate.priced.graph for candidate in state.candidates.values()}
         rest = candidates.get(sliced.norms, state.whole)
-        asked = [sliced, *self._variants.of_fewer_layers(sliced)]
+        asked = [*self._variants.of_fewer_layers(sliced)][::-1]
+        asked.insert(len(asked) if others_fit else 0, sliced)
         while asked:
-            found = bound_variants(state, self._captured(asked.pop()))
+            variant = asked.pop(0)
+            found = bound_variants(state, self._captured(variant))
             bounded += found
             slowed = [one for one in found if is_slowed_by_slices(one[1].priced.graph, rest)]
+            if variant == sliced and not slowed:
+                break
             if found and not slowed:
-                del asked[1:]
-            if any(bound <= (1 + WORTH_A_PLAN) * candidate.priced.graph.plain_seconds for bound, candidate in slowed):
+                asked = [one for one in asked if one == sliced]
+            elif variant != sliced and any(has_room(bound, candidate.priced.graph) for bound, candidate in slowed):
                 break
         return bounded
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from shoal.core.step import StepGraph
 from shoal.core.variant import WHOLE, Variant
-from shoal.engine.search.search_state import GOOD_ENOUGH
+from shoal.engine.search.search_state import GOOD_ENOUGH, WORTH_A_PLAN
 from shoal.engine.search.variants import AnyVariants
 from shoal.planners.estimates import about_least_bytes
 
@@ -39,6 +39,11 @@ def is_slowed_by_slices(sliced: StepGraph, rest: StepGraph) -> bool:
     """Whether a step on slices takes longer than with no layer cut and the same norms, both with everything kept: if
     not, as on processors whose caches hold a slice, it is of no use to cut fewer layers."""
     return sliced.plain_seconds > (1 + GOOD_ENOUGH) * rest.plain_seconds
+
+
+def has_room(bound_seconds: float, graph: StepGraph) -> bool:
+    """Whether a variant is hardly slowed down for lack of room, by its bound."""
+    return bound_seconds <= (1 + WORTH_A_PLAN) * graph.plain_seconds
 
 
 def norms_of_the_rest(candidates: Iterable[tuple[Variant, StepGraph]]) -> tuple[Variant, bool]:

@@ -66,7 +66,7 @@ def plan_unfit(
     """Plan them, exact and with storages encoded.
 
     While nothing fits, a variant is planned if it is expected to need fewer bytes than are known to be enough. Expected
-    is the smallest share, over the variants planned so far, of what a quick plan of the variant needs. Once a plan
+    is the smallest share, over the variants so far, of what a quick plan of the variant needs. Once a plan
     fits, a variant is planned if its quick plan fits. One that was planned with storages encoded might have been exact.
 
     Args:
@@ -76,7 +76,8 @@ def plan_unfit(
     """
     budget_bytes = state.budget_bytes
     planned: set[Variant] = set()
-    # What a variant needs, as a share of what a quick plan of it needs, found closely or not; of those planned so far.
+    # What a variant needs, or is expected to, as a share of what a quick plan of it does: of those so far, the lowest,
+    # for estimates that are close and for those that are not.
     lowest_shares = {False: 0.0, True: 0.0}
     ways = _ways(state, is_encoded, for_the_minimum=for_the_minimum)
     waiting = [way.estimated(budget_bytes, closely=False) for way in ways]
@@ -93,19 +94,25 @@ def plan_unfit(
         if is_known or not may_fit or not state.may_gain(way.step.plain_seconds):
             continue
         if not way.is_close:
-            waiting.append(way.estimated(budget_bytes, closely=True))
+            close = way.estimated(budget_bytes, closely=True)
+            lowest_shares[False] = _lower(lowest_shares[False], close.expected_bytes / way.found_bytes)
+            waiting.append(close)
             continue
         try:
             found = _planned(way, budget_bytes)
         except BudgetError as error:
             state.refuse(variant, error, encoded=way.encoded)
+            least_bytes = error.least_feasible_bytes or 0
             for is_close, found_bytes in ((True, way.found_bytes), (False, quick_least(way.step, 0).found_bytes)):
-                share = min(1.0, (error.least_feasible_bytes or 0) / found_bytes)
-                lowest_shares[is_close] = min(lowest_shares[is_close] or share, share)
+                lowest_shares[is_close] = _lower(lowest_shares[is_close], least_bytes / found_bytes)
             continue
         planned.add(variant)
         state.note_plan(found)
         state.take_if_faster(found)
+
+
+def _lower(known_share: float, share: float) -> float:
+    return min(1.0, share, known_share or share)
 
 
 def nearest(state: SearchState[Graph, Made]) -> BudgetError:
