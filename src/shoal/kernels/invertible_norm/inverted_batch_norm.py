@@ -13,19 +13,13 @@ Triton's kernels on CUDA, native ones for float32 on the CPU, else pointwise ops
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.kernels.batch_norm_vectors import measures, move_statistics
-from shoal.kernels.invertible_norm.inverted_op import InvertedOp, InvertedVectors, by_pytorch, gradients_into
-from shoal.kernels.norm.norm_operands import Activation, NormAffine
-from shoal.kernels.norm.norm_operands import wide as wide_of
-from shoal.kernels.norm.norm_sweeps import apply_exactly
-from shoal.kernels.norm.statistics import measure
+from shoal.kernels.invertible_norm.inverted_op import InvertedOp
+from shoal.kernels.norm.norm_operands import wide
 from shoal.lowlevel.torch_state import check_batch_norm_input, check_batch_size, in_functorch
 
 
@@ -41,96 +35,25 @@ def kept_from_zero(weight: Tensor, eps: float) -> Tensor:
     return torch.where(weight < 0, weight - eps, weight + eps)
 
 
-def _forward(
-    x: Tensor,
-    y: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor | None,
-    variance: Tensor | None,
-    eps: float,
-    activation: str,
-    slope: float,
-) -> tuple[Tensor, Tensor]:
-    """Normalise, scale, shift and activate; saves the result and vectors for the backward pass.
-
-    Replaces `F.leaky_relu(F.batch_norm(x, mean, variance, scale, bias, ...), slope)` with
-    `scale = kept_from_zero(weight, eps)`.
-
-    Args:
-        x: (N, C, ...) of any floating dtype, contiguous or channels_last.
-        y: the result, of the dtype and layout of `x`.
-        weight, bias: (C,), or None for 1 and 0.
-        mean, variance: (C,) of running statistics to normalise by; None for those of the batch.
-        eps: added to the variance, and to the scale's distance from zero.
-        activation: "leaky_relu", "elu" or "identity".
-        slope: LeakyReLU's negative slope or ELU's alpha, greater than 0.
-
-    Returns:
-        Mean and biased variance that it was normalised by, (C,) float32, or float64 for a float64 `x`.
-    """
-    wide = wide_of(x.dtype)
-    if mean is None or variance is None:
-        mean, variance = measure(x)
-    else:
-        mean, variance = mean.to(wide, copy=True), variance.to(wide, copy=True)
-    scale = torch.rsqrt(variance + eps)
-    if weight is not None:
-        scale = scale * kept_from_zero(weight.to(wide), eps)
-    shift = torch.zeros_like(mean) if bias is None else bias.to(wide)
-    apply_exactly(x, NormAffine(mean, scale, shift), None, Activation(activation, slope), y)
-    return mean, variance
-
-
-def _backward(
-    grad: Tensor,
-    result: Tensor,
-    y: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    invstd: Tensor,
-    frozen: bool,
-    eps: float,
-    activation: str,
-    slope: float,
-) -> tuple[Tensor, Tensor]:
-    """The gradients of `inverted_batch_norm`, from its result.
-
-    Args:
-        grad: of the result, (N, C, ...).
-        result: the gradient of x, in the layout of `y`.
-        y: the result.
-        weight, bias, eps, activation, slope: as there.
-        invstd: (C,), 1 / sqrt(variance + eps).
-        frozen: whether the statistics were given; otherwise they depend on the input.
-
-    Returns:
-        Gradients of weight and bias, (C,) of their dtypes.
-    """
-    wide = invstd.dtype
-    ones = torch.ones_like(invstd)
-    scale = ones if weight is None else kept_from_zero(weight.to(wide), eps)
-    shift = torch.zeros_like(ones) if bias is None else bias.to(wide)
-    vectors = InvertedVectors(scale, shift, invstd)
-    of_weight, of_bias = gradients_into(grad, result, y, vectors, Activation(activation, slope), frozen=frozen)
-    return (of_weight.to(wide if weight is None else weight.dtype), of_bias.to(wide if bias is None else bias.dtype))
-
-
-def _saved(arguments: list[Any], vectors: list[Tensor]) -> tuple[Tensor, tuple[Any, ...]]:
-    mean, _, eps, activation, slope = arguments
-    return torch.rsqrt(vectors[1] + eps), (mean is not None, eps, activation, slope)
-
-
-_OP = InvertedOp(
-    "inverted_batch_norm",
-    "Tensor? mean, Tensor? variance, float eps, str activation, float slope",
-    "bool frozen, float eps, str activation, float slope",
-    forward=_forward,
-    backward=_backward,
-    saved=_saved,
-    vector_shape=lambda x, *_: x.shape[1:2],
-)
+_OP = InvertedOp("inverted_batch_norm", kept_from_zero, of_samples=False)
 inverted_batch_norm, inverted_batch_norm_backward = _OP.op, _OP.backward_op
+"""Replaces `F.leaky_relu(F.batch_norm(x, mean, variance, scale, bias, ...), slope)` with a scale `kept_from_zero`.
+
+Args:
+    x: (N, C, ...) of any floating dtype, contiguous or channels_last.
+    weight, bias: (C,), or None for 1 and 0.
+    mean, variance: (C,) of running statistics to normalise by; None for those of the batch.
+    eps: added to the variance, and to the scale's distance from zero.
+    activation: "leaky_relu", "elu" or "identity".
+    slope: LeakyReLU's negative slope or ELU's alpha, greater than 0.
+
+Returns:
+    The result, of the dtype and layout of `x`; mean and biased variance that it was normalised by, (C,) float32, or
+    float64 for a float64 `x`.
+
+The second takes the gradient of the result, the result, weight, bias, 1 / sqrt(variance + eps), whether the statistics
+were given, and eps, activation and slope; it returns the gradients of x, weight and bias.
+"""
 forward_, backward_ = _OP.forward_, _OP.backward_
 
 
@@ -153,7 +76,7 @@ def run(layer: _BatchNorm, x: Tensor, activation: str, slope: float, overwrite: 
     """
     check_batch_norm_input(layer, x)
     if x.numel() == 0 or in_functorch():  # for which the op has no rules
-        return by_pytorch(layer, partial(kept_from_zero, eps=layer.eps), x, activation, slope)
+        return _OP.by_pytorch(layer, x, activation, slope)
     by_batch = measures(layer)
     if by_batch:
         check_batch_size(x)
@@ -198,11 +121,11 @@ def reconstruction_error(
 
 def error_of(scale: Tensor, bias: Tensor | None, activation: str, dtype: torch.dtype, spread: float = 4.0) -> Tensor:
     """`reconstruction_error` where the scales are known, (C,) float64."""
-    wide, scale = wide_of(dtype), scale.abs()
+    scale = scale.abs()
     shift = torch.zeros_like(scale) if bias is None else bias.abs()
     reach = spread * scale + shift
     # Rounded once to the dtype of the result; arithmetic there and back is in the wide one.
-    rounding = torch.finfo(dtype).eps / 2 + 6 * torch.finfo(wide).eps
+    rounding = torch.finfo(dtype).eps / 2 + 6 * torch.finfo(wide(dtype)).eps
     error = rounding * reach
     if activation == "elu":
         lowest = reach if bias is None else (spread * scale - bias).clamp(min=0)
