@@ -23,6 +23,7 @@ from shoal.kernels import (
     encoded_activation,
     group_norm,
     layer_norm,
+    norm_again,
     norm_pieces,
     prelu,
     relu,
@@ -40,8 +41,9 @@ _IN_PLACE = (
     "masked_fill.Tensor masked_scatter.default"
 )
 _OWN: dict[Any, str] = {  # module → functions, of which it has another with an underscore that overwrites
-    batch_norm: "normalise backward",
-    group_norm: "normalise backward",
+    norm_again: "normalise",
+    batch_norm: "backward",
+    group_norm: "backward",
     layer_norm: "backward",
     prelu: "backward in_pieces",
     relu: "backward zeroed leaky_backward",
@@ -132,7 +134,6 @@ _COMPLEX = (
     *(_aten.scatter_add.default, _aten.index_add.default, _aten.index_copy.default, _aten.index_fill.int_Scalar),
     *(_aten.index_put.default, _aten.put.default, _aten.masked_fill.Scalar, _aten.masked_fill.Tensor),
 )
-_READ_LATER = (batch_norm.normalise, group_norm.normalise)
 _NORMS = (
     _aten._native_batch_norm_legit_functional.default,
     _aten._native_batch_norm_legit.default,
@@ -228,7 +229,7 @@ def _places(view: torch.Tensor, base: torch.Tensor) -> list[tuple[int, int]] | N
 def usually_overwrites(target: Any) -> bool:
     """Whether most runs of an op that has `operands` overwrite one: a norm's gradient reads what a norm would."""
     known = target in _OUT or target in _CALLS or target is direct_convolution.input_gradient
-    return known and target not in _READ_LATER
+    return known and target is not norm_again.normalise
 
 
 def needs_scratch_to_overwrite(target: Any) -> bool:
