@@ -44,14 +44,6 @@ def _joined_norm_gradients(
     return inverse * of_weight / -count, total / -count, of_weight.to(like.dtype), total.to(like.dtype)
 
 
-def _joined_norm_gradients_fake(
-    of_scale: Any, of_shift: Any, variance: Tensor, weight: Tensor | None, *_: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    like = variance if weight is None else weight
-    slope, constant = torch.empty_like(variance), torch.empty_like(variance)
-    return slope, constant, torch.empty_like(like), torch.empty_like(like)
-
-
 def sliced_norm(x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor, activation: str) -> Tensor:
     """(x - mean) * scale + shift, (n, C, ...), with vectors of (C,), and an activation: see `ACTIVATIONS`.
 
@@ -150,7 +142,7 @@ register_op(
 register_op(
     "joined_norm_gradients(Tensor[] of_scale, Tensor[] of_shift, Tensor variance, Tensor? weight, float eps,"
     " SymInt count) -> (Tensor, Tensor, Tensor, Tensor)",
-    *(_joined_norm_gradients, _joined_norm_gradients_fake),
+    *(_joined_norm_gradients, _joined_norm_gradients),  # in shapes, too
 )
 register_op(f"sliced_norm(Tensor x, {_VECTORS}, str activation) -> Tensor", sliced_norm, _norm_fake)
 register_op(

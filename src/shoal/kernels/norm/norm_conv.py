@@ -25,7 +25,7 @@ from shoal.kernels.norm.norm_conv_native import ConvWindow, NormConv, weight_gra
 from shoal.kernels.norm.norm_operands import affine_of, by_channel, wide
 from shoal.kernels.norm.norm_rows import native_row_stride
 from shoal.kernels.norm.statistics import MeasuredNorm, detached_statistics, is_narrow, measure, whole_gradient
-from shoal.lowlevel.direct_call import register_op
+from shoal.lowlevel.direct_call import in_places, register_op
 from shoal.lowlevel.dispatch import DispatchedOp, Implementation, choose, register
 
 _aten = torch.ops.aten
@@ -243,7 +243,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     ctx.n, ctx.relu, ctx.window = len(xs), relu, window
     ctx.normalises, ctx.statistics = mean is not None, statistics
     vectors = [mean, scale, shift] if ctx.normalises else []
-    own = own_variance(*inputs[12:]) if len(inputs) > 12 else None
+    own = own_variance(*inputs[12:])
     ctx.eps = None if own is None else own.eps
     own_vectors = [] if own is None else [own.variance]
     ctx.save_for_backward(*xs, weight, *vectors, *(output[:2] if statistics else ()), *own_vectors)
@@ -260,11 +260,10 @@ def _differentiate(ctx: Any, grad: Tensor, of_mean: Tensor, of_variance: Tensor)
     needs = [any(of_xs), any(of_vectors), of_weight, of_bias]
     of_statistics = (of_mean, of_variance) if ctx.statistics else (None, None)
     operands = grad, *of_statistics, xs, y, mean_y, *vectors, ctx.relu, weight, *ctx.window, needs, *own
-    taken = iter(_norm_conv_backward(*operands))
-    grads = [next(taken) for _ in xs] if needs[0] else [None] * ctx.n
-    vector_grads = [next(taken) for _ in range(3)] if needs[1] else [None] * 3
-    weight_grad, bias_grad = (next(taken) if wanted else None for wanted in (of_weight, of_bias))
-    return grads, *vector_grads, None, weight_grad, bias_grad, *[None] * (len(ctx.needs_input_grad) - 7)
+    wanted = [*[needs[0]] * ctx.n, *[needs[1]] * 3, of_weight, of_bias]
+    found = in_places(_norm_conv_backward(*operands), wanted)
+    grads, others = found[: ctx.n], found[ctx.n :]
+    return grads, *others[:3], None, *others[3:], *[None] * (len(ctx.needs_input_grad) - 7)
 
 
 _norm_conv = register_op(
