@@ -29,7 +29,7 @@ from shoal.kernels import (
     relu,
 )
 from shoal.kernels.compiled_region import CompiledRegion
-from shoal.kernels.invertible_norm import inverted_batch_norm, inverted_norm
+from shoal.kernels.invertible_norm.inverted_norms import BATCH_NORM, SAMPLE_NORM
 from shoal.kernels.norm import joined_statistics, norm_act, norm_conv
 
 _aten, _ours = torch.ops.aten, torch.ops.shoal
@@ -111,10 +111,10 @@ _CALLS: dict[Any, tuple[tuple[int, ...], Callable[..., Any]]] = {
     _ours.norm_conv_backward.default: ((17,), norm_conv.backward_onto),
     _ours.sliced_norm.default: ((0,), joined_statistics.sliced_norm_),
     _ours.sliced_norm_gradient.default: ((0,), joined_statistics.sliced_norm_gradient_),
-    _ours.inverted_batch_norm.default: ((0,), inverted_batch_norm.forward_),
-    _ours.inverted_batch_norm_backward.default: ((0,), inverted_batch_norm.backward_),
-    _ours.inverted_norm.default: ((0,), inverted_norm.forward_),
-    _ours.inverted_norm_backward.default: ((0,), inverted_norm.backward_),
+    _ours.inverted_batch_norm.default: ((0,), BATCH_NORM.forward_),
+    _ours.inverted_batch_norm_backward.default: ((0,), BATCH_NORM.backward_),
+    _ours.inverted_norm.default: ((0,), SAMPLE_NORM.forward_),
+    _ours.inverted_norm_backward.default: ((0,), SAMPLE_NORM.backward_),
 }
 # Convolutions with a keyword `over` → place of their stride. They read a copy of a few planes at a time, which is worth
 # it for large operands only.

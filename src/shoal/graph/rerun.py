@@ -19,8 +19,8 @@ from shoal.kernels import cudnn_batch_norm, norm_again
 from shoal.kernels.buffers import add_to
 from shoal.kernels.compiled_region import CompiledRegion
 from shoal.kernels.dropout import dropout, noise_like
-from shoal.kernels.invertible_norm.inverted_batch_norm import inverted_batch_norm  # noqa: F401  registers the op
-from shoal.kernels.memory_format import channels_last_format
+from shoal.kernels.invertible_norm.inverted_norms import inverted_batch_norm  # noqa: F401  registers the op
+from shoal.kernels.memory_format import are_channels_last
 
 _aten = torch.ops.aten
 # Place of `training` among the arguments of batch norms that may use the statistics of the batch.
@@ -150,7 +150,7 @@ def _values(operands: tuple[Any, ...]) -> Iterator[Any]:
 def _is_dense(x: torch.Tensor) -> bool:
     if x.dim() not in (3, 4, 5):
         return False
-    return x.is_contiguous() or (x.dim() > 3 and x.is_contiguous(memory_format=channels_last_format(x.dim())))
+    return x.is_contiguous() or are_channels_last(x)
 
 
 def _tried_on(x: torch.Tensor) -> torch.device:

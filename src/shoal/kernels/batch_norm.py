@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shoal.codecs.launch import threads_for
 from shoal.kernels import pieces
-from shoal.kernels.memory_format import channels_last_format
+from shoal.kernels.memory_format import are_channels_last
 from shoal.kernels.pieces import TensorLayout, drawn, have_same_bits, of_odd_size, tiles
 from shoal.lowlevel import native
 from shoal.lowlevel.dispatch import DispatchedOp, Implementation, allowed, choose, level_number, register
@@ -86,7 +86,7 @@ def _in_pieces(grad: Tensor, x: Tensor, *others: Tensor) -> Gradients:
         return _whole_backward(grad, x, weight, mean, invstd)
     if x.is_contiguous() and grad.is_contiguous():
         return _backward_by_channels(grad, x, weight, mean, invstd, min(_CHANNELS_ELEMS, x.numel() // _MIN_PIECES))
-    if not _is_channels_last(grad, x) or weight.dtype != x.dtype:  # in bfloat16 each piece would be rounded five times
+    if not are_channels_last(grad, x) or weight.dtype != x.dtype:  # in bfloat16 each piece would be rounded five times
         return _whole_backward(grad, x, weight, mean, invstd)
     of_weight, of_bias = _sums(grad, x, weight, mean, invstd)
     rows = x.numel() // x.shape[1]
@@ -105,11 +105,6 @@ def _sums(grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, invstd: Tensor)
     return of_weight, of_bias
 
 
-def _is_channels_last(*tensors: Tensor) -> bool:
-    layout = channels_last_format(tensors[0].dim())
-    return all(tensor.is_contiguous(memory_format=layout) for tensor in tensors)
-
-
 class _NormGradient(ctypes.Structure):
     """ShoalNormGradient of csrc/shoal_native.h."""
 
@@ -122,7 +117,7 @@ class _NormGradient(ctypes.Structure):
 def _native_applies(grad: Tensor, x: Tensor, weight: Tensor) -> bool:
     if native.library() is None or x.dtype not in _NATIVE or weight.dtype != torch.float32 or not x.is_cpu:
         return False
-    if grad.shape != x.shape or grad.dtype != x.dtype or x.is_contiguous() or not _is_channels_last(grad, x):
+    if grad.shape != x.shape or grad.dtype != x.dtype or x.is_contiguous() or not are_channels_last(grad, x):
         return False
     return _native_arithmetic(x.dtype, x.shape[1], allowed().level) is not None
 
