@@ -88,21 +88,13 @@ def _in_pieces(grad: Tensor, x: Tensor, *others: Tensor) -> Gradients:
         return _backward_by_channels(grad, x, weight, mean, invstd, min(_CHANNELS_ELEMS, x.numel() // _MIN_PIECES))
     if not are_channels_last(grad, x) or weight.dtype != x.dtype:  # in bfloat16 each piece would be rounded five times
         return _whole_backward(grad, x, weight, mean, invstd)
-    of_weight, of_bias = _sums(grad, x, weight, mean, invstd)
+    _, of_weight, of_bias = _whole_backward(grad, x, weight, mean, invstd, of_input=False)
     rows = x.numel() // x.shape[1]
     mean_grad, projection = of_bias / rows, of_weight * invstd / rows
     # As matrices: over pixels as they lie, PyTorch's loops may round otherwise.
     for of_some, some in tiles(*(tensor.movedim(1, -1).view(rows, -1) for tensor in (grad, x))):
         of_some.sub_(mean_grad).addcmul_(some - mean, projection, value=-1).mul_(invstd).mul_(weight)
     return of_input, of_weight, of_bias
-
-
-def _sums(grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, invstd: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of weight and bias."""
-    _, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward.default(
-        grad, x, weight, None, None, mean, invstd, True, 0.0, [False, True, True]
-    )
-    return of_weight, of_bias
 
 
 class _NormGradient(ctypes.Structure):
@@ -141,7 +133,7 @@ def _native_call(x: Tensor, fused: bool) -> Gradient:
 
     def run(grad: Tensor, x: Tensor, *others: Tensor) -> Gradients:
         weight, mean, invstd, of_input = others
-        of_weight, of_bias = _sums(grad, x, weight, mean, invstd)
+        _, of_weight, of_bias = _whole_backward(grad, x, weight, mean, invstd, of_input=False)
         scratch = mean.new_empty((2, channels))
         threads = threads_for(elems, _MIN_ELEMS)
         addresses = [t.data_ptr() for t in (grad, x, mean, invstd, weight, of_weight, of_bias, scratch, of_input)]
@@ -219,9 +211,11 @@ def by_channels(grad: Tensor, like: Tensor, wanted: Sequence[bool], count: int, 
     return grad, *of_layer
 
 
-def _whole_backward(grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, invstd: Tensor) -> Gradients:
-    whole: Gradients = torch.ops.aten.native_batch_norm_backward(
-        grad, x, weight, None, None, mean, invstd, True, 0.0, [True, True, True]
+def _whole_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, invstd: Tensor, *, of_input: bool = True
+) -> Gradients:
+    whole: Gradients = torch.ops.aten.native_batch_norm_backward.default(
+        grad, x, weight, None, None, mean, invstd, True, 0.0, [of_input, True, True]
     )
     return whole
 

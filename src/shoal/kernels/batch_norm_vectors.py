@@ -90,15 +90,13 @@ def _scale_backward(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    variance, weight, ctx.eps = inputs
-    ctx.save_for_backward(variance, *([] if weight is None else [weight]))
+    *vectors, ctx.eps = inputs
+    ctx.save_for_backward(*vectors)
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    variance, *weights = ctx.saved_tensors
     needs = list(ctx.needs_input_grad[:2])
-    weight = weights[0] if weights else None
-    return *in_places(batch_norm_scale_backward(grad, variance, weight, ctx.eps, needs), needs), None
+    return *in_places(batch_norm_scale_backward(grad, *ctx.saved_tensors, ctx.eps, needs), needs), None
 
 
 def _moved(

@@ -214,25 +214,24 @@ def _backward_fake(grad: Tensor, xs: list[Tensor], *rest: Any) -> list[Tensor]:
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    xs, mean, scale, shift, residual, relu, *rest = inputs
-    keeps = relu and residual is not None
+    xs, mean, scale, shift, residual, relu, *own = inputs
     ctx.relu, ctx.n, ctx.residual_kind = relu, len(xs), None if residual is None else residual.dtype
-    ctx.keeps, own = keeps, own_variance(*rest)
-    ctx.eps = None if own is None else own.eps
-    ctx.save_for_backward(*xs, mean, scale, shift, *([output] if keeps else []), *([] if own is None else own[:1]))
+    z = output if relu and residual is not None else None
+    variance, ctx.eps = own_variance(*own) or (None, 0.0)
+    ctx.save_for_backward(*xs, mean, scale, shift, z, variance)
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    n = ctx.n
-    saved = ctx.saved_tensors
-    xs, vectors, z = list(saved[:n]), saved[n : n + 3], (saved[n + 3] if ctx.keeps else None)
-    own = () if ctx.eps is None else (saved[-1], ctx.eps)
+    *xs, mean, scale, shift, z, variance = ctx.saved_tensors
     of_xs, *of_vectors, of_residual = ctx.needs_input_grad[:5]
     needs = [any(of_xs), any(of_vectors), bool(of_residual and ctx.relu)]
-    found = _norm_act_backward(grad, xs, *vectors, z, ctx.relu, needs, *own) if any(needs) else []
-    masked, *grads = in_places(found, [needs[2], *[needs[0]] * n, *[needs[1]] * 3])
+    found: list[Tensor] = []
+    if any(needs):
+        found = _norm_act_backward(grad, xs, mean, scale, shift, z, ctx.relu, needs, variance, ctx.eps)
+    masked, *grads = in_places(found, [needs[2], *[needs[0]] * ctx.n, *[needs[1]] * 3])
     residual = (masked if ctx.relu else grad).to(ctx.residual_kind) if of_residual else None
-    return grads[:n], *grads[n:], residual, *[None] * (len(ctx.needs_input_grad) - 5)  # as many as the call had
+    # As many as the call had.
+    return grads[: ctx.n], *grads[ctx.n :], residual, *[None] * (len(ctx.needs_input_grad) - 5)
 
 
 _norm_act = register_op(
