@@ -201,11 +201,6 @@ def _drawn(fake: Tensor, seed: int) -> Tensor:
     return drawn
 
 
-def _results_of(module: fx.GraphModule) -> list[fx.Node]:
-    results: Any = module.graph.output_node().args[0]
-    return list(results)
-
-
 def region_of(
     function: Callable[..., Sequence[Tensor]],
     first: Tensor,
@@ -243,7 +238,8 @@ def compile_regions(regions: Iterable[CompiledRegion]) -> None:
         if isinstance(one, Exception):
             region.failure = (str(one).strip().splitlines() or [type(one).__name__])[0]
         else:
-            region.is_made(one, [node.meta["val"] for node in _results_of(module)])
+            results: Any = module.graph.output_node().args[0]
+            region.is_made(one, [node.meta["val"] for node in results])
         if region.failure:
             log.info("a region cannot be compiled (%s): %s", region.words, region.failure)
 

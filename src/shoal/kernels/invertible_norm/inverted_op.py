@@ -103,7 +103,9 @@ class InvertedOp:
         for (source, target, one), ours in self._swept(grad, result, y):
             own, made = InvertedVectors(*(vector[ours] for vector in vectors)), Activation(activation, slope)
             found.append(gradients_into(source, target, one, own, made, frozen=frozen, in_group=in_group))
-        of_scale, of_shift = (torch.cat(parts).view(-1, channels).sum(0) for parts in zip(*found, strict=True))
+        of_scale, of_shift = found[0]
+        if self._of_samples:
+            of_scale, of_shift = (torch.cat(parts).view(-1, channels).sum(0) for parts in zip(*found, strict=True))
         return (
             of_scale.to(invstd.dtype if weight is None else weight.dtype),
             of_shift.to(invstd.dtype if bias is None else bias.dtype),

@@ -80,10 +80,7 @@ def dense_block(
 def _layers(
     parameters: Sequence[Tensor], eps: Sequence[float], relu: Sequence[bool], steps: int
 ) -> list[list[DenseLayer]]:
-    flat = [
-        DenseLayer(parameters[3 * at], parameters[3 * at + 1], parameters[3 * at + 2], eps[at], relu[at])
-        for at in range(len(eps))
-    ]
+    flat = list(map(DenseLayer, parameters[::3], parameters[1::3], parameters[2::3], eps, relu))
     return [flat[at : at + steps] for at in range(0, len(flat), steps)]
 
 
