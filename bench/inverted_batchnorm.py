@@ -49,9 +49,10 @@ from bench.split_accuracy import (
 )
 from bench.tables import new_table
 from examples.data.cifar10 import open_cifar10
-from shoal.kernels.invertible_norm.inverted_batch_norm import (
+from shoal.kernels.invertible_norm.inverted_norms import (
     inverted_batch_norm,
     inverted_batch_norm_backward,
+    kept_from_zero,
     reconstruction_error,
 )
 from shoal.transforms.invert.inverted_model import InvertedModel
@@ -155,7 +156,7 @@ class Cell:
 
     Attributes:
         largest, median: over the inputs.
-        predicted: `shoal.kernels.invertible_norm.inverted_batch_norm.reconstruction_error`, an upper bound.
+        predicted: `shoal.kernels.invertible_norm.inverted_norms.reconstruction_error`, an upper bound.
     """
 
     slope: float
@@ -183,7 +184,8 @@ def measure(slope: float, scale: float, shift: float, rows: int = 512) -> Cell:
     exact = column.double()
     exact = (exact - exact.mean()) * torch.rsqrt(exact.var(correction=0) + _EPS)
     errors = (again - exact).abs()
-    predicted = float(reconstruction_error(weight[:1], bias[:1], *options, torch.float32, _SPREAD))
+    used = kept_from_zero(weight[:1].double(), _EPS)
+    predicted = float(reconstruction_error(used, bias[:1], "leaky_relu", torch.float32, _SPREAD))
     found = Cell(slope, scale, shift, float(errors.max()), statistics.median(errors.tolist()), predicted)
     if not found.largest <= predicted:
         raise WrongResult(f"an input came back {found.largest:.1e} off, predicted {predicted:.1e}: {found}")

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import shoal
 from shoal.capture.inverted_norms import with_inverted_norms
-from shoal.kernels.invertible_norm.inverted_norm import inverted_norm_in
+from shoal.kernels.invertible_norm.inverted_norms import inverted_norm_in
 
 
 def block(before: int, after: int, norm: nn.Module, activation: nn.Module | None = None) -> nn.Sequential:

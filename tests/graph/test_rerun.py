@@ -11,9 +11,9 @@ from torch import fx, nn
 
 from shoal.graph.op_counts import signature
 from shoal.graph.rerun import can_run_again, is_of_the_batch, is_random, moves_statistics, second_call, second_node
-from shoal.kernels import activated_norm, batch_norm
-from shoal.kernels.batch_norm import normalise, repeats_bits
+from shoal.kernels import norm_again
 from shoal.kernels.buffers import add_to
+from shoal.kernels.norm_again import normalise, repeats_bits
 from tests.engine.training_laws import same_bits
 from tests.joint_graphs import captured_step, operands
 
@@ -56,7 +56,7 @@ def test_batch_norm_normalises_again_to_the_same_bits_and_moves_no_statistics(
     layer: str, quick: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not quick:
-        monkeypatch.setattr(batch_norm, "repeats_bits", lambda *_: False)
+        monkeypatch.setattr(norm_again, "repeats_bits", lambda *_: False)
     joint, values = nodes_of(BATCH_NORMS[layer]())
     found = batch_norms(joint)
     assert found
@@ -115,7 +115,7 @@ def test_the_second_node_is_the_second_call_with_the_first_result_alone() -> Non
     items = {user.args[1]: user for user in node.users if user.target is operator.getitem}
     expected = [*node.args[:3], items[1], items[2]]
     assert [operand.name for operand in second.all_input_nodes] == [operand.name for operand in expected]
-    assert signature(second).startswith("shoal.batch_norm.normalise(f32[2,4,8,8]")
+    assert signature(second).startswith("shoal.norm_again.normalise(f32[2,4,8,8]")
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_an_activation_that_alone_reads_a_norm_runs_again_with_it_from_the_norms
     joint, values = nodes_of(PAIRS[pair]())
     (node,) = [node for node in joint.graph.nodes if node.target in (aten.relu.default, aten.leaky_relu.default)]
     target, args = second_call(node)
-    assert target is activated_norm.activated
+    assert target is norm_again.activated
     assert torch.equal(target(*fx.node.map_arg(args, values.__getitem__)), values[node])
     second = second_node(node)
     assert second is not None and second.meta["val"].shape == values[node].shape
@@ -230,5 +230,5 @@ def test_an_activation_whose_norm_has_other_readers_or_other_bits_runs_again_by_
     assert second_target(Twice(nn.GroupNorm(2, 4), nn.ReLU())) is aten.relu.default
     # Normalised again over its own input, a batch norm needs one tensor, not two.
     assert second_target(Pair(nn.BatchNorm2d(4), nn.ReLU())) is aten.relu.default
-    monkeypatch.setattr(activated_norm, "repeats_bits", lambda *_: False)
+    monkeypatch.setattr(norm_again, "activated_repeats_bits", lambda *_: False)
     assert second_target(PAIRS["group norm, ReLU"]()) is aten.relu.default

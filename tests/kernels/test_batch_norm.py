@@ -7,8 +7,9 @@ import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from shoal.kernels import batch_norm, pieces
-from shoal.kernels.batch_norm import backward, backward_, backward_repeats_bits, normalise, normalise_, repeats_bits
+from shoal.kernels import batch_norm, norm_again, pieces
+from shoal.kernels.batch_norm import backward, backward_, backward_repeats_bits
+from shoal.kernels.norm_again import normalise, normalise_, repeats_bits
 from shoal.kernels.pieces import WORTH_PIECES_BYTES
 from shoal.lowlevel import allocations
 from shoal.lowlevel.dispatch import VARIABLE
@@ -201,9 +202,9 @@ def test_a_native_sweep_that_does_not_repeat_them_is_not_used(monkeypatch: pytes
 def test_bits_that_do_not_repeat_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     pieces._repeats_bits.cache_clear()
     try:
-        lines, whole = batch_norm.lines, batch_norm._whole_backward
+        lines, whole = norm_again.lines, batch_norm._whole_backward
         off = lambda tensors: (tensors[0] * (1 + 1e-6), *tensors[1:])  # noqa: E731
-        monkeypatch.setattr(batch_norm, "lines", lambda *args: off(lines(*args)))
+        monkeypatch.setattr(norm_again, "lines", lambda *args: off(lines(*args)))
         monkeypatch.setattr(
             batch_norm, "_whole_backward", lambda grad, *args: whole(grad * (1 + 1e-6 * len(args[1])), *args)
         )
@@ -254,7 +255,7 @@ def test_on_cuda_the_second_half_of_pytorchs_kernel_normalises_again(monkeypatch
     library.impl("batch_norm_elemt", elemt, "CPU")
     library.impl("batch_norm_elemt.out", lambda x, *others, out: out.copy_(elemt(x, *others)), "CPU")
     try:
-        monkeypatch.setattr(batch_norm, "_has_second_half", lambda device: True)
+        monkeypatch.setattr(norm_again, "_has_second_half", lambda *_: True)
         for dtype, affine in ((torch.bfloat16, True), (torch.float32, False)):
             x = channels_last(torch.randn(4, 6, 9, 7)).to(dtype)
             weight = torch.rand(6) + 0.5 if affine else None

@@ -12,7 +12,8 @@ from torch import nn
 
 import shoal
 from shoal.kernels import group_norm
-from shoal.kernels.group_norm import backward, backward_, backward_repeats_bits, normalise, normalise_, repeats_bits
+from shoal.kernels.group_norm import backward, backward_, backward_repeats_bits
+from shoal.kernels.norm_again import normalise, normalise_, repeats_bits
 from shoal.lowlevel import allocations
 from tests.engine.training_laws import same_bits
 from tests.joint_graphs import captured_step
@@ -48,7 +49,7 @@ def forward(x: torch.Tensor, groups: int) -> tuple[torch.Tensor, torch.Tensor, t
 @given(inputs())
 def test_where_it_repeats_the_bits_it_repeats_them_for_any_batch(drawn: tuple[torch.Tensor, int]) -> None:
     x, groups = drawn
-    assume(repeats_bits(x.dtype, CPU, x.dim(), x.shape[1], groups, not x.is_contiguous()))
+    assume(repeats_bits(x.dtype, CPU, x.dim(), x.shape[1], not x.is_contiguous(), x.dtype, groups))
     y, mean, invstd = forward(x, groups)
     again = normalise(x, per_channel(x, 1), per_channel(x, 2), mean, invstd)
     assert same_bits(again, y) and again.stride() == y.stride()
@@ -72,7 +73,7 @@ def test_here_it_repeats_the_bits_of_float32() -> None:
     """A CPU on which it does not would lose nothing but memory; the kernels of x86-64 are known to agree."""
     if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         pytest.skip("not tried on this processor")
-    assert repeats_bits(torch.float32, CPU, 5, 8, 2, False)
+    assert repeats_bits(torch.float32, CPU, 5, 8, False, torch.float32, 2)
     assert backward_repeats_bits(torch.float32, CPU, 5, 8, 2)
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from shoal.errors import InputError
-from shoal.kernels import activated_norm, batch_norm, direct_convolution, odd_products, pooling
-from shoal.kernels.invertible_norm import inverted_batch_norm
+from shoal.kernels import batch_norm, direct_convolution, norm_again, odd_products, pooling
+from shoal.kernels.invertible_norm import inverted_norms
 from shoal.kernels.norm import norm_conv
 from shoal.kernels.relu import note_closed
 from shoal.lowlevel import dispatch
@@ -107,7 +107,7 @@ def test_the_level_is_the_variables_unless_it_is_given(monkeypatch: pytest.Monke
 
 
 def test_every_op_is_in_the_table() -> None:
-    modules = (activated_norm, batch_norm, direct_convolution, inverted_batch_norm, norm_conv, pooling, odd_products)
+    modules = (batch_norm, direct_convolution, inverted_norms, norm_again, norm_conv, pooling, odd_products)
     assert all(modules) and note_closed  # imported, as codecs are, they are registered
     assert set(TABLE) == {
         *("activated_norm", "copy_rows", "direct_convolution", "max_pool"),

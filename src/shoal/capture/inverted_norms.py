@@ -15,7 +15,7 @@ from torch import fx
 from torch.nn import functional as F
 
 from shoal.capture.layered import Refused
-from shoal.kernels.invertible_norm.inverted_norm import inverted_norm_in
+from shoal.kernels.invertible_norm.inverted_norms import inverted_norm_in
 
 _NORMS: dict[
     Any, tuple[str, tuple[str, ...], dict[str, Any]]

@@ -23,12 +23,13 @@ from shoal.kernels import (
     encoded_activation,
     group_norm,
     layer_norm,
+    norm_again,
     norm_pieces,
     prelu,
     relu,
 )
 from shoal.kernels.compiled_region import CompiledRegion
-from shoal.kernels.invertible_norm import inverted_batch_norm, inverted_norm
+from shoal.kernels.invertible_norm.inverted_norms import BATCH_NORM, SAMPLE_NORM
 from shoal.kernels.norm import joined_statistics, norm_act, norm_conv
 
 _aten, _ours = torch.ops.aten, torch.ops.shoal
@@ -40,8 +41,9 @@ _IN_PLACE = (
     "masked_fill.Tensor masked_scatter.default"
 )
 _OWN: dict[Any, str] = {  # module → functions, of which it has another with an underscore that overwrites
-    batch_norm: "normalise backward",
-    group_norm: "normalise backward",
+    norm_again: "normalise",
+    batch_norm: "backward",
+    group_norm: "backward",
     layer_norm: "backward",
     prelu: "backward in_pieces",
     relu: "backward zeroed leaky_backward",
@@ -109,10 +111,10 @@ _CALLS: dict[Any, tuple[tuple[int, ...], Callable[..., Any]]] = {
     _ours.norm_conv_backward.default: ((17,), norm_conv.backward_onto),
     _ours.sliced_norm.default: ((0,), joined_statistics.sliced_norm_),
     _ours.sliced_norm_gradient.default: ((0,), joined_statistics.sliced_norm_gradient_),
-    _ours.inverted_batch_norm.default: ((0,), inverted_batch_norm.forward_),
-    _ours.inverted_batch_norm_backward.default: ((0,), inverted_batch_norm.backward_),
-    _ours.inverted_norm.default: ((0,), inverted_norm.forward_),
-    _ours.inverted_norm_backward.default: ((0,), inverted_norm.backward_),
+    _ours.inverted_batch_norm.default: ((0,), BATCH_NORM.forward_),
+    _ours.inverted_batch_norm_backward.default: ((0,), BATCH_NORM.backward_),
+    _ours.inverted_norm.default: ((0,), SAMPLE_NORM.forward_),
+    _ours.inverted_norm_backward.default: ((0,), SAMPLE_NORM.backward_),
 }
 # Convolutions with a keyword `over` → place of their stride. They read a copy of a few planes at a time, which is worth
 # it for large operands only.
@@ -132,7 +134,6 @@ _COMPLEX = (
     *(_aten.scatter_add.default, _aten.index_add.default, _aten.index_copy.default, _aten.index_fill.int_Scalar),
     *(_aten.index_put.default, _aten.put.default, _aten.masked_fill.Scalar, _aten.masked_fill.Tensor),
 )
-_READ_LATER = (batch_norm.normalise, group_norm.normalise)
 _NORMS = (
     _aten._native_batch_norm_legit_functional.default,
     _aten._native_batch_norm_legit.default,
@@ -228,7 +229,7 @@ def _places(view: torch.Tensor, base: torch.Tensor) -> list[tuple[int, int]] | N
 def usually_overwrites(target: Any) -> bool:
     """Whether most runs of an op that has `operands` overwrite one: a norm's gradient reads what a norm would."""
     known = target in _OUT or target in _CALLS or target is direct_convolution.input_gradient
-    return known and target not in _READ_LATER
+    return known and target is not norm_again.normalise
 
 
 def needs_scratch_to_overwrite(target: Any) -> bool:

@@ -15,12 +15,12 @@ import torch
 from torch import fx
 
 from shoal.graph.fx_nodes import items_of
-from shoal.kernels import activated_norm, batch_norm, cudnn_batch_norm, group_norm
+from shoal.kernels import cudnn_batch_norm, norm_again
 from shoal.kernels.buffers import add_to
 from shoal.kernels.compiled_region import CompiledRegion
 from shoal.kernels.dropout import dropout, noise_like
-from shoal.kernels.invertible_norm.inverted_batch_norm import inverted_batch_norm  # noqa: F401  registers the op
-from shoal.kernels.memory_format import channels_last_format
+from shoal.kernels.invertible_norm.inverted_norms import inverted_batch_norm  # noqa: F401  registers the op
+from shoal.kernels.memory_format import are_channels_last
 
 _aten = torch.ops.aten
 # Place of `training` among the arguments of batch norms that may use the statistics of the batch.
@@ -33,7 +33,7 @@ _TRAINING = {
 }
 _CUDNN = (_aten.cudnn_batch_norm.default, cudnn_batch_norm.functional)
 _MOVING = (_aten._native_batch_norm_legit_functional.default, _aten._native_batch_norm_legit.default, *_CUDNN)
-_NORMALISE = (batch_norm.normalise, cudnn_batch_norm.normalise, group_norm.normalise)
+_NORMALISE = (norm_again.normalise, cudnn_batch_norm.normalise)
 _ACTIVATIONS = (_aten.relu.default, _aten.leaky_relu.default)
 _SAME_ELEMENTS = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
 _LEAKY_SLOPE = 0.01  # by default
@@ -63,16 +63,16 @@ def second_call(node: fx.Node) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         x, weight, bias, *_, training, momentum, eps = node.args
         statistics = items_of(node)
         if 1 in statistics and 2 in statistics and _repeats_bits(node):
-            return batch_norm.normalise, (x, weight, bias, statistics[1], statistics[2])
+            return norm_again.normalise, (x, weight, bias, statistics[1], statistics[2])
         return _aten._native_batch_norm_legit.no_stats, (x, weight, bias, training, momentum, eps)
     if node.target is _aten.native_group_norm.default:
         statistics = items_of(node)
         if 1 in statistics and 2 in statistics and _group_norm_repeats_bits(node):
-            return group_norm.normalise, (*node.args[:3], statistics[1], statistics[2])
+            return norm_again.normalise, (*node.args[:3], statistics[1], statistics[2])
     if (norm := _norm_alone_before(node)) is not None:
         target, args = second_call(norm)
-        if target in (batch_norm.normalise, group_norm.normalise) and _together_repeat_bits(args, node):
-            return activated_norm.activated, (*args, _slope(node), [int(n) for n in node.meta["val"].shape])
+        if target is norm_again.normalise and _together_repeat_bits(args, node):
+            return norm_again.activated, (*args, _slope(node), [int(n) for n in node.meta["val"].shape])
     return node.target, node.args  # type: ignore[return-value]
 
 
@@ -82,7 +82,7 @@ def second_node(node: fx.Node) -> fx.Node | None:
     Only calls that make nothing but the first result have one.
     """
     target, args = second_call(node)
-    if target not in (*_NORMALISE, activated_norm.activated):
+    if target not in (*_NORMALISE, norm_again.activated):
         return None
     apart = fx.Graph()
 
@@ -92,7 +92,7 @@ def second_node(node: fx.Node) -> fx.Node | None:
         return copy
 
     second = apart.call_function(target, fx.node.map_arg(args, stand_in))
-    second.meta["val"] = node.meta["val"] if target is activated_norm.activated else node.meta["val"][0]
+    second.meta["val"] = node.meta["val"] if target is norm_again.activated else node.meta["val"][0]
     return second
 
 
@@ -123,7 +123,7 @@ def _together_repeat_bits(args: tuple[Any, ...], node: fx.Node) -> bool:
     if not (x.is_contiguous() and node.meta["val"].is_contiguous()) or (weight is None) != (bias is None):
         return False
     of_weight = None if weight is None else weight.dtype
-    return activated_norm.repeats_bits(x.dtype, _tried_on(x), x.dim(), mean.dim() == 2, _slope(node), of_weight)
+    return norm_again.activated_repeats_bits(x.dtype, _tried_on(x), x.dim(), mean.dim() == 2, _slope(node), of_weight)
 
 
 def _repeats_bits(node: fx.Node) -> bool:
@@ -131,7 +131,7 @@ def _repeats_bits(node: fx.Node) -> bool:
     if (weight is None) != (bias is None) or (weight is not None and weight.dtype != bias.dtype) or not _is_dense(x):
         return False
     of_weight, channels_last = weight.dtype if weight is not None else None, not x.is_contiguous()
-    return batch_norm.repeats_bits(x.dtype, _tried_on(x), x.dim(), int(x.shape[1]), channels_last, of_weight)
+    return norm_again.repeats_bits(x.dtype, _tried_on(x), x.dim(), int(x.shape[1]), channels_last, of_weight)
 
 
 def _group_norm_repeats_bits(node: fx.Node) -> bool:
@@ -139,7 +139,8 @@ def _group_norm_repeats_bits(node: fx.Node) -> bool:
     if weight is None or bias is None or not weight.dtype == bias.dtype == x.dtype or not _is_dense(x):
         return False
     groups: Any = node.args[6]
-    return group_norm.repeats_bits(x.dtype, _tried_on(x), x.dim(), int(x.shape[1]), int(groups), not x.is_contiguous())
+    form = x.dim(), int(x.shape[1]), not x.is_contiguous()
+    return norm_again.repeats_bits(x.dtype, _tried_on(x), *form, x.dtype, int(groups))
 
 
 def _values(operands: tuple[Any, ...]) -> Iterator[Any]:
@@ -149,7 +150,7 @@ def _values(operands: tuple[Any, ...]) -> Iterator[Any]:
 def _is_dense(x: torch.Tensor) -> bool:
     if x.dim() not in (3, 4, 5):
         return False
-    return x.is_contiguous() or (x.dim() > 3 and x.is_contiguous(memory_format=channels_last_format(x.dim())))
+    return x.is_contiguous() or are_channels_last(x)
 
 
 def _tried_on(x: torch.Tensor) -> torch.device:

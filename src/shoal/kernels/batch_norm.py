@@ -1,14 +1,10 @@
-"""Batch norm in fewer bytes and the same bits: its result recomputed from its statistics, its gradient in place.
+"""Batch norm's gradient in fewer bytes and the same bits: in place.
 
-On CUDA the second half of PyTorch's own kernel normalises again, also in place.
-
-PyTorch's CPU kernel normalises as `x * scale + shift` with `scale = invstd * weight` and `shift = bias - mean * scale`,
-each a fused multiply-add: `torch.addcmul` does the same arithmetic in one pass, in place where the input has no later
-reader. Its backward kernel allocates the gradient twice. It is called for the two sums only, which allocates nothing,
-and in channels_last the rest is elementwise over the incoming gradient: one native sweep for float32, and for bfloat16
-under autocast (`csrc/gradient_sweeps.cpp`), else, where all is of one dtype, in pieces. In the contiguous layout the
-kernel rounds its sums later than it returns them; channels are independent there, so it runs on a few of them at a
-time. `repeats_bits` and `backward_repeats_bits` test on this machine that the bits are the same.
+PyTorch's backward kernel for the CPU allocates the gradient twice. It is called for the two sums only, which allocates
+nothing, and in channels_last the rest is elementwise over the incoming gradient: one native sweep for float32, and for
+bfloat16 under autocast (`csrc/gradient_sweeps.cpp`), else, where all is of one dtype, in pieces. In the contiguous
+layout the kernel rounds its sums later than it returns them; channels are independent there, so it runs on a few of
+them at a time. `backward_repeats_bits` tests on this machine that the bits are the same.
 """
 
 from __future__ import annotations
@@ -23,8 +19,7 @@ from torch import Tensor
 
 from shoal.codecs.launch import threads_for
 from shoal.kernels import pieces
-from shoal.kernels.memory_format import channels_last_format
-from shoal.kernels.norm.norm_operands import by_channel
+from shoal.kernels.memory_format import are_channels_last
 from shoal.kernels.pieces import TensorLayout, drawn, have_same_bits, of_odd_size, tiles
 from shoal.lowlevel import native
 from shoal.lowlevel.dispatch import DispatchedOp, Implementation, allowed, choose, level_number, register
@@ -38,37 +33,6 @@ _CANCELLING_TRIALS = 16  # with two channels, half of them tell one arithmetic f
 
 Gradients = tuple[Tensor, Tensor, Tensor]  # of input, weight and bias
 Gradient = Callable[..., Gradients]
-
-
-def normalise(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor) -> Tensor:
-    """What `batch_norm` in training mode returned for `x`, (N, C, ...), given the statistics it saved, (C,).
-
-    `x` is contiguous or channels_last.
-    """
-    if _has_second_half(x.device):
-        again: Tensor = torch.ops.aten.batch_norm_elemt.default(x, weight, bias, mean, invstd, 0.0)
-        return again
-    return scaled(x, *lines(x, weight, bias, mean, invstd))
-
-
-def scaled(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """x * scale + shift, in one rounding; `x` is contiguous or channels_last, the others broadcast over it."""
-    layout = torch.contiguous_format if x.is_contiguous() else channels_last_format(x.dim())
-    y, strides = torch.addcmul(shift, x, scale), torch.empty_like(x, memory_format=layout, device="meta").stride()
-    return y if y.stride() == strides else y.as_strided(y.shape, strides)  # they differ along axes of one element
-
-
-def normalise_(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor) -> Tensor:
-    """`normalise` that writes over `x`."""
-    if _has_second_half(x.device):
-        return torch.ops.aten.batch_norm_elemt.out(x, weight, bias, mean, invstd, 0.0, out=x)
-    scale, shift = lines(x, weight, bias, mean, invstd)
-    return torch.addcmul(shift, x, scale, out=x)
-
-
-def _has_second_half(device: torch.device) -> bool:
-    """Whether PyTorch has the second half of its batch norm as an op: that of CUDA normalises by given statistics."""
-    return device.type == "cuda"
 
 
 def backward(
@@ -122,28 +86,15 @@ def _in_pieces(grad: Tensor, x: Tensor, *others: Tensor) -> Gradients:
         return _whole_backward(grad, x, weight, mean, invstd)
     if x.is_contiguous() and grad.is_contiguous():
         return _backward_by_channels(grad, x, weight, mean, invstd, min(_CHANNELS_ELEMS, x.numel() // _MIN_PIECES))
-    if not _is_channels_last(grad, x) or weight.dtype != x.dtype:  # in bfloat16 each piece would be rounded five times
+    if not are_channels_last(grad, x) or weight.dtype != x.dtype:  # in bfloat16 each piece would be rounded five times
         return _whole_backward(grad, x, weight, mean, invstd)
-    of_weight, of_bias = _sums(grad, x, weight, mean, invstd)
+    _, of_weight, of_bias = _whole_backward(grad, x, weight, mean, invstd, of_input=False)
     rows = x.numel() // x.shape[1]
     mean_grad, projection = of_bias / rows, of_weight * invstd / rows
     # As matrices: over pixels as they lie, PyTorch's loops may round otherwise.
     for of_some, some in tiles(*(tensor.movedim(1, -1).view(rows, -1) for tensor in (grad, x))):
         of_some.sub_(mean_grad).addcmul_(some - mean, projection, value=-1).mul_(invstd).mul_(weight)
     return of_input, of_weight, of_bias
-
-
-def _sums(grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, invstd: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of weight and bias."""
-    _, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward.default(
-        grad, x, weight, None, None, mean, invstd, True, 0.0, [False, True, True]
-    )
-    return of_weight, of_bias
-
-
-def _is_channels_last(*tensors: Tensor) -> bool:
-    layout = channels_last_format(tensors[0].dim())
-    return all(tensor.is_contiguous(memory_format=layout) for tensor in tensors)
 
 
 class _NormGradient(ctypes.Structure):
@@ -158,7 +109,7 @@ class _NormGradient(ctypes.Structure):
 def _native_applies(grad: Tensor, x: Tensor, weight: Tensor) -> bool:
     if native.library() is None or x.dtype not in _NATIVE or weight.dtype != torch.float32 or not x.is_cpu:
         return False
-    if grad.shape != x.shape or grad.dtype != x.dtype or x.is_contiguous() or not _is_channels_last(grad, x):
+    if grad.shape != x.shape or grad.dtype != x.dtype or x.is_contiguous() or not are_channels_last(grad, x):
         return False
     return _native_arithmetic(x.dtype, x.shape[1], allowed().level) is not None
 
@@ -182,7 +133,7 @@ def _native_call(x: Tensor, fused: bool) -> Gradient:
 
     def run(grad: Tensor, x: Tensor, *others: Tensor) -> Gradients:
         weight, mean, invstd, of_input = others
-        of_weight, of_bias = _sums(grad, x, weight, mean, invstd)
+        _, of_weight, of_bias = _whole_backward(grad, x, weight, mean, invstd, of_input=False)
         scratch = mean.new_empty((2, channels))
         threads = threads_for(elems, _MIN_ELEMS)
         addresses = [t.data_ptr() for t in (grad, x, mean, invstd, weight, of_weight, of_bias, scratch, of_input)]
@@ -220,7 +171,7 @@ def _cancelling(dtype: torch.dtype, channels: int, seed: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     grad, x = (torch.randn(1, 1, 2, channels, generator=generator).to(dtype).movedim(3, 1) for _ in range(2))
     weight = torch.randn(channels, generator=generator)
-    _, mean, invstd = _forward(x, weight, weight)
+    _, mean, invstd = torch.ops.aten._native_batch_norm_legit.no_stats(x, weight, weight, True, 0.1, 1e-5)
     return [grad, x, weight, mean, invstd]
 
 
@@ -260,9 +211,11 @@ def by_channels(grad: Tensor, like: Tensor, wanted: Sequence[bool], count: int, 
     return grad, *of_layer
 
 
-def _whole_backward(grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, invstd: Tensor) -> Gradients:
-    whole: Gradients = torch.ops.aten.native_batch_norm_backward(
-        grad, x, weight, None, None, mean, invstd, True, 0.0, [True, True, True]
+def _whole_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor, invstd: Tensor, *, of_input: bool = True
+) -> Gradients:
+    whole: Gradients = torch.ops.aten.native_batch_norm_backward.default(
+        grad, x, weight, None, None, mean, invstd, True, 0.0, [of_input, True, True]
     )
     return whole
 
@@ -289,53 +242,12 @@ def _backward_by_two_channels(grad: Tensor, *others: Any) -> Gradients:
     return _backward_by_channels(grad.clone(), x, weight, mean, invstd, 2 * grad.numel() // grad.shape[1])
 
 
-def repeats_bits(
-    dtype: torch.dtype,
-    device: torch.device,
-    dims: int,
-    channels: int,
-    channels_last: bool,
-    weight_dtype: torch.dtype | None,
-) -> bool:
-    """Whether `normalise` gives the bits of batch norm here, found out on random data of odd size.
-
-    `weight_dtype` is that of weight and bias; None: there are none.
-    """
-    if weight_dtype not in (None, dtype) and not _has_second_half(device):
-        return False
-    _, x, vector, *_ = _operands(dtype, weight_dtype or dtype, dims, channels, channels_last)
-    arguments = (x, *((vector, vector) if weight_dtype else (None, None)))
-    return pieces.repeats_bits(_normalised_twice, _normalised_again, arguments, device=device)
-
-
-def _forward(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, ...]:
-    """PyTorch's batch norm in training mode: result, mean and inverse deviation."""
-    found: tuple[Tensor, ...] = torch.ops.aten._native_batch_norm_legit.no_stats(x, weight, bias, True, 0.1, 1e-5)
-    return found
-
-
-def _normalised_twice(*arguments: Tensor) -> list[Tensor]:
-    return 2 * [_forward(*arguments)[0]]
-
-
-def _normalised_again(x: Tensor, *affine: Tensor) -> tuple[Tensor, Tensor]:
-    _, *statistics = _forward(x, *affine)
-    return normalise(x, *affine, *statistics), normalise_(x, *affine, *statistics)
-
-
 def _operands(
     dtype: torch.dtype, weight_dtype: torch.dtype, dims: int, channels: int, channels_last: bool
 ) -> tuple[TensorLayout, ...]:
     """What batch norm's backward reads: gradient, input, weight, mean and inverse deviation."""
     x, vector = of_odd_size(dtype, dims, channels, channels_last), TensorLayout((channels,), (1,), weight_dtype)
     return x, x, vector, vector, vector
-
-
-def lines(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale and shift of each channel, each (1, C, 1, ...)."""
-    scale = invstd if weight is None else invstd * weight
-    shift = torch.addcmul(torch.zeros_like(mean) if bias is None else bias, mean, scale, value=-1)
-    return by_channel(scale, x), by_channel(shift, x)
 
 
 _GRADIENT: DispatchedOp[Gradient] = register(

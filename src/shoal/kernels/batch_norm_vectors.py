@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from shoal.lowlevel.direct_call import needs_dispatch, register_op
+from shoal.lowlevel.direct_call import in_places, needs_dispatch, register_op
 from shoal.lowlevel.torch_state import backward_pass
 
 
@@ -80,10 +80,6 @@ def _scale(variance: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return inverse if weight is None else inverse.mul_(weight)
 
 
-def _scale_fake(variance: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(variance)
-
-
 def _scale_backward(
     grad: Tensor, variance: Tensor, weight: Tensor | None, eps: float, needs: list[bool]
 ) -> list[Tensor]:
@@ -93,24 +89,14 @@ def _scale_backward(
     return [*found, (grad * inverse).to(weight.dtype)] if needs[1] and weight is not None else found
 
 
-def _scale_backward_fake(
-    grad: Tensor, variance: Tensor, weight: Tensor | None, eps: float, needs: list[bool]
-) -> list[Tensor]:
-    found = [torch.empty_like(variance)] if needs[0] else []
-    return [*found, torch.empty_like(weight)] if needs[1] and weight is not None else found
-
-
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    variance, weight, ctx.eps = inputs
-    ctx.save_for_backward(variance, *([] if weight is None else [weight]))
+    *vectors, ctx.eps = inputs
+    ctx.save_for_backward(*vectors)
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    variance, *weights = ctx.saved_tensors
     needs = list(ctx.needs_input_grad[:2])
-    weight = weights[0] if weights else None
-    taken = iter(batch_norm_scale_backward(grad, variance, weight, ctx.eps, needs))
-    return (*(next(taken) if needed else None for needed in needs), None)
+    return *in_places(batch_norm_scale_backward(grad, *ctx.saved_tensors, ctx.eps, needs), needs), None
 
 
 def _moved(
@@ -129,22 +115,19 @@ def _moved(
     return moved_mean, moved_variance
 
 
-def _moved_fake(running_mean: Tensor, running_variance: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(running_mean), torch.empty_like(running_variance)
-
-
+# They compute a few numbers: what computes those describes them, too.
 register_op(
     "batch_norm_scale(Tensor variance, Tensor? weight, float eps) -> Tensor",
-    *(_scale, _scale_fake, _setup, _differentiate),
+    *(_scale, _scale, _setup, _differentiate),
 )
 batch_norm_scale_backward = register_op(
     "batch_norm_scale_backward(Tensor grad, Tensor variance, Tensor? weight, float eps, bool[] needs) -> Tensor[]",
-    *(_scale_backward, _scale_backward_fake),
+    *(_scale_backward, _scale_backward),
 )
 register_op(
     "moved_statistics(Tensor running_mean, Tensor running_variance, Tensor mean, Tensor variance, Tensor? batches,"
     " float momentum, SymInt count) -> (Tensor, Tensor)",
-    *(_moved, _moved_fake),
+    *(_moved, _moved),
 )
 
 

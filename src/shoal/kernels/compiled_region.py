@@ -58,7 +58,7 @@ class CompiledRegion:
         self.__name__ = self.__qualname__ = f"region_{digest}"
         self._function: Callable[..., Sequence[Tensor]] | None = function  # these two until it is compiled
         self._inputs = inputs  # the block of the first result, then the operands
-        self._first = tuple(inputs[0].shape), inputs[0].stride(), inputs[0].dtype, inputs[0].device
+        self._first = _layout(inputs[0])
         self._run: Boxed | None = None
         self._overwrites = inputs[0].device.type in _OVERWRITES_ON
         self._as_bytes = inputs[0].device.type in _MASKS_AS_BYTES_ON
@@ -150,7 +150,7 @@ class CompiledRegion:
             results = self(*operands)
             returned = results[1:] if self._overwrites else results
             for result, fake in zip(map(self._passed, returned), wanted, strict=True):
-                if (result.shape, result.stride(), result.dtype) != (fake.shape, fake.stride(), fake.dtype):
+                if _layout(result)[:3] != _layout(fake)[:3]:
                     self.failure = "a result has another layout than in the trace"
             blocks = [tensor.untyped_storage().data_ptr() for tensor in results if tensor.numel()]
             blocks += {tensor.untyped_storage().data_ptr() for tensor in operands if tensor.numel()}
@@ -161,16 +161,15 @@ class CompiledRegion:
 
     def _repeats(self, place: int, operands: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
         operand = operands[place]
-        if (
-            tuple(operand.shape),
-            operand.stride(),
-            operand.dtype,
-            operand.device,
-        ) != self._first or not operand.numel():
+        if _layout(operand) != self._first or not operand.numel():
             return False
         over = operand.clone()
         again = self(*operands[:place], over, *operands[place + 1 :], over=over)
         return all(torch.equal(_bits(one), _bits(other)) for one, other in zip(again, results, strict=True))
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
 
 
 def _bytes_of_mask(mask: Tensor) -> Tensor:
@@ -200,11 +199,6 @@ def _drawn(fake: Tensor, seed: int) -> Tensor:
             piece = block[start : start + _DRAWN_ELEMS]
             piece.copy_(numbers[: piece.numel()])
     return drawn
-
-
-def _results_of(module: fx.GraphModule) -> list[fx.Node]:
-    results: Any = module.graph.output_node().args[0]
-    return list(results)
 
 
 def region_of(
@@ -244,7 +238,8 @@ def compile_regions(regions: Iterable[CompiledRegion]) -> None:
         if isinstance(one, Exception):
             region.failure = (str(one).strip().splitlines() or [type(one).__name__])[0]
         else:
-            region.is_made(one, [node.meta["val"] for node in _results_of(module)])
+            results: Any = module.graph.output_node().args[0]
+            region.is_made(one, [node.meta["val"] for node in results])
         if region.failure:
             log.info("a region cannot be compiled (%s): %s", region.words, region.failure)
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shoal.kernels.memory_format import channels_last_format, suggested_memory_format
+from shoal.kernels.memory_format import are_channels_last, suggested_memory_format
 from shoal.kernels.pieces import span_elems
 
 _convolution: Any = torch.convolution
@@ -110,8 +110,7 @@ def can_do_without_input(grad: Tensor, x: Tensor, weight: Tensor, groups: int, *
     >>> can_do_without_input(grad.contiguous(memory_format=torch.channels_last), x, weight, 1, on_cpu=False)
     True
     """
-    has_format = x.dim() > 3 and x.is_contiguous(memory_format=channels_last_format(x.dim()))
-    if not x.is_contiguous() and not has_format:
+    if not x.is_contiguous() and not are_channels_last(x):
         return False
     told = (grad, weight) if groups == 1 else (weight,)
     return on_cpu or suggested_memory_format(x, weight) == suggested_memory_format(*told)

@@ -57,27 +57,18 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tenso
     `rest`: options of the convolution, `dim`, and how many pieces.
     """
     *options, dim, pieces = rest
-    stride, padding, dilation, transposed, output_padding, groups = ConvOptions(*options)
+    given = ConvOptions(*options)
+    length, window = x.shape[dim], _window(weight, given)
+    if dim == _SLABS:
+        step, pad, reach = window
+        scattered = (length - 1) * step - 2 * pad + reach + 1 + given.output_padding[0]
+        length = scattered if given.transposed else (length + 2 * pad - reach - 1) // step + 1
 
-    def convolved(read: Tensor, pads: Sequence[int], extra: Sequence[int]) -> Tensor:
-        result: Tensor = _aten.convolution(read, weight, bias, stride, pads, dilation, transposed, extra, groups)
+    def of(read: Tensor, _: int, own: ConvOptions) -> Tensor:
+        result: Tensor = _aten.convolution(read, weight, bias, *own)
         return result
 
-    if dim == _SAMPLES:
-        made = ((some, convolved(x[some], padding, output_padding)) for some in spans(x.shape[0], pieces))
-        return _joined(x.shape[0], dim, made)
-    step, pad, reach = window = _window(weight, stride, padding, dilation)
-    if transposed:
-        length = (x.shape[2] - 1) * step - 2 * pad + reach + 1 + output_padding[0]
-        scattered = _scattered(
-            x, length, pieces, window, lambda read, _: convolved(read, [0, *padding[1:]], [0, *output_padding[1:]])
-        )
-        return _joined(length, dim, scattered, bias)
-    length = (x.shape[2] + 2 * pad - reach - 1) // step + 1
-    gathered = _gathered(
-        x, length, pieces, window, lambda read, _, own_pad: convolved(read, [own_pad, *padding[1:]], output_padding)
-    )
-    return _joined(length, dim, gathered)
+    return _in_pieces(x, length, dim, pieces, given, window, not given.transposed, of, bias)
 
 
 def input_gradient(
@@ -88,31 +79,14 @@ def input_gradient(
     The input is contiguous or channels_last.
     """
     *options, dim, pieces = rest
-    stride, padding, dilation, transposed, output_padding, groups = ConvOptions(*options)
-    length = input_shape[dim]
+    given = ConvOptions(*options)
     channels_last = tuple(input_stride) != dense_strides(input_shape, False)
 
-    def of(read: Tensor, n: int, pads: Sequence[int], extra: Sequence[int]) -> Tensor:
+    def of(read: Tensor, n: int, own: ConvOptions) -> Tensor:
         shape = [n if axis == dim else size for axis, size in enumerate(input_shape)]
-        layout = shape, dense_strides(shape, channels_last)
-        return whole_input_gradient(read, weight, *layout, stride, pads, dilation, transposed, extra, groups)
+        return whole_input_gradient(read, weight, shape, dense_strides(shape, channels_last), *own)
 
-    if dim == _SAMPLES:
-        made = ((some, of(grad[some], _size(some), padding, output_padding)) for some in spans(length, pieces))
-        return _joined(length, dim, made)
-    window = _window(weight, stride, padding, dilation)
-    if not transposed:
-        scattered = _scattered(
-            grad, length, pieces, window, lambda read, n: of(read, n, [0, *padding[1:]], output_padding)
-        )
-        return _joined(length, dim, scattered)
-
-    def of_slab(read: Tensor, n: int, own_pad: int) -> Tensor:
-        step, _, reach = window
-        extra = read.shape[2] + 2 * own_pad - reach - 1 - (n - 1) * step
-        return of(read, n, [own_pad, *padding[1:]], [extra, *output_padding[1:]])
-
-    return _joined(length, dim, _gathered(grad, length, pieces, window, of_slab))
+    return _in_pieces(grad, input_shape[dim], dim, pieces, given, _window(weight, given), given.transposed, of)
 
 
 def weight_gradient(
@@ -149,11 +123,44 @@ class _Window(NamedTuple):
     reach: int
 
 
-def _window(weight: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]) -> _Window:
-    return _Window(stride[0], padding[0], (weight.shape[2] - 1) * dilation[0])
+def _window(weight: Tensor, options: ConvOptions) -> _Window:
+    return _Window(options.stride[0], options.padding[0], (weight.shape[2] - 1) * options.dilation[0])
 
 
 _Part = tuple[slice, Tensor]  # from where to where in the result
+
+
+def _in_pieces(
+    source: Tensor,
+    length: int,
+    dim: int,
+    pieces: int,
+    options: ConvOptions,
+    window: _Window,
+    gathers: bool,
+    compute: Callable[[Tensor, int, ConvOptions], Tensor],
+    fill: Tensor | None = None,
+) -> Tensor:
+    """A result of that many elements along `dim`.
+
+    Args:
+        source: what is read.
+        gathers: whether each row of the result reads a window of rows; else each row that is read adds to one.
+        compute: what is read, elements wanted along `dim`, and the options of a piece → the piece.
+        fill: where no window adds to, by channels; None: zeros.
+    """
+    if dim == _SAMPLES:
+        made = ((some, compute(source[some], _size(some), options)) for some in spans(length, pieces))
+        return _joined(length, dim, made)
+
+    def of_slab(read: Tensor, n: int, pad: int = 0) -> Tensor:
+        more = read.shape[2] + 2 * pad - window.reach - 1 - (n - 1) * window.step if gathers else 0
+        _, pads, _, transposed, extra, _ = options
+        extra = [more, *extra[1:]] if transposed else extra
+        return compute(read, n, options._replace(padding=[pad, *pads[1:]], output_padding=extra))
+
+    parts = (_gathered if gathers else _scattered)(source, length, pieces, window, of_slab)
+    return _joined(length, dim, parts, None if gathers else fill)
 
 
 def _gathered(

@@ -7,6 +7,7 @@ calls in their place where eager PyTorch would choose cuDNN.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,18 +45,14 @@ def backward(
 
 
 def functional(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    running_mean: Tensor,
-    running_var: Tensor,
-    training: bool,
-    momentum: float,
-    eps: float,
+    x: Tensor, weight: Tensor, bias: Tensor, running_mean: Tensor, running_var: Tensor, *options: Any
 ) -> tuple[Tensor, ...]:
-    """`cudnn_batch_norm` that leaves the running statistics as they are and returns new ones, before the reserve."""
+    """`cudnn_batch_norm` that leaves the running statistics as they are and returns new ones, before the reserve.
+
+    `options`: whether it trains, momentum and eps.
+    """
     moved = running_mean.clone(), running_var.clone()
-    y, mean, invstd, reserve = _aten.cudnn_batch_norm.default(x, weight, bias, *moved, training, momentum, eps)
+    y, mean, invstd, reserve = _aten.cudnn_batch_norm.default(x, weight, bias, *moved, *options)
     return y, mean, invstd, *moved, reserve
 
 

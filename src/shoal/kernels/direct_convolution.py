@@ -68,12 +68,9 @@ def forward(x: Tensors, weight: Tensor, bias: Tensor | None, *options: Any, over
         for n, k, s, p, d, e in zip(parts[0].shape[2:], weight.shape[2:], stride, padding, dilation, extra, strict=True)
     ]
     result = weight.new_empty((parts[0].shape[0], weight.shape[1 if transposed else 0], *sizes))
-    begin = 0
-    for part in parts:
-        of_part = weight.narrow(0 if transposed else 1, begin, part.shape[1])
-        own = (part, of_part, bias if begin == 0 else None, given, result, begin > 0)
+    for place, (part, of_part) in enumerate(_with_weights(parts, weight, 0 if transposed else 1)):
+        own = (part, of_part, None if place else bias, given, result, place > 0)
         _scatter(*own) if transposed else _gather(*own)
-        begin += part.shape[1]
     return result
 
 
@@ -123,12 +120,9 @@ def weight_gradient(
         found: Tensor = _aten.convolution_backward(grad, joined(parts), weight, None, *options, mask)[1]
         return None, in_traced_layout(found, strides), of_bias
     of_weight = weight.new_empty_strided(weight.shape, tuple(strides))
-    begin = 0
-    for part in parts:
-        some = of_weight.narrow(0 if options.transposed else 1, begin, part.shape[1])
+    for part, some in _with_weights(parts, of_weight, 0 if options.transposed else 1):
         source, onto = (grad, part) if options.transposed else (part, grad)
         _gradient_of_weight(source, onto, some, options)
-        begin += part.shape[1]
     return None, of_weight, of_bias
 
 
@@ -179,7 +173,7 @@ class _Axis:
 
 def _gather(x: Tensor, weight: Tensor, bias: Tensor | None, options: ConvOptions, y: Tensor, add: bool) -> None:
     """`y`, or what is added to it: each result reads a window of `x`. `weight` is (out, in, ...)."""
-    _convolve(x, weight, (0, 1), bias, options.stride, _windows(y, weight, options), y, add)
+    _convolve(x, weight, bias, options.stride, _windows(y, weight, options), y, add)
 
 
 def _windows(y: Tensor, weight: Tensor, options: ConvOptions) -> list[_Axis]:
@@ -197,10 +191,9 @@ def _scatter(x: Tensor, weight: Tensor, bias: Tensor | None, options: ConvOption
     ]
     for axes in product(*of_axis):
         if all(axis.taps for axis in axes):
-            _convolve(x, weight, (1, 0), bias, (1, 1, 1), axes, y, add)
+            _convolve(x, weight.transpose(0, 1), bias, (1, 1, 1), axes, y, add)
         elif not add:
-            at = (slice(None), slice(None), *(slice(axis.first, None, axis.step) for axis in axes))
-            y[at] = 0 if bias is None else bias.view(-1, 1, 1, 1)
+            y[_places(axes)] = 0 if bias is None else bias.view(-1, 1, 1, 1)
 
 
 def _phases(size: int, kernel: int, stride: int, padding: int, dilation: int) -> Iterator[_Axis]:
@@ -221,25 +214,18 @@ def _phases(size: int, kernel: int, stride: int, padding: int, dilation: int) ->
         yield _Axis(first, stride, count, start - furthest, len(taps), taps[-1], -(stride // common), apart)
 
 
+def _places(axes: Sequence[_Axis]) -> tuple[slice, ...]:
+    return slice(None), slice(None), *(slice(axis.first, None, axis.step) for axis in axes)
+
+
 def _convolve(
-    x: Tensor,
-    weight: Tensor,
-    out_and_in: tuple[int, int],
-    bias: Tensor | None,
-    stride: Sequence[int],
-    axes: Sequence[_Axis],
-    y: Tensor,
-    add: bool,
+    x: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int], axes: Sequence[_Axis], y: Tensor, add: bool
 ) -> None:
-    at = (slice(None), slice(None), *(slice(axis.first, None, axis.step) for axis in axes))
-    into = y[at]
-    strides, tap_strides = weight.stride(), weight.stride()[2:]
+    """`weight` is (out, in, ...)."""
+    into, (over_out, over_in, *tap_strides) = y[_places(axes)], weight.stride()
     own_bias = None if bias is None else bias.to(weight.dtype).contiguous()
-    call = _call(x, into, out_and_in, weight, stride, axes)
-    call.ld_weight[:] = [
-        *(strides[place] for place in out_and_in),
-        *(step * axis.tap_step for step, axis in zip(tap_strides, axes, strict=True)),
-    ]
+    call = _call(x, into, weight, stride, axes)
+    call.ld_weight[:] = over_out, over_in, *(s * axis.tap_step for s, axis in zip(tap_strides, axes, strict=True))
     offset = sum(axis.tap * step for axis, step in zip(axes, tap_strides, strict=True))
     call.weight = weight.data_ptr() + offset * weight.element_size()
     call.bias = None if own_bias is None else own_bias.data_ptr()
@@ -259,40 +245,28 @@ def _over(parts: Sequence[Tensor], over: Tensor, weight: Tensor, bias: Tensor | 
         first = begin - last.shape[2]
         kept = torch.cat([last, over[:, :, begin : min(depth, end + behind)]], 2)
         last = kept[:, :, max(first, end - before) - first : end - first].clone()
-        channel = 0
-        for x in parts:
+        for place, (x, of_part) in enumerate(_with_weights(parts, weight, 1)):
             source, origin = (kept, begin - first) if x is over else (x, begin)
-            slab = replace(deep, count=end - begin, origin=deep.origin + origin)
-            of_part = weight.narrow(1, channel, x.shape[1])
-            into = over[:, :, begin:end]
-            _convolve(
-                source, of_part, (0, 1), bias if not channel else None, (1, 1, 1), [slab, *axes[1:]], into, channel > 0
-            )
-            channel += x.shape[1]
+            slab = [replace(deep, count=end - begin, origin=deep.origin + origin), *axes[1:]]
+            own_bias = None if place else bias
+            _convolve(source, of_part, own_bias, (1, 1, 1), slab, over[:, :, begin:end], place > 0)
         del kept, source
     return over
 
 
 def _gradient_of_weight(x: Tensor, grad: Tensor, of_weight: Tensor, options: ConvOptions) -> None:
-    stride, padding, dilation, *_ = options
-    axes = [
-        _Axis(0, 1, grad.shape[axis + 2], -padding[axis], of_weight.shape[axis + 2], 0, 1, dilation[axis])
-        for axis in range(3)
-    ]
-    call = _call(x, grad, (0, 1), of_weight, stride, axes)
+    call = _call(x, grad, of_weight, options.stride, _windows(grad, of_weight, options))
     call.ld_weight[:] = of_weight.stride()
     call.grad_y, call.grad_weight = grad.data_ptr(), of_weight.data_ptr()
     run_in_workspace("shoal_direct_conv_weight_grad", call, "shoal_direct_conv_workspace_bytes", 1)
 
 
-def _call(
-    x: Tensor, y: Tensor, out_and_in: tuple[int, int], weight: Tensor, stride: Sequence[int], axes: Sequence[_Axis]
-) -> _DirectConvolutionCall:
-    """What all have in common; it points into `x`."""
+def _call(x: Tensor, y: Tensor, weight: Tensor, stride: Sequence[int], axes: Sequence[_Axis]) -> _DirectConvolutionCall:
+    """What all have in common; it points into `x`. `weight` is (out, in, ...)."""
     call = _DirectConvolutionCall(
         images=x.shape[0],
-        in_channels=weight.shape[out_and_in[1]],
-        out_channels=weight.shape[out_and_in[0]],
+        in_channels=weight.shape[1],
+        out_channels=weight.shape[0],
         x_bfloat16=x.dtype == torch.bfloat16,
         y_bfloat16=y.dtype == torch.bfloat16,
         weight_bfloat16=weight.dtype == torch.bfloat16,
@@ -309,3 +283,8 @@ def _call(
 
 def _parts(x: Tensors) -> list[Tensor]:
     return [x] if isinstance(x, Tensor) else list(x)
+
+
+def _with_weights(parts: Sequence[Tensor], weight: Tensor, dim: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each part with what it is convolved by: its channels along a dimension of the weight."""
+    return zip(parts, weight.split([part.shape[1] for part in parts], dim), strict=True)

@@ -159,12 +159,8 @@ def _encode_in_pieces(
     if not block_elems:
         low, high = torch.aminmax(flat)
         scale = float(max(-low, high))
-    piece_elems = _piece_elems(block_elems)
-    for start in range(0, flat.numel(), piece_elems):
-        piece = flat[start : start + piece_elems].float()
-        first = start // block_elems if block_elems else 0
-        own = scales[first : first + _scales(piece.numel(), block_elems)]
-        into = codes[start : start + piece_elems]
+    for start, own, into in _pieces(scales, codes, block_elems):
+        piece = flat[start : start + into.numel()].float()
         if scale is None or 0 < scale < math.inf:
             form = _table(codec), block_elems or None
             encode_blocks(piece, *form, own, into, scale=scale, seed=seed, first_elem=start)
@@ -177,18 +173,21 @@ def _encode_in_pieces(
 
 def _decoded_pieces(scales: Tensor, codes: Tensor, codec: str, block_elems: int) -> Iterator[tuple[int, Tensor]]:
     """The values in float32, a few blocks at a time: where a piece starts, and the piece, which the next overwrites."""
-    piece_elems = _piece_elems(block_elems)
-    values = torch.empty(min(piece_elems, codes.numel()), dtype=torch.float32, device=codes.device)
-    for start in range(0, codes.numel(), piece_elems):
-        piece = codes[start : start + piece_elems]
-        first = start // block_elems if block_elems else 0
-        own, into = scales[first : first + _scales(piece.numel(), block_elems)], values[: piece.numel()]
+    values: Tensor | None = None
+    for start, own, piece in _pieces(scales, codes, block_elems):
+        if values is None:  # the first is the longest
+            values = torch.empty(piece.numel(), dtype=torch.float32, device=codes.device)
+        into = values[: piece.numel()]
         decode_blocks(piece, own, _table(codec), block_elems or None, into)
         yield start, into
 
 
-def _piece_elems(block_elems: int) -> int:
-    return max(block_elems, _PIECE_ELEMS // block_elems * block_elems) if block_elems else _PIECE_ELEMS
+def _pieces(scales: Tensor, codes: Tensor, block_elems: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """A few blocks at a time: where they start, their scales and their codes."""
+    step = max(block_elems, _PIECE_ELEMS // block_elems * block_elems) if block_elems else _PIECE_ELEMS
+    for start in range(0, codes.numel(), step):
+        some, first = codes[start : start + step], start // block_elems if block_elems else 0
+        yield start, scales[first : first + _scales(some.numel(), block_elems)], some
 
 
 def _relative_error(flat: Tensor, payload: Tensor, codec: str, block_elems: int, closed_above: float | None) -> float:

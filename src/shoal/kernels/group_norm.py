@@ -1,11 +1,9 @@
-"""Group norm in fewer bytes and the same bits: its result recomputed from its statistics, its gradient in place.
+"""Group norm's gradient over the incoming one, with the bits of PyTorch's CPU kernel, which allocates it.
 
-PyTorch's CPU kernel normalises as `x * scale + shift`, a fused multiply-add with a scale and a shift for each sample
-and channel: `torch.addcmul` does the same arithmetic in one pass, in place where the input has no later reader. Its
-backward kernel allocates the gradient of the input. Groups are independent there, so it is called for the gradients
-of weight and bias only, which allocates next to nothing, and then for the input's some groups at a time, over the
-incoming gradient. In channels_last PyTorch 2.13 crashes where not all three gradients are asked for, so its kernel
-stays there. `repeats_bits` and `backward_repeats_bits` test on this machine that the bits are the same.
+Groups are independent in the gradient of the input, so the kernel is called for the gradients of weight and bias only,
+which allocates next to nothing, and then for the input's some groups at a time. In channels_last PyTorch 2.13 crashes
+where not all three gradients are asked for, so its kernel stays there. `backward_repeats_bits` tests on this machine
+that the bits are the same.
 """
 
 from __future__ import annotations
@@ -16,24 +14,10 @@ import torch
 from torch import Tensor
 
 from shoal.kernels import pieces
-from shoal.kernels.batch_norm import Gradients, scaled
+from shoal.kernels.batch_norm import Gradients
 from shoal.kernels.pieces import TensorLayout, of_odd_size
 
 _PIECE_ELEMS = 1 << 18  # 1 MiB of float32: a piece stays in L2 until it is copied
-
-
-def normalise(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, invstd: Tensor) -> Tensor:
-    """What `torch.group_norm` returned for `x`, (N, C, ...), given the statistics it saved, each (N, groups).
-
-    `x` is contiguous or channels_last; `weight` and `bias` are (C,).
-    """
-    return scaled(x, *lines(x, weight, bias, mean, invstd))
-
-
-def normalise_(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, invstd: Tensor) -> Tensor:
-    """`normalise` that writes over `x`."""
-    scale, shift = lines(x, weight, bias, mean, invstd)
-    return torch.addcmul(shift, x, scale, out=x)
 
 
 def backward(grad: Tensor, x: Tensor, *vectors: Tensor) -> Gradients:
@@ -74,41 +58,6 @@ def _backward(grad: Tensor, x: Tensor, *vectors: Tensor, wanted: list[bool]) -> 
     sizes = x.shape[0], x.shape[1], x.shape[2:].numel(), mean.shape[1]
     found: Gradients = torch.ops.aten.native_group_norm_backward(grad, x, mean, invstd, weight, *sizes, wanted)
     return found
-
-
-def lines(x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, invstd: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale and shift of each sample and channel, each (N, C, 1, ...)."""
-    samples, channels, groups = x.shape[0], x.shape[1], mean.shape[1]
-    in_groups = (samples, groups, channels // groups)
-    scale = invstd.unsqueeze(2) * weight.view(1, *in_groups[1:])
-    shift = torch.addcmul(bias.view(1, *in_groups[1:]), mean.unsqueeze(2).expand(in_groups), scale, value=-1)
-    shape = (samples, channels, *[1] * (x.dim() - 2))
-    return scale.view(shape), shift.view(shape)
-
-
-def repeats_bits(
-    dtype: torch.dtype, device: torch.device, dims: int, channels: int, groups: int, channels_last: bool
-) -> bool:
-    """Whether `normalise` gives the bits of group norm here, found out on random data of odd size."""
-    x, vector = of_odd_size(dtype, dims, channels, channels_last), TensorLayout((channels,), (1,), dtype)
-    arguments = (x, vector, vector, groups)
-    return pieces.repeats_bits(_normalised_twice, _normalised_again, arguments, device=device)
-
-
-def _forward(x: Tensor, weight: Tensor, bias: Tensor, groups: int) -> tuple[Tensor, ...]:
-    """PyTorch's group norm: result, mean and inverse deviation."""
-    sizes = *x.shape[:2], x.shape[2:].numel(), groups
-    found: tuple[Tensor, ...] = torch.ops.aten.native_group_norm(x, weight, bias, *sizes, 1e-5)
-    return found
-
-
-def _normalised_twice(*arguments: Any) -> list[Tensor]:
-    return 2 * [_forward(*arguments)[0]]
-
-
-def _normalised_again(x: Tensor, weight: Tensor, bias: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    _, *statistics = _forward(x, weight, bias, groups)
-    return normalise(x, weight, bias, *statistics), normalise_(x, weight, bias, *statistics)
 
 
 def backward_repeats_bits(dtype: torch.dtype, device: torch.device, dims: int, channels: int, groups: int) -> bool:

@@ -47,6 +47,15 @@ def suggested_memory_format(*tensors: Tensor) -> torch.memory_format:
     return torch.contiguous_format
 
 
+def are_channels_last(*tensors: Tensor) -> bool:
+    """Whether tensors are (N, C, H, W) or (N, C, D, H, W), and dense with a pixel's channels side by side.
+
+    >>> are_channels_last(torch.ones(2, 1, 4, 5)), are_channels_last(torch.ones(2, 3, 4, 5))
+    (True, False)
+    """
+    return all(x.dim() in (4, 5) and x.is_contiguous(memory_format=channels_last_format(x.dim())) for x in tensors)
+
+
 def dense_in_format(x: Tensor, memory_format: torch.memory_format) -> Tensor:
     """`x`, or a copy: dense, and with the strides of that format also along dimensions of one element."""
     dense = x.contiguous(memory_format=memory_format)

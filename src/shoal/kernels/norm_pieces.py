@@ -23,7 +23,7 @@ from torch import Tensor
 from shoal.kernels import cudnn_batch_norm
 from shoal.kernels.batch_norm import by_channels
 from shoal.kernels.group_norm import backward_in_pieces
-from shoal.kernels.memory_format import channels_last_format
+from shoal.kernels.memory_format import are_channels_last, channels_last_format
 from shoal.kernels.pieces import WORTH_PIECES_BYTES, Cut, are_sizes_known, bytes_of, repeats_bits, spans
 
 _aten = torch.ops.aten
@@ -141,7 +141,7 @@ def cut_elsewhere(whole: Callable[..., Any], arguments: Sequence[Any]) -> Cut | 
     channels_last = not x.is_contiguous()
     if not trains or not wanted[0] or x.shape[1] < 2:
         return None
-    if channels_last and (x.dim() == 3 or not x.is_contiguous(memory_format=channels_last_format(x.dim()))):
+    if channels_last and not are_channels_last(x):
         return None
     dim = _PIXELS if whole is _NATIVE and channels_last else _CHANNELS
     pieces = _PIECES if dim == _PIXELS else min(_PIECES, x.shape[1])

@@ -46,14 +46,13 @@ def odd_product(a: Tensor, b: Tensor, columns: int, bias: Tensor | None = None) 
     result = a.new_empty((a.shape[0], columns))
     rows = min(a.shape[0], _length_of_a_piece(whole * a.element_size()))
     piece = a.new_empty((rows, whole))
-    for start in range(0, a.shape[0], rows):
-        some = a[start : start + rows]
+    for some, into in zip(a.split(rows), result.split(rows), strict=True):
         made = piece[: some.shape[0]]
         if bias is None:
             torch.mm(some, b, out=made)
         else:
             torch.addmm(bias, some, b, out=made)
-        copy_rows(result[start : start + rows], made[:, :columns])
+        copy_rows(into, made[:, :columns])
     return result
 
 
@@ -75,11 +74,10 @@ def odd_sum_product(a: Tensor, b: Tensor) -> Tensor:
     rows = min(a.shape[0], _length_of_a_piece(whole * a.element_size()))
     piece = a.new_empty((rows, whole))
     piece[:, columns:].zero_()
-    for start in range(0, a.shape[0], rows):
-        some = a[start : start + rows]
+    for some, into in zip(a.split(rows), result.split(rows), strict=True):
         longer = piece[: some.shape[0]]
         copy_rows(longer[:, :columns], some)
-        torch.mm(longer, b, out=result[start : start + rows])
+        torch.mm(longer, b, out=into)
     return result
 
 
@@ -101,10 +99,8 @@ def odd_rows_product(a: Tensor, b: Tensor) -> Tensor:
     result = a.new_empty((n_rows, b.shape[1]))
     rows = min(n_rows, max(_ALIGNED_BYTES, _length_of_a_piece(n_columns * a.element_size())))
     piece = a.new_empty((n_columns, _aligned(rows, a))).t()
-    for start in range(0, n_rows, rows):
-        some = a[start : start + rows]
+    for some, into in zip(a.split(rows), result.split(rows), strict=True):
         copy_rows(piece[: some.shape[0]], some)
-        into = result[start : start + rows]
         if some.shape[0] == piece.shape[0]:
             torch.mm(piece, b, out=into)
         else:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.kernels.memory_format import channels_last_format
+from shoal.kernels.memory_format import are_channels_last
 from shoal.kernels.pieces import WORTH_PIECES_BYTES, Cut, are_sizes_known, spans, tiles
 
 _aten = torch.ops.aten
@@ -131,8 +131,7 @@ def choose(whole: Callable[..., Any], arguments: Sequence[Any]) -> Cut | None:
         return None
     if x.nbytes < WORTH_PIECES_BYTES or not (grad.dtype == x.dtype == weight.dtype):
         return None
-    channels_last = x.dim() > 2 and x.is_contiguous(memory_format=channels_last_format(x.dim()))
-    if not x.is_contiguous() and not channels_last:
+    if not x.is_contiguous() and not are_channels_last(x):
         return None
     by_channels = weight.numel() > 1 and x.is_contiguous()
     count = min(_PIECES, x.shape[1]) if by_channels else _PIECES

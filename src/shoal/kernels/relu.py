@@ -7,7 +7,8 @@ are PyTorch's ops on a piece at a time, for its own kernel would first turn a wh
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +17,9 @@ from shoal.codecs.launch import are_here, threads_for
 from shoal.codecs.tables import SIGN
 from shoal.kernels.pieces import span_elems
 from shoal.lowlevel import native
-from shoal.lowlevel.dispatch import Implementation, choose, level_number, register
+from shoal.lowlevel.dispatch import DispatchedOp, Implementation, choose, level_number, register
 
+_aten = torch.ops.aten
 _PIECE_ELEMS = 1 << 18
 _SIGN_PIECE_ELEMS = 1 << 16
 _MIN_ELEMS = 1 << 15  # of a thread that is worth waking
@@ -37,7 +39,7 @@ def zeroed(grad: Tensor, where: Tensor) -> Tensor:
     """`grad`, zero where `where`; laid out as it, while `masked_fill` returns a contiguous tensor."""
     if grad.stride() != where.stride():
         # The library decides the layout of the result, as it does for the plain network.
-        return torch.ops.aten.threshold_backward(grad, where.logical_not().view(torch.uint8), 0)
+        return _aten.threshold_backward(grad, where.logical_not().view(torch.uint8), 0)
     return grad.clone().masked_fill_(where, 0)
 
 
@@ -48,64 +50,49 @@ def zeroed_(grad: Tensor, where: Tensor) -> Tensor:
 
 def leaky_backward(grad: Tensor, positive: Tensor, slope: float) -> Tensor:
     """`grad` where `positive`, `slope` times it elsewhere; both (N, ...) of one shape."""
-    mask = positive.view(torch.uint8)
-    if not _lie_alike(grad, mask):
-        # The library decides the layout of the result, as it does for the plain network.
-        return torch.ops.aten.leaky_relu_backward(grad, mask, slope, True)
-    return _leak_in_pieces(grad, mask, slope, torch.empty_like(grad, memory_format=torch.preserve_format))
+    return _gated(_aten.leaky_relu_backward, grad, positive.view(torch.uint8), None, slope, True)
 
 
 def leaky_backward_(grad: Tensor, positive: Tensor, slope: float) -> Tensor:
     """`leaky_backward` that writes over `grad`."""
-    mask = positive.view(torch.uint8)
-    if not _lie_alike(grad, mask):
-        return torch.ops.aten.leaky_relu_backward.grad_input(grad, mask, slope, True, grad_input=grad)
-    return _leak_in_pieces(grad, mask, slope, grad)
-
-
-def _leak_in_pieces(grad: Tensor, mask: Tensor, slope: float, result: Tensor) -> Tensor:
-    for flat_grad, flat_mask, flat in _flat_pieces(grad, mask, result):
-        torch.ops.aten.leaky_relu_backward.grad_input(flat_grad, flat_mask, slope, True, grad_input=flat)
-    return result
+    return _gated(_aten.leaky_relu_backward, grad, positive.view(torch.uint8), grad, slope, True)
 
 
 def where_above(grad: Tensor, mask: Tensor, threshold: int) -> Tensor:
     """`grad` where `mask`, bytes of its shape, is above `threshold`; zero elsewhere."""
-    if not _lie_alike(grad, mask):
-        # The library decides the layout of the result, as it does for the plain network.
-        return torch.ops.aten.threshold_backward(grad, mask, threshold)
-    result = torch.empty_like(grad, memory_format=torch.preserve_format)
-    choose(_GATE, grad, mask)(grad, mask, threshold, result)
-    return result
+    return _gated(_aten.threshold_backward, grad, mask, None, threshold)
 
 
 def where_above_(grad: Tensor, mask: Tensor, threshold: int) -> Tensor:
     """`where_above` that writes over `grad`."""
+    return _gated(_aten.threshold_backward, grad, mask, grad, threshold)
+
+
+def _gated(op: Any, grad: Tensor, mask: Tensor, over: Tensor | None, *numbers: float) -> Tensor:
+    """PyTorch's backward op of a gradient and what was activated, which `mask` is, in a new tensor or over `grad`."""
     if not _lie_alike(grad, mask):
-        return torch.ops.aten.threshold_backward.grad_input(grad, mask, threshold, grad_input=grad)
-    choose(_GATE, grad, mask)(grad, mask, threshold, grad)
-    return grad
+        # The library decides the layout of the result, as it does for the plain network.
+        return op(grad, mask, *numbers) if over is None else op.grad_input(grad, mask, *numbers, grad_input=over)
+    result = torch.empty_like(grad, memory_format=torch.preserve_format) if over is None else over
+    choose(_GATE, op, grad, mask)(op, grad, mask, result, *numbers)
+    return result
 
 
-def _gate_in_pieces(grad: Tensor, mask: Tensor, threshold: int, result: Tensor) -> None:
-    """Write `where_above` into `result`, which may be `grad`; all of one layout that fills its block."""
-    for flat_grad, flat_mask, flat in _flat_pieces(grad, mask, result):
-        torch.ops.aten.threshold_backward.grad_input(flat_grad, flat_mask, threshold, grad_input=flat)
+def _gate_in_pieces(op: Any, *tensors: Any) -> None:
+    """Write into the third of them, which may be the first; all of one layout that fills its block."""
+    *flat, result = (tensor.as_strided((tensor.numel(),), (1,)) for tensor in tensors[:3])
+    step = _PIECE_ELEMS if result.is_cpu else max(1, result.numel())
+    for start in range(0, result.numel(), step):
+        some = slice(start, start + step)
+        op.grad_input(*(tensor[some] for tensor in flat), *tensors[3:], grad_input=result[some])
 
 
-def _flat_pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    flat = [tensor.as_strided((tensor.numel(),), (1,)) for tensor in tensors]
-    elems = flat[0].numel()
-    step = _PIECE_ELEMS if flat[0].device.type == "cpu" else max(1, elems)
-    for start in range(0, elems, step):
-        yield tuple(tensor[start : start + step] for tensor in flat)
+def _native_gate_applies(op: Any, grad: Tensor, mask: Tensor) -> bool:
+    known = op is _aten.threshold_backward and grad.dtype == torch.float32 and mask.dtype == torch.uint8
+    return known and grad.is_cpu and native.library() is not None
 
 
-def _native_gate_applies(grad: Tensor, mask: Tensor) -> bool:
-    return grad.dtype == torch.float32 and mask.dtype == torch.uint8 and grad.is_cpu and native.library() is not None
-
-
-def _native_gate(grad: Tensor, mask: Tensor, threshold: int, result: Tensor) -> None:
+def _native_gate(op: Any, grad: Tensor, mask: Tensor, result: Tensor, threshold: int) -> None:
     native.run_on_numbers(
         *("shoal_gate", "pointer grad gates, int32 above, int64 elements, int32 threads level, pointer result"),
         *(grad.data_ptr(), mask.data_ptr(), threshold, grad.numel()),
@@ -153,5 +140,7 @@ def _native_note(x: Tensor, codes: Tensor, above: float) -> None:
     )
 
 
-_GATE = register("relu_gate", _gate_in_pieces, Implementation("native", _native_gate, _native_gate_applies))
+_GATE: DispatchedOp[Callable[..., None]] = register(
+    "relu_gate", _gate_in_pieces, Implementation("native", _native_gate, _native_gate_applies)
+)
 _SIGNS = register("relu_sign_bits", _note_in_pieces, Implementation("native", _native_note, _native_note_applies))

@@ -7,7 +7,7 @@ a transform of `torch.func` has to see the op; there the op itself is called.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -125,6 +125,16 @@ def needs_dispatch(arguments: tuple[Any, ...]) -> bool:
             elif isinstance(each, torch.Tensor):  # a subclass may override ops
                 return True
     return False
+
+
+def in_places(found: Iterable[Any], wanted: Iterable[bool]) -> list[Any]:
+    """What an op returned of its gradients, those that were wanted, each in its place; None in the others.
+
+    >>> in_places(["of x", "of bias"], [True, False, True])
+    ['of x', None, 'of bias']
+    """
+    taken = iter(found)
+    return [next(taken) if asked else None for asked in wanted]
 
 
 def _tensors(arguments: tuple[Any, ...]) -> Iterator[torch.Tensor]:

@@ -22,7 +22,7 @@ from shoal.graph.fx_nodes import args_of, held_bytes
 from shoal.graph.joint import Joint
 from shoal.graph.symbolic_sizes import usual
 from shoal.kernels import batch_norm, cudnn_batch_norm, group_norm, layer_norm
-from shoal.kernels.memory_format import channels_last_format, suggested_memory_format
+from shoal.kernels.memory_format import are_channels_last, suggested_memory_format
 from shoal.kernels.pieces import WORTH_PIECES_BYTES
 from shoal.lowlevel.cuda_calls import cudnn_reserve_bytes, is_left_to_cudnn
 
@@ -120,7 +120,7 @@ def _repeats_bits_of_batch_norm(operands: list[fx.Node]) -> bool:
         return False
     channels_last = not value.is_contiguous()
     if channels_last:
-        if value.dim() == 3 or not value.is_contiguous(memory_format=channels_last_format(value.dim())):
+        if not are_channels_last(value):
             return False
     elif held_bytes(value) < WORTH_PIECES_BYTES:
         return False

@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from shoal.kernels.invertible_norm.inverted_batch_norm import kept_from_zero
+from shoal.kernels.invertible_norm.inverted_norms import kept_from_zero
 from shoal.kernels.invertible_norm.inverted_op import InvertedVectors, gradients_into
 from shoal.kernels.norm.norm_operands import Activation, NormAffine
 from shoal.kernels.norm.norm_sweeps import apply_exactly

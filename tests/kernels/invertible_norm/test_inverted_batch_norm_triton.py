@@ -11,14 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.kernels.invertible_norm import inverted_norm
-from shoal.kernels.invertible_norm.inverted_batch_norm import (
-    backward_,
-    forward_,
-    kept_from_zero,
-    reconstruction_error,
-    run,
-)
+from shoal.kernels.invertible_norm.inverted_norms import BATCH_NORM, kept_from_zero, reconstruction_error, run
 from shoal.kernels.invertible_norm.inverted_op import InvertedVectors, gradients_into
 from shoal.kernels.norm.norm_operands import Activation, NormAffine
 from shoal.kernels.norm.norm_sweeps import REFERENCE, apply_exactly, sweeps
@@ -161,7 +154,9 @@ def test_a_layer_s_gradients_are_off_by_no_more_than_plain_float32_s_and_what_th
         return [y.detach(), *gradients, layer.running_mean, layer.running_var]  # type: ignore[list-item]
 
     exact, theirs, ours = step(plain, wide, x.double()), step(plain, layer, x), step(run, layer, x)
-    inexact = reconstruction_error(layer.weight, layer.bias, layer.eps, activation, slope, torch.float32)
+    inexact = reconstruction_error(
+        kept_from_zero(layer.weight.double(), layer.eps), layer.bias, activation, torch.float32
+    )
     # What each channel's gradients can be off where each normalised input is off by that.
     summed = weights.abs().double().sum(dims)
     gamma_invstd = kept_from_zero(wide.weight.detach(), layer.eps).abs() / x.double().std(dims, correction=0)
@@ -241,11 +236,11 @@ def test_only_the_result_and_vectors_are_saved(device: str, layout: str, overwri
 def test_over_their_operands_they_allocate_vectors_alone(layout: str, activation: str, slope: float) -> None:
     x, grad = drawn((8, 16, 12, 12), layout, 0, "cpu"), drawn((8, 16, 12, 12), layout, 1, "cpu")
     arguments, options = (torch.ones(16), torch.zeros(16)), (1e-5, activation, slope)
-    (y, _, variance), changes = allocations.record(lambda: forward_(x, *arguments, None, None, *options))
+    (y, _, variance), changes = allocations.record(lambda: BATCH_NORM.forward_(x, *arguments, None, None, *options))
     assert y.data_ptr() == x.data_ptr()
     assert allocations.peak_bytes(changes) <= x.nbytes // 16
     deviation = torch.rsqrt(variance + 1e-5)
-    found, changes = allocations.record(lambda: backward_(grad, y, *arguments, deviation, False, *options))
+    found, changes = allocations.record(lambda: BATCH_NORM.backward_(grad, y, *arguments, deviation, False, *options))
     assert found[0].data_ptr() == grad.data_ptr()
     assert allocations.peak_bytes(changes) <= x.nbytes // 16
 
@@ -334,7 +329,7 @@ def test_norms_of_samples_are_as_exact_as_plain_float32(
     def step(dtype: torch.dtype | None) -> list[torch.Tensor]:
         own = copy.deepcopy(norm).to(dtype or torch.float32)
         leaf = x.detach().to(dtype or torch.float32).requires_grad_()
-        y = inverted_norm.run(own, leaf, activation, slope) if dtype is None else activate(own(leaf), activation, slope)
+        y = run(own, leaf, activation, slope) if dtype is None else activate(own(leaf), activation, slope)
         return [y.detach(), *torch.autograd.grad(y, [leaf, *own.parameters()], grad.to(y.dtype))]
 
     names = ["y", "x", "weight", "bias"]

@@ -80,10 +80,7 @@ def dense_block(
 def _layers(
     parameters: Sequence[Tensor], eps: Sequence[float], relu: Sequence[bool], steps: int
 ) -> list[list[DenseLayer]]:
-    flat = [
-        DenseLayer(parameters[3 * at], parameters[3 * at + 1], parameters[3 * at + 2], eps[at], relu[at])
-        for at in range(len(eps))
-    ]
+    flat = list(map(DenseLayer, parameters[::3], parameters[1::3], parameters[2::3], eps, relu))
     return [flat[at : at + steps] for at in range(0, len(flat), steps)]
 
 
@@ -98,26 +95,32 @@ def _empty(like: Tensor, channels: int) -> Tensor:
     return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=memory_format_of(like))
 
 
+def _of(measured: Sequence[Tensor], channels: slice) -> tuple[Tensor, Tensor, Tensor]:
+    """Some channels of a tensor, and of its mean and variance."""
+    x, mean, variance = measured
+    return x[:, channels], mean[channels], variance[channels]
+
+
 def _forward(x: Tensor, mean: Tensor | None, variance: Tensor | None, *described: Any) -> list[Tensor]:
     """`described`: what `_layers` reads."""
     layers, have = _layers(*described), x.shape[1]
     channels = have + sum(layer[-1].weight.shape[0] for layer in layers)
-    features = _empty(x, channels)
-    features[:, :have] = x
     if mean is None or variance is None:
         mean, variance = measure(x)
-    means, variances = mean.new_empty(channels), variance.new_empty(channels)
-    means[:have], variances[:have] = mean, variance
+    whole = [_empty(x, channels), mean.new_empty(channels), variance.new_empty(channels)]
+    for room, given in zip(_of(whole, slice(have)), (x, mean, variance), strict=True):
+        room.copy_(given)
+    _, means, variances = whole
     inner: list[Tensor] = []
     for layer in layers:
-        read, mean_read, variance_read = features[:, :have], means[:have], variances[:have]
+        read = _of(whole, slice(have))
         for step in layer[:-1]:
-            read, mean_read, variance_read = _step(read, mean_read, variance_read, step)
-            inner += [read, mean_read, variance_read]
+            read = _step(*read, step)
+            inner += read
         made = slice(have, have + layer[-1].weight.shape[0])
-        _, means[made], variances[made] = _step(read, mean_read, variance_read, layer[-1], features[:, made])
+        _, means[made], variances[made] = _step(*read, layer[-1], whole[0][:, made])
         have = made.stop
-    return [features, means, variances, *inner]
+    return [*whole, *inner]
 
 
 def _step(
@@ -135,70 +138,48 @@ def _layer(step: DenseLayer, mean: Tensor, variance: Tensor) -> NormConv:
 
 def _forward_fake(x: Tensor, mean: Tensor | None, variance: Any, *described: Any) -> list[Tensor]:
     layers = _layers(*described)
-    channels = x.shape[1] + sum(layer[-1].weight.shape[0] for layer in layers)
+    widths = [step.weight.shape[0] for layer in layers for step in layer[:-1]]
     kind = wide(x.dtype) if mean is None else mean.dtype
-    found = [_empty(x, channels), *(x.new_empty(channels, dtype=kind) for _ in range(2))]
-    for layer in layers:
-        for step in layer[:-1]:
-            width = step.weight.shape[0]
-            found += [_empty(x, width), *(x.new_empty(width, dtype=kind) for _ in range(2))]
+    found: list[Tensor] = []
+    for channels in (x.shape[1] + sum(layer[-1].weight.shape[0] for layer in layers), *widths):
+        found += [_empty(x, channels), *(x.new_empty(channels, dtype=kind) for _ in range(2))]
     return found
 
 
-def _backward(
-    grad: Tensor | None,
-    of_means: Tensor | None,
-    of_variances: Tensor | None,
-    features: Tensor,
-    means: Tensor,
-    variances: Tensor,
-    inner: list[Tensor],
-    *described: Any,
-) -> list[Tensor]:
+def _backward(grad: Tensor | None, of_means: Tensor | None, of_variances: Tensor | None, *saved: Any) -> list[Tensor]:
     """Gradients of x, of mean and variance unless they were `measured` here, and of the parameters in their order."""
-    parameters, _, _, steps, measured = described
-    layers, have = _layers(*described[:-1]), features.shape[1]
-    sums = _empty(features, have)
-    if grad is None:
-        sums.zero_()
-    else:
-        sums.copy_(grad)
-    of_means = torch.zeros_like(means) if of_means is None else of_means.clone()
-    of_variances = torch.zeros_like(variances) if of_variances is None else of_variances.clone()
-    of_parameters: list[list[Tensor]] = []
+    *whole, inner, parameters, eps, relu, steps, measured = saved
+    layers, have = _layers(parameters, eps, relu, steps), whole[0].shape[1]
+    sums = [_empty(whole[0], have), *map(torch.empty_like, whole[1:])]
+    for total, given in zip(sums, (grad, of_means, of_variances), strict=True):
+        total.zero_() if given is None else total.copy_(given)
+    between: list[Any] = [inner[at : at + 3] for at in range(0, len(inner), 3)]
+    grads: list[Tensor] = []
     for number in reversed(range(len(layers))):
         layer = layers[number]
         made = slice(have - layer[-1].weight.shape[0], have)
         have = made.start
-        written = [
-            tuple(inner[at : at + 3]) for at in range(3 * (steps - 1) * number, 3 * (steps - 1) * (number + 1), 3)
-        ]
-        read = [(features[:, :have], means[:have], variances[:have]), *written]
-        y, mean_y = features[:, made], means[made]
-        of_y, of_mean, of_variance = sums[:, made], of_means[made], of_variances[made]
+        read = [_of(whole, slice(have)), *between[number * (steps - 1) : (number + 1) * (steps - 1)]]
+        y, mean_y, _ = _of(whole, made)
+        of_y, of_mean, of_variance = _of(sums, made)
         for place in reversed(range(steps)):
-            x, mean, variance = read[place]
-            step = layer[place]
-            into = None if place else sums[:, :have]
-            known, needs = MeasuredNorm(y, mean_y, of_mean, of_variance), (True, True, True, False)
-            of_x, of_read_mean, of_scale, of_beta, of_weight, _ = convolve_backward(
-                of_y, known, x, _layer(step, mean, variance), needs, into
+            (x, mean, variance), step = read[place], layer[place]
+            known, into = MeasuredNorm(y, mean_y, of_mean, of_variance), None if place else sums[0][:, :have]
+            found: Any = convolve_backward(
+                of_y, known, x, _layer(step, mean, variance), (True, True, True, False), into
             )
-            assert of_x is not None and of_read_mean is not None and of_scale is not None
-            assert of_beta is not None and of_weight is not None
-            of_read_variance, of_gamma = batch_norm_scale_backward(
-                of_scale, variance, step.gamma, step.eps, [True, True]
-            )
-            of_parameters.append([of_gamma, of_beta, of_weight])
-            of_y, of_mean, of_variance, y, mean_y = of_x, of_read_mean, of_read_variance, x, mean
-        of_means[:have] += of_mean
-        of_variances[:have] += of_variance
-    x, of_x = features[:, :have], sums[:, :have]
-    mean, of_mean, of_variance = (vectors[:have] for vectors in (means, of_means, of_variances))
-    of_x = whole_gradient(of_x, MeasuredNorm(x, mean, of_mean, of_variance)) if measured else of_x
-    grads = [tensor for triple in reversed(of_parameters) for tensor in triple]
+            of_y, of_mean, of_scale, of_beta, of_weight, _ = found
+            of_variance, of_gamma = batch_norm_scale_backward(of_scale, variance, step.gamma, step.eps, [True, True])
+            grads[:0] = of_gamma, of_beta, of_weight
+            y, mean_y = x, mean
+        for total, of_read in zip(_of(sums, slice(have))[1:], (of_mean, of_variance), strict=True):
+            total += of_read
+    of_x, of_mean, of_variance = _of(sums, slice(have))
+    if measured:
+        x, mean, _ = _of(whole, slice(have))
+        of_x = whole_gradient(of_x, MeasuredNorm(x, mean, of_mean, of_variance))
     return [
-        _empty(features, have).copy_(of_x),
+        _empty(whole[0], have).copy_(of_x),
         *(() if measured else (of_mean.clone(), of_variance.clone())),
         *(
             dense_in_format(of.to(to.dtype), suggested_memory_format(to))

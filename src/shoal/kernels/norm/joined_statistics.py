@@ -44,14 +44,6 @@ def _joined_norm_gradients(
     return inverse * of_weight / -count, total / -count, of_weight.to(like.dtype), total.to(like.dtype)
 
 
-def _joined_norm_gradients_fake(
-    of_scale: Any, of_shift: Any, variance: Tensor, weight: Tensor | None, *_: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    like = variance if weight is None else weight
-    slope, constant = torch.empty_like(variance), torch.empty_like(variance)
-    return slope, constant, torch.empty_like(like), torch.empty_like(like)
-
-
 def sliced_norm(x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor, activation: str) -> Tensor:
     """(x - mean) * scale + shift, (n, C, ...), with vectors of (C,), and an activation: see `ACTIVATIONS`.
 
@@ -59,15 +51,16 @@ def sliced_norm(x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor, activatio
     >>> sliced_norm(torch.tensor([[[1.0, 5.0]]]), 3 * one, 2 * one, one, "relu")
     tensor([[[0., 5.]]])
     """
-    out = _norm_fake(x)
-    sweeps(x, out).apply(x, NormAffine(mean, scale, shift), None, _activation_of(activation), out)
-    return out
+    return sliced_norm_(x, mean, scale, shift, activation, out=_norm_fake(x))
 
 
-def sliced_norm_(x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor, activation: str) -> Tensor:
-    """`sliced_norm` that writes over `x`; the same bits."""
-    sweeps(x).apply(x, NormAffine(mean, scale, shift), None, _activation_of(activation), x)
-    return x
+def sliced_norm_(
+    x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor, activation: str, out: Tensor | None = None
+) -> Tensor:
+    """`sliced_norm` that writes over `x`, or into `out`; the same bits."""
+    into = x if out is None else out
+    sweeps(x, into).apply(x, NormAffine(mean, scale, shift), None, _activation_of(activation), into)
+    return into
 
 
 ACTIVATIONS = ("relu", "elu", "leaky_relu")
@@ -79,13 +72,13 @@ def _activation_of(text: str) -> Activation:
     return Activation(name, *map(float, numbers))
 
 
-def _sums(
-    grad: Tensor, x: Tensor, mean: Tensor, scale: Tensor, shift: Tensor, activation: str
-) -> tuple[Tensor, Tensor]:
+def _sums(grad: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     """Of grad * (x - mean) and of grad, as an activation after the norm lets it through: (C,)."""
-    read = NormRead(x, NormAffine(mean, scale, shift), _activation_of(activation))
-    of_scale, of_shift = sweeps(grad, x).reduce(grad, read)
-    return of_scale.to(scale.dtype, copy=True), of_shift.to(scale.dtype, copy=True)  # they may be views
+    *vectors, activation = rest
+    affine = NormAffine(*vectors)
+    of_scale, of_shift = sweeps(grad, x).reduce(grad, NormRead(x, affine, _activation_of(activation)))
+    kind = affine.scale.dtype
+    return of_scale.to(kind, copy=True), of_shift.to(kind, copy=True)  # they may be views
 
 
 def _sums_fake(grad: Any, x: Any, mean: Any, scale: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -104,38 +97,23 @@ def sliced_norm_gradient(grad: Tensor, x: Tensor, *rest: Any) -> Tensor:
     >>> sliced_norm_gradient(torch.ones(1, 1, 2), x, zero, 2 * one, zero, one, 10 * one, "relu")
     tensor([[[28., 18.]]])
     """
-    out = _gradient_fake(grad, x)
-    _gradient_into(out, grad, x, *rest)
-    return out
+    return sliced_norm_gradient_(grad, x, *rest, out=_gradient_fake(grad, x))
 
 
-def sliced_norm_gradient_(
-    grad: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    scale: Tensor,
-    shift: Tensor,
-    slope: Tensor,
-    constant: Tensor,
-    activation: str,
-) -> Tensor:
+def sliced_norm_gradient_(grad: Tensor, x: Tensor, *rest: Any, out: Tensor | None = None) -> Tensor:
     """The gradient of one slice of what batch norm normalised, all slices together; written over `grad`.
 
     Args:
         grad: of what `sliced_norm` returned, in the layout of `x`.
         x: the slice, (n, C, ...).
-        mean, scale, shift: (C,).
-        slope, constant: (C,), by how much the gradient moves before it is scaled: see `NormMoves`.
-        activation: as of `sliced_norm`.
+        rest: mean, scale and shift, (C,); slope and constant, (C,), by how much the gradient moves before it is scaled:
+            see `NormMoves`; and the activation, as of `sliced_norm`.
+        out: where it is written instead.
     """
-    _gradient_into(grad, grad, x, mean, scale, shift, slope, constant, activation)
-    return grad
-
-
-def _gradient_into(out: Tensor, grad: Tensor, x: Tensor, *rest: Any) -> None:
-    mean, scale, shift, slope, constant, activation = rest
-    read = NormRead(x, NormAffine(mean, scale, shift), _activation_of(activation))
-    sweeps(grad, x, out).apply_backward(grad, read, NormMoves(slope, constant), out)
+    *affine, slope, constant, activation = rest
+    read, into = NormRead(x, NormAffine(*affine), _activation_of(activation)), grad if out is None else out
+    sweeps(grad, x, into).apply_backward(grad, read, NormMoves(slope, constant), into)
+    return into
 
 
 def _gradient_fake(grad: Tensor, x: Tensor, *_: Any) -> Tensor:
@@ -150,7 +128,7 @@ register_op(
 register_op(
     "joined_norm_gradients(Tensor[] of_scale, Tensor[] of_shift, Tensor variance, Tensor? weight, float eps,"
     " SymInt count) -> (Tensor, Tensor, Tensor, Tensor)",
-    *(_joined_norm_gradients, _joined_norm_gradients_fake),
+    *(_joined_norm_gradients, _joined_norm_gradients),  # in shapes, too
 )
 register_op(f"sliced_norm(Tensor x, {_VECTORS}, str activation) -> Tensor", sliced_norm, _norm_fake)
 register_op(

@@ -12,6 +12,7 @@ side, and the gradient of a weight, a sum over all pixels, is off by more the mo
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from itertools import accumulate
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import Tensor
 from shoal.kernels.memory_format import dense_in_format, in_format, memory_format_of
 from shoal.kernels.norm.norm_operands import IDENTITY, RELU, NormAffine, NormRead, NormSums, OwnVariance
 from shoal.kernels.norm.norm_sweeps import sweeps
-from shoal.lowlevel.direct_call import register_op
+from shoal.lowlevel.direct_call import in_places, register_op
 
 
 def norm_act(
@@ -56,8 +57,8 @@ def norm_act(
     return result
 
 
-def own_variance(variance: Tensor | None, eps: float) -> OwnVariance | None:
-    """The optional arguments of an op as one."""
+def own_variance(variance: Tensor | None = None, eps: float = 0.0) -> OwnVariance | None:
+    """The optional arguments of an op as one; a call may leave them out."""
     return None if variance is None else OwnVariance(variance, eps)
 
 
@@ -101,21 +102,12 @@ def parted(grad: Tensor, xs: Sequence[Tensor]) -> list[Tensor]:
     if len(xs) == 1:
         return [dense_in_format(grad.to(xs[0].dtype), memory_format_of(xs[0]))]
     parts = grad.split([x.shape[1] for x in xs], 1)
-    return [
-        torch.empty_like(x, memory_format=memory_format_of(x)).copy_(part) for part, x in zip(parts, xs, strict=True)
-    ]
+    return [room.copy_(part) for room, part in zip(parted_fake(xs), parts, strict=True)]
 
 
 def parted_fake(xs: Sequence[Tensor]) -> list[Tensor]:
     """What `parted` returns, in shapes."""
     return [torch.empty_like(x, memory_format=memory_format_of(x)) for x in xs]
-
-
-def _kind(xs: Sequence[Tensor], residual: Tensor | None) -> torch.dtype:
-    kind = xs[0].dtype
-    for x in [*xs[1:], *([] if residual is None else [residual])]:
-        kind = torch.promote_types(kind, x.dtype)
-    return kind
 
 
 def _forward(
@@ -140,7 +132,8 @@ def _runs(xs: Sequence[Tensor]) -> list[slice]:
 
 def _empty(xs: Sequence[Tensor], residual: Tensor | None) -> Tensor:
     shape = [xs[0].shape[0], sum(x.shape[1] for x in xs), *xs[0].shape[2:]]
-    kind, device = _kind(xs, residual), xs[0].device
+    kinds = [x.dtype for x in (*xs, residual) if x is not None]
+    kind, device = reduce(torch.promote_types, kinds), xs[0].device
     return torch.empty(shape, dtype=kind, device=device, memory_format=memory_format_of(xs[0]))
 
 
@@ -157,14 +150,12 @@ def _backward(
     z: Tensor | None,
     relu: bool,
     needs: Sequence[bool],
-    variance: Tensor | None = None,
-    eps: float = 0.0,
-    *,
+    *own: Any,
     overwrite: bool = False,
 ) -> list[Tensor]:
     """`needs`: of xs, of the vectors, of the residual after a ReLU, which comes first."""
-    affine, own = NormAffine(mean, scale, shift), own_variance(variance, eps)
-    of_xs, of_vectors, masked = _gradients(grad, xs, affine, z, relu, needs, overwrite=overwrite, own=own)
+    affine, whole = NormAffine(mean, scale, shift), own_variance(*own)
+    of_xs, of_vectors, masked = _gradients(grad, xs, affine, z, relu, needs, overwrite=overwrite, own=whole)
     return [*([] if masked is None else [masked]), *of_xs, *(of_vectors or ())]
 
 
@@ -223,30 +214,24 @@ def _backward_fake(grad: Tensor, xs: list[Tensor], *rest: Any) -> list[Tensor]:
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    xs, mean, scale, shift, residual, relu, *rest = inputs
-    keeps = relu and residual is not None
+    xs, mean, scale, shift, residual, relu, *own = inputs
     ctx.relu, ctx.n, ctx.residual_kind = relu, len(xs), None if residual is None else residual.dtype
-    ctx.keeps, own = keeps, own_variance(*rest) if rest else None
-    ctx.eps = None if own is None else own.eps
-    ctx.save_for_backward(*xs, mean, scale, shift, *([output] if keeps else []), *([] if own is None else own[:1]))
+    z = output if relu and residual is not None else None
+    variance, ctx.eps = own_variance(*own) or (None, 0.0)
+    ctx.save_for_backward(*xs, mean, scale, shift, z, variance)
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    n = ctx.n
-    saved = ctx.saved_tensors
-    xs, (mean, scale, shift), z = list(saved[:n]), saved[n : n + 3], (saved[n + 3] if ctx.keeps else None)
-    own = () if ctx.eps is None else (saved[-1], ctx.eps)
-    of_xs, *of_vectors = ctx.needs_input_grad[:4]
-    of_residual = ctx.needs_input_grad[4]
+    *xs, mean, scale, shift, z, variance = ctx.saved_tensors
+    of_xs, *of_vectors, of_residual = ctx.needs_input_grad[:5]
     needs = [any(of_xs), any(of_vectors), bool(of_residual and ctx.relu)]
     found: list[Tensor] = []
     if any(needs):
-        found = _norm_act_backward(grad, xs, mean, scale, shift, z, ctx.relu, needs, *own)
-    taken = iter(found)
-    residual = (next(taken) if ctx.relu else grad).to(ctx.residual_kind) if of_residual else None
-    grads = [next(taken) for _ in xs] if needs[0] else [None] * n
-    vectors = [next(taken) for _ in range(3)] if needs[1] else [None] * 3
-    return grads, *vectors, residual, *[None] * (len(ctx.needs_input_grad) - 5)  # as many as the call had
+        found = _norm_act_backward(grad, xs, mean, scale, shift, z, ctx.relu, needs, variance, ctx.eps)
+    masked, *grads = in_places(found, [needs[2], *[needs[0]] * ctx.n, *[needs[1]] * 3])
+    residual = (masked if ctx.relu else grad).to(ctx.residual_kind) if of_residual else None
+    # As many as the call had.
+    return grads[: ctx.n], *grads[ctx.n :], residual, *[None] * (len(ctx.needs_input_grad) - 5)
 
 
 _norm_act = register_op(

@@ -25,7 +25,7 @@ from shoal.kernels.norm.norm_conv_native import ConvWindow, NormConv, weight_gra
 from shoal.kernels.norm.norm_operands import affine_of, by_channel, wide
 from shoal.kernels.norm.norm_rows import native_row_stride
 from shoal.kernels.norm.statistics import MeasuredNorm, detached_statistics, is_narrow, measure, whole_gradient
-from shoal.lowlevel.direct_call import register_op
+from shoal.lowlevel.direct_call import in_places, register_op
 from shoal.lowlevel.dispatch import DispatchedOp, Implementation, choose, register
 
 _aten = torch.ops.aten
@@ -241,30 +241,21 @@ def _backward_fake(*operands: Any) -> list[Tensor]:
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     xs, mean, scale, shift, relu, weight, _, *window, statistics = inputs[:12]
     ctx.n, ctx.relu, ctx.window = len(xs), relu, window
-    ctx.normalises, ctx.statistics = mean is not None, statistics
-    vectors = [mean, scale, shift] if ctx.normalises else []
-    own = own_variance(*inputs[12:]) if len(inputs) > 12 else None
-    ctx.eps = None if own is None else own.eps
-    own_vectors = [] if own is None else [own.variance]
-    ctx.save_for_backward(*xs, weight, *vectors, *(output[:2] if statistics else ()), *own_vectors)
+    variance, ctx.eps = own_variance(*inputs[12:]) or (None, 0.0)
+    ctx.save_for_backward(*xs, weight, mean, scale, shift, *(output[:2] if statistics else (None, None)), variance)
 
 
 def _differentiate(ctx: Any, grad: Tensor, of_mean: Tensor, of_variance: Tensor) -> tuple[Any, ...]:
-    saved = list(ctx.saved_tensors)
-    own = () if ctx.eps is None else (None, None, saved.pop(), ctx.eps)
-    xs, weight, rest = saved[: ctx.n], saved[ctx.n], saved[ctx.n + 1 :]
-    vectors = [rest.pop(0) for _ in range(3)] if ctx.normalises else [None] * 3
-    y, mean_y = rest if ctx.statistics else (None, None)
+    *xs, weight, mean, scale, shift, y, mean_y, variance = ctx.saved_tensors
     of_xs, *of_vectors = ctx.needs_input_grad[:4]
     of_weight, of_bias = ctx.needs_input_grad[5:7]
     needs = [any(of_xs), any(of_vectors), of_weight, of_bias]
-    of_statistics = (of_mean, of_variance) if ctx.statistics else (None, None)
-    operands = grad, *of_statistics, xs, y, mean_y, *vectors, ctx.relu, weight, *ctx.window, needs, *own
-    taken = iter(_norm_conv_backward(*operands))
-    grads = [next(taken) for _ in xs] if needs[0] else [None] * ctx.n
-    vector_grads = [next(taken) for _ in range(3)] if needs[1] else [None] * 3
-    weight_grad, bias_grad = (next(taken) if wanted else None for wanted in (of_weight, of_bias))
-    return grads, *vector_grads, None, weight_grad, bias_grad, *[None] * (len(ctx.needs_input_grad) - 7)
+    of_statistics = (None, None) if y is None else (of_mean, of_variance)
+    operands = grad, *of_statistics, xs, y, mean_y, mean, scale, shift, ctx.relu, weight, *ctx.window, needs
+    found = _norm_conv_backward(*operands, None, None, variance, ctx.eps)
+    grads = in_places(found, [*[needs[0]] * ctx.n, *[needs[1]] * 3, of_weight, of_bias])
+    of_affine, of_layer = grads[ctx.n : -2], grads[-2:]
+    return grads[: ctx.n], *of_affine, None, *of_layer, *[None] * (len(ctx.needs_input_grad) - 7)
 
 
 _norm_conv = register_op(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.errors import InputError
 from shoal.kernels.memory_format import row_stride, run_stride
 from shoal.lowlevel.native import bytes_needed, run_native
 
@@ -54,6 +55,23 @@ def leading_strides(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[in
         of_images = 0
     fits = channels * pixels <= of_images and channels * pixels < _MAX_SPAN_ELEMS
     return (of_pixels if of_pixels and of_pixels < _MAX_LEADING_STRIDE else None), of_images if fits else None
+
+
+def strides_of(x: Tensor, *others: Tensor | None) -> tuple[bool, list[int]]:
+    """Whether tensors of one shape are channels_last, else contiguous, and of each its `leading_strides` so; 0 of None.
+
+    Raises:
+        InputError: they differ in shape or layout.
+    """
+    given = [x, *(other for other in others if other is not None)]
+    if any(other.shape != x.shape for other in given):
+        raise InputError(f"{[tuple(other.shape) for other in given]}; give tensors of one shape")
+    channels_last = is_channels_last(*given)
+    if channels_last is None:
+        raise InputError(f"strides {[t.stride() for t in given]}; give tensors all channels_last or all contiguous")
+    return channels_last, [
+        0 if t is None else leading_strides(t.shape, t.stride())[not channels_last] or 0 for t in (x, *others)
+    ]
 
 
 def in_rows(x: Tensor) -> Tensor:

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.errors import InputError
 from shoal.kernels.norm.norm_operands import IDENTITY, Activation, NormAffine, NormMoves, NormRead, NormSums
-from shoal.kernels.norm.norm_rows import is_channels_last, leading_strides, run_in_workspace, vector
+from shoal.kernels.norm.norm_rows import is_channels_last, run_in_workspace, strides_of, vector
 from shoal.lowlevel.dispatch import level_number
 from shoal.lowlevel.native import fields, levels, run_native
 
@@ -87,19 +86,14 @@ def _call(
     """A pass over tensors, the first of which is there, with their vectors, which live as long as it."""
     given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     x = next(iter(given.values()))
-    if any(tensor.shape != x.shape for tensor in given.values()):
-        raise InputError(f"{[tuple(tensor.shape) for tensor in given.values()]}; give tensors of one shape")
-    strides = [leading_strides(tensor.shape, tensor.stride()) for tensor in given.values()]
-    channels_last = None not in (pixels for pixels, _ in strides)
-    if not channels_last and None in (images for _, images in strides):
-        raise InputError(f"strides {[t.stride() for t in given.values()]}; give all channels_last or all contiguous")
+    channels_last, strides = strides_of(*given.values())
     images, channels = x.shape[:2]
     call = _NormPass(images, channels, x.numel() // (images * channels), channels_last)
     call.activation, call.alpha = _ACTIVATIONS.index(activation.name), activation.slope
     call.threads, call.level = torch.get_num_threads(), level_number()
-    for (name, tensor), of_layouts in zip(given.items(), strides, strict=True):
+    for (name, tensor), stride in zip(given.items(), strides, strict=True):
         setattr(call, name, tensor.data_ptr())
-        setattr(call, f"ld_{name}", of_layouts[not channels_last])
+        setattr(call, f"ld_{name}", stride)
     for name, values in vectors.items():
         setattr(call, name, values.data_ptr())
     call.kept = vectors

@@ -7,16 +7,16 @@ with TRITON_INTERPRET=1 on the CPU, in Triton's interpreter: slow, for tests.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
 from functools import cache
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from shoal.errors import InputError
 from shoal.kernels.norm.norm_operands import IDENTITY, Activation, NormAffine, NormMoves, NormRead, NormSums
-from shoal.kernels.norm.norm_rows import is_channels_last, leading_strides, vector
+from shoal.kernels.norm.norm_rows import is_channels_last, strides_of, vector
 from shoal.lowlevel.cuda_calls import multiprocessors
 from shoal.lowlevel.torch_state import on_device
 from shoal.lowlevel.triton_launch import Launch, Launches, TritonKernels
@@ -49,12 +49,13 @@ class NormSweepsTriton:
         mean, variance = (x.new_empty(channels, dtype=torch.float32) for _ in range(2))
 
         def measured() -> Launch:
-            grid, (at,) = _grid_of(x)
+            grid = _grid_of(x)
+            (at,) = grid.strides
             rest = (*grid.extent, *grid.shares, *grid.tile)
             return Launch(TRITON_KERNELS.found().moments, grid.by_part, lambda x, *found: (x, at, *found, *rest))
 
         def merged() -> Launch:
-            columns = min(_grid_of(x)[0].columns, 16)
+            columns = min(_grid_of(x).tile[2], 16)
             rest = parts, channels, min(_power(parts), 64), columns
             return Launch(TRITON_KERNELS.found().merge, (-(-channels // columns),), lambda *found: (*found, *rest))
 
@@ -82,8 +83,8 @@ class NormSweepsTriton:
         """
 
         def made() -> Launch:
-            grid, strides = _grid_of(x, residual, out)
-            rest = (*strides, *grid.extent, activation.slope, activation.name, rounded, *grid.tile)
+            grid = _grid_of(x, residual, out)
+            rest = (*grid.strides, *grid.extent, activation.slope, activation.name, rounded, *grid.tile)
             return Launch(TRITON_KERNELS.found().activate, grid.by_block, lambda *tensors: (*tensors, *rest))
 
         key = "apply", activation, factor is None, rounded, x.device, _form(x), _form(residual), _form(out)
@@ -122,8 +123,8 @@ class NormSweepsTriton:
         x, affine, activation, z, inverted = read
 
         def made() -> Launch:
-            grid, strides = _grid_of(x, grad, z, *written)
-            rest = (*strides, *grid.extent, *grid.shares, activation.slope, activation.name, inverted, *grid.tile)
+            grid = _grid_of(x, grad, z, *written)
+            rest = (*grid.strides, *grid.extent, *grid.shares, activation.slope, activation.name, inverted, *grid.tile)
             return Launch(TRITON_KERNELS.found().activate_backward, grid.by_part, lambda *given: (*given, *rest))
 
         with on_device(x.device):
@@ -135,7 +136,7 @@ class NormSweepsTriton:
         if found is None:
             if len(self._parts_of) >= _MAX_KNOWN:
                 self._parts_of.clear()
-            found = self._parts_of[key] = _grid_of(x, *others)[0].parts
+            found = self._parts_of[key] = _grid_of(x, *others).by_part[0]
         return found
 
 
@@ -149,63 +150,27 @@ def _key(grad: Tensor, read: NormRead, grad_x: Tensor | None, masked: Tensor | N
     return read.activation, read.inverted, grad.device, *forms
 
 
-@dataclass(frozen=True)
-class _Grid:
-    """How the programs share a tensor: by blocks of `rows` pixels, by runs of blocks (parts), and by `columns`."""
+class _Grid(NamedTuple):
+    """How the programs share a tensor: by blocks of pixels, by runs of blocks (parts), and by columns, channels.
 
-    channels_last: bool
-    images: int  # 1 where all pixels lie in one run
-    pixels: int  # of an image
-    channels: int
-    rows: int
-    columns: int
-    max_parts: int
+    Attributes:
+        by_block, by_part: programs, where each has a block, and where each has a part.
+        extent: pixels of an image, channels, blocks of an image; all pixels are one image where they lie in one run.
+        shares: blocks, and blocks of a part.
+        tile: whether the tensor is channels_last; rows and columns of a block.
+        strides: `ld` of each tensor as the kernels want it; 0 for None.
+    """
 
-    @property
-    def blocks_an_image(self) -> int:
-        return -(-self.pixels // self.rows)
-
-    @property
-    def blocks(self) -> int:
-        return self.images * self.blocks_an_image
-
-    @property
-    def blocks_a_part(self) -> int:
-        return -(-self.blocks // max(1, self.max_parts // -(-self.channels // self.columns)))
-
-    @property
-    def parts(self) -> int:
-        return -(-self.blocks // self.blocks_a_part)
-
-    @property
-    def by_block(self) -> tuple[int, int]:
-        return self.blocks, -(-self.channels // self.columns)
-
-    @property
-    def by_part(self) -> tuple[int, int]:
-        return self.parts, -(-self.channels // self.columns)
-
-    @property
-    def extent(self) -> tuple[int, int, int]:
-        return self.pixels, self.channels, self.blocks_an_image
-
-    @property
-    def shares(self) -> tuple[int, int]:
-        return self.blocks, self.blocks_a_part
-
-    @property
-    def tile(self) -> tuple[bool, int, int]:
-        return self.channels_last, self.rows, self.columns
+    by_block: tuple[int, int]
+    by_part: tuple[int, int]
+    extent: tuple[int, int, int]
+    shares: tuple[int, int]
+    tile: tuple[bool, int, int]
+    strides: list[int]
 
 
-def _grid_of(x: Tensor, *others: Tensor | None) -> tuple[_Grid, list[int]]:
-    """The grid, and `ld` of each tensor as the kernels want it; 0 for None."""
-    given = [other for other in others if other is not None]
-    if any(other.shape != x.shape for other in given):
-        raise InputError(f"{[tuple(other.shape) for other in given]} with x of {tuple(x.shape)}; give one shape")
-    channels_last = is_channels_last(x, *given)
-    if channels_last is None:
-        raise InputError(f"strides {[t.stride() for t in (x, *given)]}; give tensors all channels_last or contiguous")
+def _grid_of(x: Tensor, *others: Tensor | None) -> _Grid:
+    channels_last, strides = strides_of(x, *others)
     channels, pixels, images = x.shape[1], prod(x.shape[2:]), x.shape[0]
     if channels_last:
         images, pixels = 1, images * pixels
@@ -214,10 +179,12 @@ def _grid_of(x: Tensor, *others: Tensor | None) -> tuple[_Grid, list[int]]:
     else:
         rows = min(_power(pixels), 128)
         columns = min(_power(channels), _TILE_ELEMS // rows)
-    grid = _Grid(channels_last, images, pixels, channels, rows, columns, _max_parts(x.device))
-    return grid, [
-        0 if t is None else leading_strides(t.shape, t.stride())[not channels_last] or 0 for t in (x, *others)
-    ]
+    across, of_image = -(-channels // columns), -(-pixels // rows)
+    blocks = images * of_image
+    of_part = -(-blocks // max(1, _max_parts(x.device) // across))
+    extent, shares = (pixels, channels, of_image), (blocks, of_part)
+    by_part = -(-blocks // of_part), across
+    return _Grid((blocks, across), by_part, extent, shares, (channels_last, rows, columns), strides)
 
 
 def _power(number: int) -> int:

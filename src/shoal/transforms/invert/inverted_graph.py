@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from shoal.kernels.invertible_norm import inverted_batch_norm, inverted_norm
+from shoal.kernels.invertible_norm.inverted_norms import run
 from shoal.lowlevel.torch_state import has_hooks
 from shoal.transforms.stand_in import Left
 from shoal.transforms.writes import Writes
@@ -37,7 +37,7 @@ class Inverted:
         layer: module path.
         kind: its class, such as "InstanceNorm3d".
         was: the activation it had, such as "ReLU".
-        activation, slope: what it has now, as for `shoal.kernels.invertible_norm.inverted_batch_norm`.
+        activation, slope: what it has now, as for `shoal.kernels.invertible_norm.inverted_norms`.
     """
 
     layer: str
@@ -190,7 +190,6 @@ def inverted(x: torch.Tensor, layer: Any, producer: nn.Module | None, activation
     if isinstance(x, fx.Proxy):
         return x.tracer.create_proxy("call_function", inverted, (x, layer, producer, activation, slope), {})
     overwrite = producer is not None and not torch.compiler.is_compiling() and not has_hooks(producer)
-    run = inverted_batch_norm.run if isinstance(layer, _BatchNorm) else inverted_norm.run
     return run(layer, x, activation, slope, overwrite)
 
 

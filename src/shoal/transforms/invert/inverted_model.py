@@ -13,8 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from shoal.core import arguments
 from shoal.core.columns import aligned
 from shoal.errors import InputError, brief
-from shoal.kernels.invertible_norm import inverted_norm
-from shoal.kernels.invertible_norm.inverted_batch_norm import kept_from_zero, reconstruction_error
+from shoal.kernels.invertible_norm.inverted_norms import at_least, kept_from_zero, reconstruction_error
 from shoal.transforms.invert.inverted_graph import Inverted, inverted_graph, leaky_graph
 from shoal.transforms.live_graph import live_graph
 from shoal.transforms.stand_in import Left, StandIn
@@ -82,7 +81,7 @@ class InvertedModel(_Rewritten):
         """How far normalised inputs can be off when made again from activations of `dtype`, (C,) float64 by layer.
 
         An upper bound for inputs up to 4 standard deviations from their mean, as the parameters are now; see
-        `shoal.kernels.invertible_norm.inverted_batch_norm.reconstruction_error`.
+        `shoal.kernels.invertible_norm.inverted_norms.reconstruction_error`.
         """
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise InputError(f"dtype={brief(dtype)}: expected that of the activations, such as torch.bfloat16")
@@ -91,11 +90,11 @@ class InvertedModel(_Rewritten):
             layer: Any = self.source.get_submodule(site.layer)
             if layer.weight is None:
                 channels = layer.num_channels if isinstance(layer, nn.GroupNorm) else layer.num_features
-                error = inverted_norm.reconstruction_error(torch.ones(channels), layer.bias, site.activation, dtype)
-            elif isinstance(layer, _BatchNorm):
-                error = reconstruction_error(layer.weight, layer.bias, layer.eps, site.activation, site.slope, dtype)
+                scale = torch.ones(channels)
             else:
-                error = inverted_norm.reconstruction_error(layer.weight, layer.bias, site.activation, dtype)
+                weight = layer.weight.detach().double()
+                scale = kept_from_zero(weight, layer.eps) if isinstance(layer, _BatchNorm) else at_least(weight)
+            error = reconstruction_error(scale, layer.bias, site.activation, dtype)
             error = error if error.is_meta else error.cpu()
             errors[site.layer] = torch.maximum(error, errors[site.layer]) if site.layer in errors else error
         return errors

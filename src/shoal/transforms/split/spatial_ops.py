@@ -15,7 +15,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.modules.pooling import _AvgPoolNd, _MaxPoolNd
 
 from shoal.kernels.batch_norm_vectors import measures
-from shoal.kernels.invertible_norm.inverted_norm import inverted_norm_in
+from shoal.kernels.invertible_norm.inverted_norms import inverted_norm_in
 from shoal.transforms.invert.inverted_graph import inverted
 from shoal.transforms.split.sliding_window import SlidingWindow
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.kernels import batch_norm, group_norm
-from shoal.kernels.activated_norm import Norm, activated
+from shoal.kernels.norm.norm_operands import RELU, Activation
 from shoal.kernels.norm.norm_sweeps_triton import TRITON
+from shoal.kernels.norm_again import activated, normalise
 from shoal.lowlevel.dispatch import TABLE
 from tests.interpreter import not_interpreted, on_device, with_triton
 from tests.kernels_elsewhere import compiled_for, each_capability, there
@@ -32,8 +32,7 @@ def test_it_is_the_norm_and_then_the_activation(device: str, shape: tuple[int, .
     mean, invstd = (torch.rand(of_statistics, generator=draw).to(device) + 0.5 for _ in range(2))
     assert TRITON.applies(x)
     for vectors in [(weight, bias)] if groups else [(weight, bias), (None, None)]:
-        norm = group_norm if groups else batch_norm
-        z = norm.normalise(x, *vectors, mean, invstd)
+        z = normalise(x, *vectors, mean, invstd)
         expected = torch.nn.functional.leaky_relu(z, slope) if slope else z.relu()
         found = activated(x, *vectors, mean, invstd, slope, list(shape))
         torch.testing.assert_close(found, expected, rtol=2e-6, atol=2e-6, equal_nan=True)
@@ -48,7 +47,7 @@ def test_it_compiles_for_a_device_that_is_not_here(capability: int) -> None:
     with compiled_for(capability) as found:
         for dtype in (torch.float32, torch.bfloat16):
             x, vector = there(1, 64, 32, 32, 32, dtype=dtype), there(64)
-            by_triton(x, Norm(vector, vector, vector, vector), 0.01)
-            by_triton(x, Norm(None, None, vector, vector), 0.0)
+            by_triton(x, vector, vector, vector, vector, Activation("leaky_relu", 0.01))
+            by_triton(x, None, None, vector, vector, RELU)
     assert found.keys() == {"activate"}
     assert any("ld.global.v4" in ptx for ptx in found["activate"])  # 16 bytes at a time

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from shoal.kernels import activated_norm, pieces
-from shoal.kernels.activated_norm import activated, repeats_bits
+from shoal.kernels import norm_again, pieces
+from shoal.kernels.norm_again import activated
+from shoal.kernels.norm_again import activated_repeats_bits as repeats_bits
 
 CPU = torch.device("cpu")
 LARGE = (70, 47, 41)  # more than one piece a row
@@ -56,9 +57,9 @@ def test_no_second_tensor_of_its_size_is_made() -> None:
 def test_bits_that_do_not_repeat_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     pieces._repeats_bits.cache_clear()
     try:
-        tiles = activated_norm.tiles
+        tiles = norm_again.tiles
         off = lambda some, into, scale, shift: (some, into, scale * (1 + 1e-6), shift)  # noqa: E731
-        monkeypatch.setattr(activated_norm, "tiles", lambda *args: (off(*tile) for tile in tiles(*args)))
+        monkeypatch.setattr(norm_again, "tiles", lambda *args: (off(*tile) for tile in tiles(*args)))
         assert not repeats_bits(torch.float32, CPU, 5, False, 0.01, None)
     finally:
         pieces._repeats_bits.cache_clear()
