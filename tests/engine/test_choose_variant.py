@@ -69,6 +69,13 @@ def test_variants_that_have_graphs_of_their_own_are_traced_each_once(traces: lis
     assert traces == ["compiled", "priced"]
 
 
+def test_a_budget_that_is_refused_whatever_the_loop_holds_has_each_variant_traced_once(traces: list[str]) -> None:
+    model = shoal.compile(normalised(), budget=share_of_plain(normalised, 0.3), allow="recompute, fuse")
+    with pytest.raises(BudgetError):
+        step(model, *batches(1))
+    assert traces == ["compiled", "priced"]
+
+
 def test_where_its_own_variant_is_chosen_that_is_traced_once(
     traces: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,8 @@ from shoal.planners.keep_all import keep_all
 from tests.engine.search.made_up_variants import FUSED, Many, OnPatches, Refusing
 from tests.random_steps import HARDWARE, conv_bn_relu_chain
 
+NOTHING_LEARNT = {False: 0.0, True: 0.0}
+
 
 def kept_alone(nbytes: int, seconds: float = 1.0) -> StepGraph:
     """A step of which nothing can be recomputed: what it needs is plain."""
@@ -41,7 +43,7 @@ def test_what_is_expected_to_fit_comes_first_the_fastest_of_it_and_then_what_nee
     budget_bytes = needed_bytes(steps[3])
     for closely in (False, True):
         ways = [way(step).estimated(budget_bytes, closely=closely) for step in steps]
-        assert sorted(range(4), key=lambda n: ways[n].place(budget_bytes)) == [3, 1, 2, 0]
+        assert sorted(range(4), key=lambda n: ways[n].place(budget_bytes, NOTHING_LEARNT)) == [3, 1, 2, 0]
         assert all(one.expected_bytes <= needed_bytes(one.step) for one in ways)
 
 
@@ -49,7 +51,7 @@ def test_of_the_same_step_the_way_that_may_encode_comes_first() -> None:
     step = kept_alone(1000)
     for budget_bytes in (needed_bytes(step), needed_bytes(step) // 2):
         exact, encoded = (way(step, encoded=e).estimated(budget_bytes, closely=False) for e in (False, True))
-        assert encoded.place(budget_bytes) < exact.place(budget_bytes)
+        assert encoded.place(budget_bytes, NOTHING_LEARNT) < exact.place(budget_bytes, NOTHING_LEARNT)
 
 
 def test_where_a_single_op_is_over_the_budget_what_a_variant_about_needs_counts() -> None:

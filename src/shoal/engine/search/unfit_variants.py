@@ -8,7 +8,7 @@ estimated closely, or planned if it was already. What others show to be of no us
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Generic
 
@@ -54,10 +54,20 @@ class Way(Generic[Graph, Made]):
             self, expected_bytes=expected_bytes, found_bytes=least.found_bytes, is_close=closely or is_hopeless
         )
 
-    def place(self, budget_bytes: int) -> tuple[bool, float, bool]:
+    def at_least(self, lowest_shares: Mapping[bool, float]) -> float:
+        """What it is expected to need.
+
+        Args:
+            lowest_shares: what others need, or are expected to, as a share of `found_bytes`, at least; of those with
+                close estimates and of the others.
+        """
+        return max(self.expected_bytes, lowest_shares[self.is_close] * self.found_bytes)
+
+    def place(self, budget_bytes: int, lowest_shares: Mapping[bool, float]) -> tuple[bool, float, bool]:
         """For `min`: what is expected to fit, the fastest first, then what needs least."""
-        may_fit = self.expected_bytes <= budget_bytes
-        return not may_fit, self.step.plain_seconds if may_fit else self.expected_bytes, not self.encoded
+        needed_bytes = self.at_least(lowest_shares)
+        may_fit = needed_bytes <= budget_bytes
+        return not may_fit, self.step.plain_seconds if may_fit else needed_bytes, not self.encoded
 
 
 def plan_unfit(
@@ -76,21 +86,19 @@ def plan_unfit(
     """
     budget_bytes = state.budget_bytes
     planned: set[Variant] = set()
-    # What a variant needs, or is expected to, as a share of what a quick plan of it does: of those so far, the lowest,
-    # for estimates that are close and for those that are not.
     lowest_shares = {False: 0.0, True: 0.0}
     ways = _ways(state, is_encoded, for_the_minimum=for_the_minimum)
     waiting = [way.estimated(budget_bytes, closely=False) for way in ways]
     while waiting:
-        way = min(waiting, key=lambda way: way.place(budget_bytes))
+        way = min(waiting, key=lambda way: way.place(budget_bytes, lowest_shares))
         waiting.remove(way)
         variant = way.candidate.variant
         is_known = variant in planned or {(variant, way.encoded), (variant, True)} & state.refused.keys()
         if state.best is not None:
-            may_fit = state.fits(way.found_bytes if way.is_close else way.expected_bytes)
+            may_fit = (way.found_bytes if way.is_close else way.at_least(lowest_shares)) <= budget_bytes
         else:
             enough_bytes = _enough_bytes(state) if for_the_minimum else budget_bytes + 1
-            may_fit = max(way.expected_bytes, lowest_shares[way.is_close] * way.found_bytes) < enough_bytes
+            may_fit = way.at_least(lowest_shares) < enough_bytes
         if is_known or not may_fit or not state.may_gain(way.step.plain_seconds):
             continue
         if not way.is_close:

@@ -90,6 +90,7 @@ class Variants:
         self.own, self._means = gm, means
         self._pieces = PiecesOfAGraph(gm.graph, means)
         self._every_size: FusionSize | None = None
+        self._graphs: dict[Variant, fx.GraphModule] = {}  # one search asks for what another did
 
     @property
     def _source(self) -> LayeredGraph | None:
@@ -180,11 +181,16 @@ class Variants:
         yield from variants_up_to(fused, self.norm_elems)
 
     def graph(self, variant: Variant) -> fx.GraphModule:
-        """A graph with the calling convention of Dynamo's.
+        """A graph with the calling convention of Dynamo's; the same one when it is asked for again.
 
         Raises:
             Refused: the step does not have that variant.
         """
+        if variant not in self._graphs:
+            self._graphs[variant] = self._graph(variant)
+        return self._graphs[variant]
+
+    def _graph(self, variant: Variant) -> fx.GraphModule:
         own = with_inverted_norms(self.own) if variant.invert else self.own
         is_in_parts = variant.parts != WHOLE
         if not (variant.fuse or is_in_parts):
