@@ -35,12 +35,8 @@ class SetAside:
     def over_budget(
         self, name: str, steps: Sequence[Metered], measured_bytes: int, predicted_bytes: int, budget_bytes: int
     ) -> None:
-        """Set aside by how much the measured peak passed the predicted one, and say so."""
-        over_bytes = max(0, measured_bytes - predicted_bytes)
-        learnt = f"{format_bytes(over_bytes)} set aside" if over_bytes else "what this loop was seen to hold"
-        passed = exceeded(measured_bytes, predicted_bytes, budget_bytes)
-        log.warning("%s: %s; planning again with %s", name, passed, learnt)
-        self._add(steps, over_bytes)
+        """Set aside by how much the measured peak passed the predicted one: see `aside_when_over`."""
+        self._add(steps, aside_when_over(name, measured_bytes, predicted_bytes, budget_bytes))
 
     def out_of_memory(self, name: str, steps: Sequence[Metered], used_bytes: int, budget_bytes: int) -> None:
         """Set so much aside that the next step takes less: see `aside_when_out`."""
@@ -52,6 +48,15 @@ class SetAside:
         for step in steps:
             if step.basis is not None:
                 self._bytes[step.basis.fingerprint] = self.of(step.basis.fingerprint) + nbytes
+
+
+def aside_when_over(name: str, measured_bytes: int, predicted_bytes: int, budget_bytes: int) -> int:
+    """How many bytes to set aside when a measured peak was over the budget, and say so: those not predicted."""
+    over_bytes = max(0, measured_bytes - predicted_bytes)
+    learnt = f"{format_bytes(over_bytes)} set aside" if over_bytes else "what this loop was seen to hold"
+    passed = exceeded(measured_bytes, predicted_bytes, budget_bytes)
+    log.warning("%s: %s; planning again with %s", name, passed, learnt)
+    return over_bytes
 
 
 def aside_when_out(name: str, predicted_bytes: int, aside_bytes: int, used_bytes: int, budget_bytes: int) -> int:

@@ -42,6 +42,7 @@ from shoal.engine.iteration.variants import IterationVariants, first_variant, pl
 from shoal.engine.metering import Metering
 from shoal.engine.plan_kernels import check_kernels
 from shoal.engine.refusal_hints import with_reserve
+from shoal.engine.repair import aside_when_over
 from shoal.engine.search.without_effect import A_MODEL, SEVERAL_MODELS
 from shoal.engine.session import Session
 from shoal.errors import BudgetError, PlanError
@@ -443,16 +444,7 @@ class PlannedGraphs(GraphSequence):
                 self._said.add("given")
                 memory_warnings.given_plan_is_over(known.name, iteration.peak_bytes, budget_bytes)
             return
-        over_bytes = max(0, iteration.peak_bytes - known.predicted_bytes)
-        log.warning(
-            "%s: the measured peak of %s is over the budget of %s (predicted: %s); planning again with %s set aside",
-            known.name,
-            format_bytes(iteration.peak_bytes),
-            format_bytes(budget_bytes),
-            format_bytes(known.predicted_bytes),
-            format_bytes(over_bytes),
-        )
-        known.learnt_bytes += over_bytes
+        known.learnt_bytes += aside_when_over(known.name, iteration.peak_bytes, known.predicted_bytes, budget_bytes)
         known.planned = None
         known.to_meter = max(1, known.to_meter)
         status.repairs += 1
