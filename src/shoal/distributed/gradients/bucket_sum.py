@@ -1,7 +1,6 @@
 """The mean of one bucket of gradients over all ranks, on codes: what one rank computes between its exchanges.
 
-`ShardedMean`: each rank sums one shard and encodes the mean for all, so that all decode the same bytes.
-`LocalExactMean`: 8 bits for what arrives, 32 for the local part, the data parallelism of Dettmers 2016.
+Each rank sums one shard and encodes the mean for all, so that all decode the same bytes.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ class CodedBucket:
 
     Attributes:
         what: it is, for errors: "gradients of bucket 3".
-        shards: of each rank; of `LocalExactMean`, one for all.
+        shards: of each rank.
         codec: of the encoded segments.
         rank: of this process.
         ranks: how many.
@@ -169,49 +168,3 @@ class ShardedMean:
         for buffer in lent:
             self._buffers.give(buffer)
         lent.clear()
-
-
-class LocalExactMean:
-    """Every rank sends all of its encoded gradients to every other and adds its own as they are.
-
-    A rank takes its own gradients exactly and the others' rounded: ranks get different means, up to the codec's error.
-    """
-
-    def __init__(
-        self, bucket: CodedBucket, buffer: torch.Tensor, buffers: Buffers, _scatter: Exchange, gather: Exchange
-    ) -> None:
-        self._bucket = bucket
-        self._buffer = buffer
-        self._values = buffer.float()
-        self._buffers = buffers
-        self._segments = bucket.shards[0]
-        sizes = [message_bytes(self._segments, bucket.codec)] * bucket.ranks
-        self._messages = [buffers.take(size_bytes, buffer.device) for size_bytes in sizes]
-        self._gather = gather.expect(sizes, what=bucket.what, out=self._messages, device=buffer.device)
-
-    def encode(self) -> None:
-        bucket, message = self._bucket, self._messages[self._bucket.rank]
-        pack_gradients(bucket.feedback, self._values, self._segments, bucket.codec, message)
-        self._gather.send([message] * bucket.ranks)
-
-    def sum(self) -> None:
-        return
-
-    def decode(self) -> None:
-        bucket, values = self._bucket, self._values
-        self._gather.receive()
-        own = values.clone()
-        values.zero_()
-        # In the order of ranks, so that what is sent uncompressed has the same mean everywhere.
-        for r, message in enumerate(self._messages):
-            if r == bucket.rank:
-                values.add_(own)
-            else:
-                add(message, self._segments, bucket.codec, values)
-            self._buffers.give(message)
-        values.div_(bucket.ranks)
-        if values is not self._buffer:
-            self._buffer.copy_(values)
-
-
-Mean = ShardedMean | LocalExactMean

@@ -57,7 +57,6 @@ def route(name: str, ranks: int) -> Route:
 
     - "all_reduce": encode what others sum, all-to-all, decode and sum, encode the sum, all-gather, decode; in place of
       a ring.
-    - "all_gather": every rank gets every other's values encoded and sums them itself; in place of a ring all-reduce.
     - "reduce_scatter": encode what others sum, all-to-all, decode and sum; in place of a reduce-scatter.
 
     Raises:
@@ -69,11 +68,9 @@ def route(name: str, ranks: int) -> Route:
     others = (ranks - 1) / ranks
     if name == "all_reduce":
         return Route(2 * others, (others, others), 1.0, 1 + others)
-    if name == "all_gather":
-        return Route(2 * others, (ranks - 1.0,), 1.0, ranks - 1.0)
     if name == "reduce_scatter":
         return Route(others, (others,), others, others)
-    raise InputError(f"unknown route {name!r}: give one of all_reduce, all_gather, reduce_scatter")
+    raise InputError(f"unknown route {name!r}: give one of all_reduce, reduce_scatter")
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from shoal.distributed.comm.exchange import Exchange
 from shoal.distributed.comm.silent_ranks import lost_in
 from shoal.distributed.comm.traffic import Traffic, ring_all_reduce_bytes
 from shoal.distributed.gradients.bucket_segments import ParameterGrad, Segment, cut, in_chunks
-from shoal.distributed.gradients.bucket_sum import Buffers, CodedBucket, LocalExactMean, Mean, ShardedMean
+from shoal.distributed.gradients.bucket_sum import Buffers, CodedBucket, ShardedMean
 from shoal.distributed.gradients.choose_codec import Decision
 from shoal.distributed.gradients.error_feedback import ErrorFeedback
 from shoal.errors import ShoalError, TransferError
@@ -39,11 +39,9 @@ class DdpReducer:
         group: of the model.
         names: of parameters, by `id`.
         decide: how a bucket of that many values and this dtype is sent; the same on every rank.
-        local_exact: whether `LocalExactMean` is taken instead of `ShardedMean`.
         feedback: residuals, or None to keep none.
         scatter, gather: used by nothing else from now on.
         traffic: what is sent is counted in.
-        step_ended: called after each backward pass that reduced without an error.
     """
 
     def __init__(
@@ -51,22 +49,18 @@ class DdpReducer:
         group: dist.ProcessGroup,
         names: dict[int, str],
         decide: Decide,
-        local_exact: bool,
         feedback: ErrorFeedback | None,
         scatter: Exchange,
         gather: Exchange,
         traffic: Traffic,
-        step_ended: Callable[[], None],
     ) -> None:
         self.decisions: dict[int, Decision] = {}
         self._group = group
         self._names = names
         self._decide = decide
-        self._local_exact = local_exact
         self._feedback = feedback
         self._exchanges = scatter, gather
         self._traffic = traffic
-        self._step_ended = step_ended
         self._ranks: int = dist.get_world_size(group)
         self._rank: int = dist.get_rank(group)
         self._buckets: dict[tuple[str, ...], tuple[Decision, Chunks | None]] = {}
@@ -97,12 +91,11 @@ class DdpReducer:
         if chunks is None or self._closed:
             self._plain_bytes += raw_bytes
             return self._all_reduce(buffer, bucket.index())
-        mean = LocalExactMean if self._local_exact else ShardedMean
         if self._threads is None:
             self._threads = ReductionThreads(failed=self._fail, failure=lambda: self._failure)
         try:
             for chunk in chunks:  # each leaves while the next is encoded
-                job = Job(mean(chunk, buffer, self._buffers, *self._exchanges), buffer, raises=not in_backward)
+                job = Job(ShardedMean(chunk, buffer, self._buffers, *self._exchanges), buffer, raises=not in_backward)
                 self._threads.put(job)
         except BaseException as error:
             self._fail(error)
@@ -171,18 +164,16 @@ class DdpReducer:
         if codec is None:
             return decision, None
         assert isinstance(codec, FloatCodec)  # compress_gradients takes no other
-        shards = cut(gradients, 1 if self._local_exact else self._ranks)
+        shards = cut(gradients, self._ranks)
         unflushed: set[Segment] = set()
         if self._feedback is not None:
-            own = () if self._local_exact else shards[self._rank]
-            unflushed = self._feedback.add(gradients, own, bucket.buffer().device)
+            unflushed = self._feedback.add(gradients, shards[self._rank], bucket.buffer().device)
         what = f"gradients of bucket {bucket.index()}"
-        # One of another dtype is summed in a float32 copy, and one that all gather needs its whole bucket: in one.
-        whole = self._local_exact or bucket.buffer().dtype != torch.float32
-        parts = (shards,) if whole else in_chunks(shards)
+        # One of another dtype is summed in a float32 copy: in one.
+        parts = in_chunks(shards) if bucket.buffer().dtype == torch.float32 else (shards,)
         chunks = []
         for number, part in enumerate(parts):
-            flushing = set() if self._local_exact else unflushed & set(part[self._rank])
+            flushing = unflushed & set(part[self._rank])
             name = what if len(parts) == 1 else f"{what}, part {number + 1} of {len(parts)}"
             chunks.append(CodedBucket(name, part, codec, self._rank, self._ranks, self._feedback, flushing))
         return decision, tuple(chunks)
@@ -229,7 +220,6 @@ class DdpReducer:
         self._counted_bytes = sent_bytes
         self._raw_bytes = self._plain_bytes = 0
         self.raise_failure()
-        self._step_ended()
 
     def _sent_bytes(self) -> int:
         return sum(exchange.sent_bytes for exchange in self._exchanges)
@@ -268,7 +258,7 @@ class Job:
         future: gets the buffer when all is done.
     """
 
-    def __init__(self, mean: Mean, buffer: torch.Tensor, raises: bool) -> None:
+    def __init__(self, mean: ShardedMean, buffer: torch.Tensor, raises: bool) -> None:
         self.mean = mean
         self.buffer = buffer
         self.raises = raises
