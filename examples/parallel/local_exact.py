@@ -76,11 +76,8 @@ class LocalExact:
     def _reduce(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         """The bucket's mean, in its place."""
         buffer, exchange = bucket.buffer(), self._exchange
-        gradients = [
-            ParameterGrad(str(number), parameter.numel(), encoded=parameter.dim() > 1)
-            for number, parameter in enumerate(bucket.parameters())
-        ]
-        (segments,) = cut(gradients, 1)
+        names = map(str, range(len(bucket.parameters())))
+        (segments,) = cut(list(map(ParameterGrad.of, names, bucket.parameters())), 1)
         values = buffer.float()
         message = torch.empty(message_bytes(segments, self._codec), dtype=torch.uint8, device=buffer.device)
         pack(values, segments, self._codec, message)

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.distributed.gradients.choose_codec import MARGIN, Chooser, CodecRates, Curve, LinkRates, choose, route
+from shoal.distributed.gradients.choose_codec import MARGIN, Chooser, CodecRates, Curve, LinkRates, route
 from shoal.errors import InputError
-from tests.distributed.rates import candidate_lists, codec, curves, link, links, slowed, slower_link
+from tests.distributed.rates import candidate_lists, choose, codec, curves, link, links, slowed, slower_link
 from tests.raising import raising
 
 elems = st.integers(1, 10**9)

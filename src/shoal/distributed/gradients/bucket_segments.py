@@ -7,7 +7,7 @@ read where they lie.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -19,6 +19,7 @@ from shoal.codecs.float_codec import FloatCodec
 from shoal.errors import CodecError
 
 _FLOAT_BYTES = 4
+_FIRST_VALUES = 64
 STEP_ELEMS = 64  # shards begin at a multiple of that many values of their parameter
 # Long runs of values are encoded in parts of that many, whose scratch stays in the caches; whole blocks of any codec.
 PART_ELEMS = 1 << 18
@@ -40,6 +41,11 @@ class ParameterGrad:
     name: str
     elems: int
     encoded: bool
+
+    @staticmethod
+    def of(name: str, parameter: torch.Tensor) -> ParameterGrad:
+        """All of a parameter's: those of two dimensions or more may be encoded."""
+        return ParameterGrad(name, parameter.numel(), encoded=parameter.dim() > 1)
 
 
 @dataclass(frozen=True)
@@ -161,7 +167,13 @@ def places(segments: Segments, codec: Codec) -> tuple[slice, ...]:
     return tuple(found)
 
 
-def pack(values: torch.Tensor, segments: Segments, codec: Codec, out: torch.Tensor) -> None:
+def pack(
+    values: torch.Tensor,
+    segments: Segments,
+    codec: Codec,
+    out: torch.Tensor,
+    residual_of: Callable[[Segment], torch.Tensor | None] | None = None,
+) -> None:
     """Write the message of these segments.
 
     Args:
@@ -169,6 +181,7 @@ def pack(values: torch.Tensor, segments: Segments, codec: Codec, out: torch.Tens
         segments: of it.
         codec: of floats.
         out: (message_bytes(segments, codec),) uint8, dense, at a multiple of four bytes; written.
+        residual_of: the residual of each segment, as `pack_one` takes it; None: there are none.
 
     Raises:
         CodecError: `values` or `out` is not so.
@@ -182,11 +195,31 @@ def pack(values: torch.Tensor, segments: Segments, codec: Codec, out: torch.Tens
     """
     _check(values, segments, codec, out)
     for segment, place in zip(segments, places(segments, codec), strict=True):
-        pack_one(values[segment.values], segment, codec, out[place])
+        residual = None if residual_of is None else residual_of(segment)
+        pack_one(values[segment.values], segment, codec, out[place], residual)
 
 
-def pack_one(values: torch.Tensor, segment: Segment, codec: Codec, out: torch.Tensor) -> None:
-    """Write one segment's bytes from its own values."""
+def pack_one(
+    values: torch.Tensor, segment: Segment, codec: Codec, out: torch.Tensor, residual: torch.Tensor | None = None
+) -> None:
+    """Write one segment's bytes from its own values.
+
+    Args:
+        values: (n,) float32, dense.
+        segment: of n values.
+        codec: of floats.
+        out: written.
+        residual: (n,) float32: added to the values, then overwritten with what their encoding loses. Values that are
+            zero throughout are sent as zero and leave it as it is.
+    """
+    if residual is not None and any_nonzero(values):
+        residual.add_(values)
+        pack_one(residual, segment, codec, out)
+        decoded = torch.empty_like(residual)
+        unpack_one(out, segment, codec, decoded)
+        # A NaN or an infinity was sent as such; in the residual it would spoil every later step.
+        residual.sub_(decoded).nan_to_num_(0.0, 0.0, 0.0)
+        return
     if not segment.encoded:
         out.view(torch.float32).copy_(values)
         return
@@ -220,6 +253,11 @@ def add(message: torch.Tensor, segments: Segments, codec: Codec, into: torch.Ten
     for segment, place in zip(segments, places(segments, codec), strict=True):
         unpack_one(message[place], segment, codec, decoded[: segment.elems])
         into[segment.values].add_(decoded[: segment.elems])
+
+
+def any_nonzero(values: torch.Tensor) -> bool:
+    """Whether one is not zero; the first ones mostly decide."""
+    return bool(values[:_FIRST_VALUES].any()) or bool(values.any())
 
 
 def mean_one(

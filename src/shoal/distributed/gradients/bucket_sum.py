@@ -18,11 +18,13 @@ from shoal.distributed.gradients.bucket_segments import (
     add,
     mean_one,
     message_bytes,
+    pack,
+    pack_one,
     places,
     unpack,
     unpack_one,
 )
-from shoal.distributed.gradients.error_feedback import ErrorFeedback, pack_gradients
+from shoal.distributed.gradients.error_feedback import ErrorFeedback
 
 
 class Buffers:
@@ -119,11 +121,12 @@ class ShardedMean:
     def encode(self) -> None:
         """Send what the other ranks need of this one's gradients."""
         bucket = self._bucket
+        residual_of = None if bucket.feedback is None else bucket.feedback.of_gradient
         for r, shard in enumerate(bucket.shards):
             part = self._take(0 if r == bucket.rank else self._sizes[r])
             self._sending.append(part)
             if r != bucket.rank:
-                pack_gradients(bucket.feedback, self._values, shard, bucket.codec, part)
+                pack(self._values, shard, bucket.codec, part, residual_of)
         self._scatter.send(self._sending)
 
     def sum(self) -> None:
@@ -145,7 +148,8 @@ class ShardedMean:
             for message in theirs:
                 add(message, (segment,), bucket.codec, values)
             values[segment.values].div_(bucket.ranks)
-            bucket.feedback.pack_means(values, (segment,), bucket.codec, mean[place])
+            residual = bucket.feedback.of_mean(segment, values.device)
+            pack_one(values[segment.values], segment, bucket.codec, mean[place], residual)
             unpack_one(mean[place], segment, bucket.codec, values[segment.values])
         self._give(self._received)
         self._gather.send([mean] * bucket.ranks)

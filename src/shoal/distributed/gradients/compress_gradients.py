@@ -18,8 +18,7 @@ from shoal.distributed.comm.message import HEADER_BYTES
 from shoal.distributed.comm.traffic import Traffic, ring_all_reduce_bytes
 from shoal.distributed.gradients.bucket_segments import CHUNK_ELEMS, ParameterGrad, cut, message_bytes
 from shoal.distributed.gradients.choose_codec import Chooser, Decision, decide, explained
-from shoal.distributed.gradients.ddp_buckets import DEFAULT_BUCKET_BYTES, expected_buckets, shoal_gradients_hook
-from shoal.distributed.gradients.ddp_reducer import DdpReducer
+from shoal.distributed.gradients.ddp_reducer import DEFAULT_BUCKET_BYTES, DdpReducer, expected_buckets
 from shoal.distributed.gradients.error_feedback import ErrorFeedback
 from shoal.distributed.gradients.measure_rates import measure_choice
 from shoal.distributed.gradients.sharded_gradients import CompressedShards, is_sharded
@@ -137,6 +136,7 @@ class CompressedGradients:
         self._reducer: DdpReducer | None = None
         self._handles: list[Any] = []
         self._parameters = dict(model.module.named_parameters())
+        self._trained = [ParameterGrad.of(name, p) for name, p in self._parameters.items() if p.requires_grad]
         if self.ranks > 1:
             self._set_up(timeout_seconds)
         if self._reducer is None:
@@ -208,14 +208,10 @@ class CompressedGradients:
             gather,
             self.traffic,
         )
-        self._model.register_comm_hook(self._reducer, shoal_gradients_hook)
+        self._model.register_comm_hook(self._reducer, DdpReducer.reduce)
         # A budget counts it: `shoal.memory.static_memory` asks the wrapper that calls the compiled network.
         self._model.hook_bytes = hook_bytes(  # type: ignore[assignment]
-            [
-                ParameterGrad(name, p.numel(), encoded=p.dim() > 1)
-                for name, p in self._parameters.items()
-                if p.requires_grad
-            ],
+            self._trained,
             len(self._expected_buckets()),
             registry.get(_WIDEST) if self._codec is None else self._codec,
             self.ranks,
@@ -236,9 +232,8 @@ class CompressedGradients:
         }
 
     def _expected_buckets(self) -> list[tuple[int, int]]:
-        trained = [parameter for parameter in self._parameters.values() if parameter.requires_grad]
         cap_bytes = int(getattr(self._model, "bucket_bytes_cap", DEFAULT_BUCKET_BYTES))
-        return expected_buckets([(p.numel(), p.dim() >= 2) for p in trained], cap_bytes)
+        return expected_buckets([(gradient.elems, gradient.encoded) for gradient in self._trained], cap_bytes)
 
     def _decide(self, gradients: tuple[ParameterGrad, ...], dtype: torch.dtype) -> tuple[Decision, Codec | None]:
         return decide(gradients, dtype, self.ranks, self._codec, self._chooser)

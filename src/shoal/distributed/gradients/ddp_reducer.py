@@ -1,8 +1,9 @@
-"""The reduction of each bucket of DDP: its codec, its way through the threads, and its errors."""
+"""The reduction of each bucket of DDP: its codec, its way through the threads, and its errors.
 
-from __future__ import annotations
+DDP compares a hook's annotations with the types themselves, so this module does not postpone their evaluation.
+"""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from copy import copy
 from functools import partial
@@ -28,6 +29,8 @@ from shoal.errors import ShoalError, TransferError
 from shoal.lowlevel.torch_state import backward_pass, call_at_end_of_backward
 from shoal.memory.limit import this_thread_works_for_steps
 
+DEFAULT_BUCKET_BYTES = 25 << 20
+FIRST_BUCKET_BYTES = 1 << 20  # DDP's default, so that the first all-reduce starts early
 Chunks = tuple[CodedBucket, ...]
 # How gradients are sent: the decision, and its codec or None for a plain all-reduce of the bucket.
 Decide = Callable[[tuple[ParameterGrad, ...], torch.dtype], tuple[Decision, Codec | None]]
@@ -75,7 +78,10 @@ class DdpReducer:
         self._closed = False
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """The bucket's mean over the ranks. An error is raised when the backward pass ends: DDP would not report it."""
+        """The bucket's mean over the ranks: DDP's communication hook, whose state is the reducer.
+
+        An error is raised when the backward pass ends: DDP would not report it.
+        """
         buffer = bucket.buffer()
         in_backward = self._watch_backward()
         if self._failure is not None:
@@ -103,18 +109,6 @@ class DdpReducer:
         self._last = job.future  # chunks are done in order
         return job.future
 
-    def agree(self, what: str, **settings: object) -> None:
-        """As `shoal.distributed.comm.agreement.agree`, of all ranks of the model, while no bucket is under way.
-
-        Raises:
-            TransferError: they differ, or one failed.
-        """
-        try:
-            self._counted_bytes += agree(self._exchanges[0], what, **settings)
-        except BaseException as error:
-            self._fail(error)
-            raise
-
     def raise_failure(self) -> None:
         """Raise what went wrong in an earlier bucket, if anything did."""
         if isinstance(self._failure, ShoalError):
@@ -136,10 +130,7 @@ class DdpReducer:
         names = tuple(self._names.get(id(parameter), f"parameter {id(parameter)}") for parameter in parameters)
         found = self._buckets.get(names)
         if found is None:
-            gradients = tuple(
-                ParameterGrad(name, parameter.numel(), encoded=parameter.dim() > 1)
-                for name, parameter in zip(names, parameters, strict=True)
-            )
+            gradients = tuple(map(ParameterGrad.of, names, parameters))
             found = self._planned(bucket, gradients)
             self._agree_on(bucket, gradients, found[0])
             self._buckets[names] = found
@@ -151,7 +142,8 @@ class DdpReducer:
             return
         if self._last is not None:
             self._last.wait()  # NCCL takes messages only in one order
-        self.agree(
+        self._counted_bytes += agree(
+            self._exchanges[0],
             f"gradients of bucket {bucket.index()}",
             parameters=f"{len(gradients)} of {sum(gradient.elems for gradient in gradients)} values, "
             f"hash {short_hash([(gradient.name, gradient.elems) for gradient in gradients])}",
@@ -246,6 +238,32 @@ def _failed(error: BaseException) -> torch.futures.Future[torch.Tensor]:
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_exception(error)  # type: ignore[arg-type]
     return future
+
+
+def expected_buckets(
+    parameters: Iterable[tuple[int, bool]], cap_bytes: int, first_cap_bytes: int = FIRST_BUCKET_BYTES
+) -> list[tuple[int, int]]:
+    """The buckets after DDP's first step, which fills them in the order in which gradients come.
+
+    Args:
+        parameters: in the order in which the model has them: how many float32 values, and whether they may be encoded.
+        cap_bytes: a bucket that reaches it is full: `bucket_cap_mb` of DDP.
+        first_cap_bytes: the same of the first.
+
+    Returns:
+        Of each bucket, the values that may be encoded and those that may not.
+
+    >>> expected_buckets([(1000, True), (10, False), (3000, True)], cap_bytes=8000, first_cap_bytes=4000)
+    [(3000, 0), (1000, 10)]
+    """
+    buckets: list[tuple[int, int]] = []
+    coded = raw = 0
+    for elems, encoded in reversed(list(parameters)):
+        coded, raw = (coded + elems, raw) if encoded else (coded, raw + elems)
+        if 4 * (coded + raw) >= (cap_bytes if buckets else first_cap_bytes):
+            buckets.append((coded, raw))
+            coded = raw = 0
+    return [*buckets, (coded, raw)] if coded or raw else buckets
 
 
 class Job:

@@ -21,9 +21,10 @@ from shoal.distributed.gradients.bucket_segments import (
     Segments,
     add,
     message_bytes,
+    pack,
 )
 from shoal.distributed.gradients.choose_codec import Chooser, Decision, decide, explained
-from shoal.distributed.gradients.error_feedback import ErrorFeedback, pack_gradients
+from shoal.distributed.gradients.error_feedback import ErrorFeedback
 from shoal.distributed.gradients.measure_rates import measure_choice
 from shoal.errors import InputError
 from shoal.lowlevel.process_groups import parameter_groups, reduce_scatter_of, sharded_modules
@@ -309,9 +310,10 @@ class CodedReduceScatter:
         size_bytes = message_bytes(self._shards[rank], codec)
         sizes = [0 if r == rank else size_bytes for r in range(len(shards))]
         messages = [torch.empty(size, dtype=torch.uint8, device=shards.device) for size in sizes]
+        residual_of = None if self.feedback is None else self.feedback.of_gradient
         for r, message in enumerate(messages):
             if r != rank:
-                pack_gradients(self.feedback, shards[r], self._shards[r], codec, message)
+                pack(shards[r], self._shards[r], codec, message, residual_of)
         received = self.exchange.all_to_all(messages, sizes, what=f"gradients of {self.name}")
         total = shards[rank]  # the rank's own values are not encoded
         for r, message in enumerate(received):
