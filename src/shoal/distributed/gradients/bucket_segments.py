@@ -7,8 +7,8 @@ read where they lie.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 
@@ -41,6 +41,10 @@ class ParameterGrad:
     name: str
     elems: int
     encoded: bool
+
+    def of_all(self, ranks: int) -> ParameterGrad:
+        """The whole, of which this is one rank's equal share."""
+        return replace(self, elems=ranks * self.elems)
 
     @staticmethod
     def of(name: str, parameter: torch.Tensor) -> ParameterGrad:
@@ -103,14 +107,27 @@ def cut(
             if gradient.encoded == encoded:
                 # A bound belongs to the parameter it falls into, at the nearest step of it.
                 bounds = [_bound(rank * total // ranks - before, gradient.elems, step) for rank in range(ranks + 1)]
-                for rank, (low, high) in enumerate(pairwise(bounds)):
-                    size = part_elems if encoded else max(gradient.elems, 1)
-                    for start in range(low, high, size):
-                        segment = Segment(gradient.name, start, first + start, min(size, high - start), encoded)
-                        shards[rank].append(segment)
+                for shard, (low, high) in zip(shards, pairwise(bounds), strict=True):
+                    shard += parts_of(gradient, low, high, first + low, part_elems)
                 before += gradient.elems
             first += gradient.elems
     return tuple(tuple(sorted(shard, key=lambda segment: segment.first)) for shard in shards)
+
+
+def parts_of(
+    gradient: ParameterGrad, low: int, high: int, first: int, part_elems: int = PART_ELEMS
+) -> Iterator[Segment]:
+    """Values of a gradient, from `low` to `high`, as segments: encoded ones in parts, raw ones in one.
+
+    Args:
+        gradient: whose.
+        low, high: counted in the parameter.
+        first: where the first of them lies in what is sent.
+        part_elems: of an encoded part.
+    """
+    size = part_elems if gradient.encoded else max(high - low, 1)
+    for start in range(low, high, size):
+        yield Segment(gradient.name, start, first + start - low, min(size, high - start), gradient.encoded)
 
 
 def in_chunks(
