@@ -6,7 +6,6 @@ DDP compares a hook's annotations with the types themselves, so this module does
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from copy import copy
-from functools import partial
 from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import Any
@@ -226,10 +225,12 @@ class DdpReducer:
             exchange.give_up(str(error) or type(error).__name__)
 
 
+def _future_of(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    return torch.futures.Future(devices=[buffer.device] if buffer.device.type == "cuda" else [])
+
+
 def _done(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
-        devices=[buffer.device] if buffer.device.type == "cuda" else []
-    )
+    future = _future_of(buffer)
     future.set_result(buffer)
     return future
 
@@ -281,10 +282,8 @@ class Job:
         self.buffer = buffer
         self.raises = raises
         mean.encode()
+        self.future = _future_of(buffer)
         on_cuda = buffer.device.type == "cuda"
-        self.future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
-            devices=[buffer.device] if on_cuda else []
-        )
         self._encoded = torch.accelerator.current_stream(buffer.device).record_event() if on_cuda else None
 
     def on_stream(self, streams: dict[torch.device, Any]) -> Any:
@@ -309,10 +308,7 @@ class ReductionThreads:
     def __init__(self, failed: Callable[[BaseException], None], failure: Callable[[], BaseException | None]) -> None:
         self._failed = failed
         self._failure = failure
-        stages: tuple[tuple[str, Callable[[Job], None]], ...] = (
-            ("sum", lambda job: job.mean.sum()),
-            ("decode", lambda job: job.mean.decode()),
-        )
+        stages = ("sum", ShardedMean.sum), ("decode", ShardedMean.decode)
         self._queues: list[SimpleQueue[Job | None]] = [SimpleQueue() for _ in stages]
         self._threads = [
             Thread(target=self._run, args=(number, stage), name=f"shoal-gradients-{name}", daemon=True)
@@ -331,11 +327,11 @@ class ReductionThreads:
         for thread in self._threads:
             thread.join()
 
-    def _run(self, number: int, stage: Callable[[Job], None]) -> None:
+    def _run(self, number: int, stage: Callable[[ShardedMean], None]) -> None:
         streams: dict[torch.device, Any] = {}
         done = self._finish if number + 1 == len(self._queues) else self._queues[number + 1].put
         while (job := self._queues[number].get()) is not None:
-            self._stage(job, partial(stage, job), streams)
+            self._stage(job, stage, streams)
             done(job)
         if number + 1 < len(self._queues):
             self._queues[number + 1].put(None)
@@ -347,13 +343,13 @@ class ReductionThreads:
         else:
             job.future.set_result(job.buffer)
 
-    def _stage(self, job: Job, stage: Callable[[], None], streams: dict[torch.device, Any]) -> None:
+    def _stage(self, job: Job, stage: Callable[[ShardedMean], None], streams: dict[torch.device, Any]) -> None:
         if self._failure() is not None:
             return
         this_thread_works_for_steps()
         try:
             with torch.no_grad(), job.on_stream(streams):
-                stage()
+                stage(job.mean)
                 if job.buffer.device.type == "cuda":  # buffers are lent again, to other streams
                     torch.accelerator.current_stream(job.buffer.device).synchronize()
         except BaseException as error:
