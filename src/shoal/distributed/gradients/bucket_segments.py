@@ -14,9 +14,9 @@ from itertools import pairwise
 
 import torch
 
+from shoal.codecs.checks import check_flat, check_length
 from shoal.codecs.codec import Codec, Encoded
 from shoal.codecs.float_codec import FloatCodec
-from shoal.errors import CodecError
 
 _FLOAT_BYTES = 4
 _FIRST_VALUES = 64
@@ -284,24 +284,25 @@ def mean_one(
     codec: FloatCodec,
     ranks: int,
     out: torch.Tensor,
+    residual: torch.Tensor | None = None,
 ) -> None:
     """The mean of one segment's own values and of the others' bytes: as bytes, and decoded in the values' place."""
-    if segment.encoded:
+    if segment.encoded and residual is None:
         size = codec.payload_bytes(segment.elems)
         codec.mean(values, [data[:size] for data in theirs], ranks, out[:size])
         if size < out.numel():
             out[size:] = 0
         return
+    came = torch.empty_like(values)
     for data in theirs:
-        values.add_(data.view(torch.float32))
-    pack_one(values.div_(ranks), segment, codec, out)
+        unpack_one(data, segment, codec, came)
+        values.add_(came)
+    pack_one(values.div_(ranks), segment, codec, out, residual)
+    if segment.encoded:
+        unpack_one(out, segment, codec, values)
 
 
 def _check(values: torch.Tensor, segments: Segments, codec: Codec, message: torch.Tensor) -> None:
-    if values.dtype != torch.float32 or values.dim() != 1 or not values.is_contiguous():
-        got = f"{values.dtype} of shape {tuple(values.shape)}"
-        raise CodecError(f"got {got}, expected dense float32 of one dimension; flatten it")
-    expected = message_bytes(segments, codec)
-    if message.dtype != torch.uint8 or message.numel() != expected:
-        got = f"{message.numel()} {message.dtype}"
-        raise CodecError(f"got a message of {got}, expected {expected} bytes of uint8; ask message_bytes")
+    check_flat("values", values, torch.float32)
+    check_flat("message", message, torch.uint8)
+    check_length("message", message, message_bytes(segments, codec))

@@ -15,14 +15,11 @@ from shoal.distributed.comm.exchange import Exchange
 from shoal.distributed.gradients.bucket_segments import (
     Segment,
     Segments,
-    add,
     mean_one,
     message_bytes,
     pack,
-    pack_one,
     places,
     unpack,
-    unpack_one,
 )
 from shoal.distributed.gradients.error_feedback import ErrorFeedback
 
@@ -142,15 +139,8 @@ class ShardedMean:
         # One segment after the other, while its values are in the caches.
         for segment, place in zip(own, places(own, bucket.codec), strict=True):
             theirs = [message[place] for message in others]
-            if bucket.feedback is None:
-                mean_one(values[segment.values], theirs, segment, bucket.codec, bucket.ranks, mean[place])
-                continue
-            for message in theirs:
-                add(message, (segment,), bucket.codec, values)
-            values[segment.values].div_(bucket.ranks)
-            residual = bucket.feedback.of_mean(segment, values.device)
-            pack_one(values[segment.values], segment, bucket.codec, mean[place], residual)
-            unpack_one(mean[place], segment, bucket.codec, values[segment.values])
+            residual = None if bucket.feedback is None else bucket.feedback.of_mean(segment, values.device)
+            mean_one(values[segment.values], theirs, segment, bucket.codec, bucket.ranks, mean[place], residual)
         self._give(self._received)
         self._gather.send([mean] * bucket.ranks)
 
