@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench import lab_rank
 from bench.interleave import turns
+from examples.parallel.local_exact import LocalExact
 from shoal import codecs
 from shoal.distributed import compress_gradients
 from shoal.errors import InputError
@@ -33,7 +34,7 @@ OURS = tuple(f"shoal {name}" for name in ("dynamic_tree", "linear", "one_bit", "
 EXACT = "shoal dynamic_tree, own part exact"
 CONTENDERS = (NOTHING, NONE, *HOOKS, *OURS, EXACT, AUTO)
 EVERY = (*CONTENDERS, AGAIN, PLANNED, *BROKEN, *(f"shoal {name}" for name in codecs.names()))
-_OURS, _EXACT = "shoal ", ", own part exact"
+_OURS = "shoal "
 _ONE_BUCKET_MIB = 1 << 20
 _POWER_SGD_FROM = 2  # its least with error feedback: two steps of plain all-reduce before
 
@@ -98,6 +99,9 @@ def install(name: str, model: DistributedDataParallel) -> Installed:
         model.register_comm_hook(dist.group.WORLD, quantization_hooks.quantization_pertensor_hook)
     elif name == BROKEN[1]:
         model.register_comm_hook(dist.group.WORLD, quantization_hooks.quantization_perchannel_hook)
+    elif name == EXACT:
+        exact = LocalExact(model, "dynamic_tree")
+        return Installed(sent_bytes=lambda: exact.traffic.total("gradients").sent_bytes, close=exact.close)
     elif name.startswith(_OURS) and name in (*EVERY, AUTO):
         return _ours(name, model)
     else:
@@ -106,9 +110,7 @@ def install(name: str, model: DistributedDataParallel) -> Installed:
 
 
 def _ours(name: str, model: DistributedDataParallel) -> Installed:
-    codec = name.removeprefix(_OURS).removesuffix(_EXACT)
-    settings: dict[str, Any] = {"local": "exact"} if name.endswith(_EXACT) else {}
-    compressed = compress_gradients(model, codec, **settings)
+    compressed = compress_gradients(model, name.removeprefix(_OURS))
     return Installed(
         sent_bytes=lambda: compressed.traffic.total("gradients").sent_bytes,
         close=compressed.close,
@@ -124,7 +126,7 @@ def install_sharded(name: str, model: torch.nn.Module) -> Installed:
     """
     if name in (NONE, AGAIN):
         return Installed()
-    if not name.startswith(_OURS) or name.endswith(_EXACT):
+    if not name.startswith(_OURS) or name == EXACT:
         raise InputError(
             f"{name!r}: with FSDP2 give none or ours, such as shoal dynamic_tree; the others are DDP's hooks"
         )

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shoal.distributed import AdaptivePrecision
-from shoal.distributed.weights.awp import relative_change
+from shoal.distributed.weights.precision import relative_change
 from shoal.errors import InputError
 
 

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 
 from shoal.distributed.comm.exchange import Exchange
-from shoal.distributed.gradients.bucket_sum import Mean
+from shoal.distributed.gradients.bucket_sum import ShardedMean
 
 
 class Board:
@@ -57,7 +57,7 @@ class InMemoryExpected:
         return self._out
 
 
-def run_means(make: Callable[[int, Exchange, Exchange], Mean], ranks: int) -> None:
+def run_means(make: Callable[[int, Exchange, Exchange], ShardedMean], ranks: int) -> None:
     """All stages of one bucket's mean on every rank."""
     boards = Board(ranks), Board(ranks)
 

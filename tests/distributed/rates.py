@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from hypothesis import strategies as st
 
-from shoal.distributed.gradients.choose_codec import CodecRates, Curve, LinkRates
+from shoal.distributed.gradients.choose_codec import MARGIN, Chooser, CodecRates, Curve, Decision, LinkRates
 
 NAMES = ("bf16", "dynamic_tree", "one_bit", "linear", "truncate3")
 
@@ -49,3 +51,17 @@ def slower_link(rates: LinkRates, factor: float) -> LinkRates:
 def codec(name: str, bytes_per_elem: float, elems_per_second: float) -> CodecRates:
     """A codec without surprises."""
     return CodecRates(name, bytes_per_elem, straight(elems_per_second), straight(elems_per_second))
+
+
+def choose(
+    link: LinkRates,
+    candidates: Iterable[CodecRates],
+    elems: int,
+    *,
+    raw_elems: int = 0,
+    value_bytes: int = 4,
+    way: str = "all_reduce",
+    margin: float = MARGIN,
+) -> Decision:
+    """How a bucket is sent, by these rates."""
+    return Chooser(link, tuple(candidates), way, margin).decide(elems, raw_elems, value_bytes)

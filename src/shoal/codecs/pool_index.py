@@ -4,17 +4,31 @@ PyTorch's max pooling saves, for every output, the flat int64 index of the maxim
 window of known corner and at most 255 elements, so a byte says which: the offset in the flat image itself where no
 offset in the window exceeds 254, else the number of the element. Lossless by construction. The 256th byte
 is for windows without a maximum, whose gradient is zero.
+
+The step rewrites call `encode` and `decode`; `PoolIndexCodec` gives their bytes a header, for a file or a link, and
+checks what it is given.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from math import prod
+from numbers import Integral
+from typing import Any
 
 import torch
 
+from shoal.codecs.codec import Codec, Properties
+from shoal.codecs.memory_order import flat
+from shoal.errors import CodecError, brief
+
 NO_PLACE = 255
 MAX_PLACES = 255
+_LARGEST = 2**31 - 1
+_MIN = {"input_shape": 0, "kernel": 1, "stride": 1, "padding": 0, "dilation": 1}
+OPTIONS = tuple(_MIN)
 
 
 def fits(kernel: Sequence[int]) -> bool:
@@ -74,7 +88,7 @@ class Windows:
         number_of.scatter_(0, self._distances(n_places)[:n_places], numbers)
         codes = torch.empty_like(indices, dtype=torch.uint8)
         distance.clamp_(0, self._farthest)
-        torch.index_select(number_of, 0, _in_memory_order(distance), out=_in_memory_order(codes))
+        torch.index_select(number_of, 0, flat(distance), out=flat(codes))
         return codes
 
     def decode(self, codes: torch.Tensor) -> torch.Tensor:
@@ -84,7 +98,7 @@ class Windows:
         else:
             indices = torch.empty_like(codes, dtype=torch.int64)
             distance_of = self._distances(MAX_PLACES + 1)
-            torch.index_select(distance_of, 0, _in_memory_order(codes).int(), out=_in_memory_order(indices))
+            torch.index_select(distance_of, 0, flat(codes).int(), out=flat(indices))
         # Whatever the byte, the place lies within the input: kernels do not check.
         return indices.add_(self._corners).clamp_(0, self._image_elems - 1)
 
@@ -122,6 +136,118 @@ def decode(codes: torch.Tensor, input_shape: Sequence[int], *window: Sequence[in
     return Windows(input_shape, codes.shape[2:], *window, device=codes.device).decode(codes)
 
 
+@dataclass(frozen=True)
+class PoolIndexCodec(Codec):
+    """The payload is a byte a value, in memory order.
+
+    Attributes:
+        input_shape: of the pool's input, (N, C, *input), one to three spatial dimensions.
+        kernel, stride, padding, dilation: of the pool, one number for each of them.
+    """
+
+    wire_id: int
+    input_shape: Sequence[int]
+    kernel: Sequence[int]
+    stride: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int]
+    name: str = "pool_index"
+    dtypes = (torch.int64,)
+
+    def __post_init__(self) -> None:
+        dims = len(self.kernel) if isinstance(self.kernel, Sequence) else 2
+        for option, lowest in _MIN.items():
+            given, count = getattr(self, option), dims + 2 * (option == "input_shape")
+            if not isinstance(given, Sequence) or len(given) != count or not all(_is_size(n, lowest) for n in given):
+                raise CodecError(
+                    f"pool_index: got {option}={brief(given)}, expected {count} whole numbers from {lowest} on; "
+                    "give those of the pooling"
+                )
+            object.__setattr__(self, option, tuple(map(int, given)))
+        if not 1 <= len(self.kernel) <= 3 or prod(self.kernel) > MAX_PLACES:
+            raise CodecError(
+                f"pool_index: got a window of {self.kernel}, expected one to three dimensions and at most "
+                f"{MAX_PLACES} places; save the indices as they are"
+            )
+        if 0 in self.input_shape[2:] or prod(self.input_shape[2:]) >= 2**60:
+            raise CodecError(f"pool_index: got an input of {self.input_shape}, expected images of 1 to 2**60 values")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {option: getattr(self, option) for option in OPTIONS}
+
+    @property
+    def properties(self) -> Properties:
+        return Properties(
+            bits_per_value=8,
+            lossless=True,
+            odd=False,
+            nan="none",
+            infinity="none",
+            relative_error=0.0,
+            absolute_error=0.0,
+        )
+
+    def payload_bytes(self, elems: int) -> int:
+        return elems
+
+    def check_decoded(self, dtype: torch.dtype, shape: Sequence[int]) -> None:
+        super().check_decoded(dtype, shape)
+        self._check_shape(shape)
+
+    def wire_options(self) -> bytes:
+        numbers = (*self.input_shape, *self.kernel, *self.stride, *self.padding, *self.dilation)
+        return struct.pack(f"<B{len(numbers)}I", len(self.kernel), *numbers)
+
+    def _encode_dense(self, dense: torch.Tensor, payload: torch.Tensor) -> None:
+        self._check_shape(dense.shape)
+        codes = encode(dense, *self._geometry)
+        if not torch.equal(decode(codes, *self._geometry), dense):
+            raise CodecError("pool_index: got an index outside of its window; give the indices of that pooling")
+        payload.copy_(flat(codes))
+
+    def _decode_dense(self, payload: torch.Tensor, dense: torch.Tensor) -> None:
+        codes = payload.as_strided(dense.shape, dense.stride(), payload.storage_offset())
+        dense.copy_(decode(codes, *self._geometry))
+
+    @property
+    def _geometry(self) -> tuple[Sequence[int], ...]:
+        return self.input_shape, self.kernel, self.stride, self.padding, self.dilation
+
+    def _check_shape(self, shape: Sequence[int]) -> None:
+        begins = [
+            (length - 1) * step - pad for length, step, pad in zip(shape[2:], self.stride, self.padding, strict=False)
+        ]
+        if (
+            len(shape) != len(self.input_shape)
+            or tuple(shape[:2]) != self.input_shape[:2]
+            or any(begin >= size for begin, size in zip(begins, self.input_shape[2:], strict=True))
+        ):
+            raise CodecError(
+                f"pool_index: got indices of shape {tuple(shape)} for an input of {self.input_shape}; "
+                "give the indices of that pooling"
+            )
+
+
+def _is_size(number: Any, lowest: int) -> bool:
+    return isinstance(number, Integral) and not isinstance(number, bool) and lowest <= int(number) <= _LARGEST
+
+
+def read_options(wire_id: int, options: bytes) -> PoolIndexCodec:
+    """The codec whose `wire_options` these are.
+
+    Raises:
+        CodecError: no codec has written them.
+    """
+    dims = options[0] if options else 0
+    if not 1 <= dims <= 3 or len(options) != 1 + 4 * (5 * dims + 2):
+        raise CodecError(f"pool_index: got {len(options)} bytes of options for {dims} dimensions; encode it again")
+    numbers = struct.unpack_from(f"<{5 * dims + 2}I", options, 1)
+    shape, rest = numbers[: dims + 2], numbers[dims + 2 :]
+    kernel, stride, padding, dilation = (rest[dims * part : dims * (part + 1)] for part in range(4))
+    return PoolIndexCodec(wire_id, shape, kernel, stride, padding, dilation)
+
+
 def _inner(sizes: Sequence[int]) -> list[int]:
     """How many elements lie from one place to the next, along each dimension."""
     return [prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
@@ -139,8 +265,3 @@ def _outer_sum(runs: Iterator[torch.Tensor]) -> torch.Tensor:
     for run in runs:
         total = total.unsqueeze(-1) + run
     return total
-
-
-def _in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a dense tensor as they lie in memory."""
-    return tensor.as_strided((tensor.numel(),), (1,))

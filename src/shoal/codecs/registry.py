@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 
-from shoal.codecs import one_bit, pool_index_codec, table_codec, wire
+from shoal.codecs import one_bit, pool_index, table_codec, wire
 from shoal.codecs.casts import CastCodec
 from shoal.codecs.codec import Codec, Encoded
 from shoal.codecs.memory_order import strides_in_order
-from shoal.codecs.pool_index_codec import PoolIndexCodec
 from shoal.codecs.sign_mask import SignMaskCodec
 from shoal.codecs.tables import DYNAMIC_TREE, DYNAMIC_TREE_EVEN, LINEAR, MANTISSA, MANTISSA_LARGEST, STATIC_TREE, Table
 from shoal.codecs.truncation import TruncateCodec
@@ -177,10 +176,10 @@ for _kind in (
     Kind(
         "pool_index",
         16,
-        partial(PoolIndexCodec, 16),
-        pool_index_codec.OPTIONS,
-        partial(pool_index_codec.read_options, 16),
-        needed=pool_index_codec.OPTIONS,
+        partial(pool_index.PoolIndexCodec, 16),
+        pool_index.OPTIONS,
+        partial(pool_index.read_options, 16),
+        needed=pool_index.OPTIONS,
     ),
 ):
     register(_kind)

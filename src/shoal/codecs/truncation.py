@@ -18,6 +18,7 @@ from shoal.codecs.checks import check_flat, check_length
 from shoal.codecs.codec import Properties
 from shoal.codecs.float_codec import FloatCodec
 from shoal.codecs.launch import TILE_ELEMS, are_here, threads_for, tiles, triton_applies, triton_kernels
+from shoal.codecs.payload import aligned
 from shoal.errors import CodecError
 from shoal.lowlevel.dispatch import DispatchedOp, Implementation, choose, level_number, register
 from shoal.lowlevel.native import fields, run_native
@@ -202,14 +203,14 @@ class _TruncationTriton:
 
     def pack(self, x: torch.Tensor, width_bytes: int, nearest: bool, out: torch.Tensor) -> None:
         with on_device(x.device):
-            if width_bytes in _WHOLE and _aligned(out, width_bytes):
+            if width_bytes in _WHOLE and aligned(out, width_bytes):
                 whole = out.view(_WHOLE[width_bytes])
                 triton_kernels().pack_whole[tiles(x.numel())](
                     x, whole, x.numel(), 32 - 8 * width_bytes, nearest, TILE_ELEMS
                 )
                 return
             begun = 0
-            if width_bytes == 3 and _aligned(out, 4):
+            if width_bytes == 3 and aligned(out, 4):
                 begun = x.numel() // 4 * 4
                 words = out[: 3 * begun].view(torch.int32)
                 if begun:
@@ -221,12 +222,12 @@ class _TruncationTriton:
 
     def unpack(self, packed: torch.Tensor, width_bytes: int, out: torch.Tensor) -> None:
         with on_device(out.device):
-            if width_bytes in _WHOLE and _aligned(packed, width_bytes):
+            if width_bytes in _WHOLE and aligned(packed, width_bytes):
                 whole = packed.view(_WHOLE[width_bytes])
                 triton_kernels().unpack_whole[tiles(out.numel())](whole, out, out.numel(), width_bytes, TILE_ELEMS)
                 return
             begun = 0
-            if width_bytes == 3 and _aligned(packed, 4):
+            if width_bytes == 3 and aligned(packed, 4):
                 begun = out.numel() // 4 * 4
                 if begun:
                     triton_kernels().unpack_words[tiles(begun)](
@@ -236,11 +237,6 @@ class _TruncationTriton:
                 triton_kernels().unpack_bytes[tiles(rest)](
                     packed[width_bytes * begun :], out[begun:], rest, width_bytes, TILE_ELEMS
                 )
-
-
-def _aligned(buffer: torch.Tensor, item_bytes: int) -> bool:
-    # A view in wider items wants both.
-    return buffer.data_ptr() % item_bytes == 0 and buffer.storage_offset() % item_bytes == 0
 
 
 _OP: DispatchedOp[_TruncationReference | _TruncationNative | _TruncationTriton] = register(

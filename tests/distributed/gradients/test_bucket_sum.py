@@ -11,7 +11,7 @@ from shoal import codecs
 from shoal.codecs.codec import Codec
 from shoal.distributed.comm.exchange import Exchange
 from shoal.distributed.gradients.bucket_segments import ParameterGrad, cut, in_chunks
-from shoal.distributed.gradients.bucket_sum import Buffers, CodedBucket, LocalExactMean, ShardedMean
+from shoal.distributed.gradients.bucket_sum import Buffers, CodedBucket, ShardedMean
 from shoal.distributed.gradients.error_feedback import ErrorFeedback
 from shoal.errors import InputError
 from tests.distributed.gradients.test_bucket_segments import FLOAT_CODECS
@@ -47,16 +47,6 @@ def sharded(
         return ShardedMean(bucket, buffers[rank], Buffers(), scatter, gather)
 
     run_means(make, ranks)
-
-
-def local_exact(buffers: list[torch.Tensor], codec: Codec) -> None:
-    shards = cut(PIECES, 1)
-    run_means(
-        lambda rank, *exchanges: LocalExactMean(
-            CodedBucket("bucket 0", shards, codec, rank, len(buffers)), buffers[rank], Buffers(), *exchanges
-        ),
-        len(buffers),
-    )
 
 
 def test_a_bucket_in_chunks_has_the_bits_of_the_whole() -> None:
@@ -100,8 +90,7 @@ def test_the_bits_are_those_of_its_definition(name: str, ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", ["dynamic_tree", "linear", "bf16", "round3"])
-@pytest.mark.parametrize("run", [sharded, local_exact])
-def test_the_error_is_that_of_two_roundings_at_most(name: str, ranks: int, run: object) -> None:
+def test_the_error_is_that_of_two_roundings_at_most(name: str, ranks: int) -> None:
     codec = codecs.get(name, block=None) if name in ("dynamic_tree", "linear") else codecs.get(name)
     mine = gradients(ranks)
     wide = torch.stack(mine).double().mean(0)
@@ -114,8 +103,7 @@ def test_the_error_is_that_of_two_roundings_at_most(name: str, ranks: int, run: 
             each = sum(codec.error_bound(part[of]) for part in mine) / ranks
             bound[of] = each + codec.error_bound(wide[of].float()) + each * 0.1
     bound += 8 * 2.0**-24 * torch.stack(mine).double().abs().sum(0)
-    assert callable(run)
-    run(mine, codec)
+    sharded(mine, codec)
     for got in mine:
         assert bool(((got.double() - wide).abs() <= bound).all())
 
@@ -129,14 +117,6 @@ def test_low_precision_buckets_are_summed_in_float32(dtype: torch.dtype) -> None
     for got in mine:
         assert got.dtype == dtype
         torch.testing.assert_close(got.double(), wide, rtol=step, atol=torch.finfo(dtype).tiny)
-
-
-def test_local_exact_differs_between_ranks_only_where_it_is_encoded() -> None:
-    mine = gradients(3)
-    local_exact(mine, codecs.get("dynamic_tree"))
-    assert not torch.equal(mine[0], mine[1])
-    for got in mine[1:]:
-        torch.testing.assert_close(got[1000:1030], mine[0][1000:1030], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])

@@ -308,36 +308,6 @@ def test_owed_errors_survive_new_buckets_and_a_checkpoint() -> None:
         torch.testing.assert_close(got, other, rtol=0, atol=0)
 
 
-def drift(broadcast_every: int) -> tuple[list[bool], int]:
-    model = network()
-    ddp = DistributedDataParallel(model)
-    gradients = compress_gradients(
-        ddp, "dynamic_tree", local="exact", broadcast_every=broadcast_every, timeout_seconds=20
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    equal = []
-    for step in range(5):
-        output = ddp(batch(step, dist.get_rank()))
-        weights = torch.cat([p.detach().flatten() for p in model.parameters()])
-        both = [torch.empty_like(weights) for _ in range(2)]
-        dist.all_gather(both, weights)
-        equal.append(torch.equal(both[0], both[1]))
-        optimizer.zero_grad()
-        output.logsumexp(1).mean().backward()
-        optimizer.step()
-    gradients.close()
-    return equal, gradients.traffic.total("weights").sent_bytes
-
-
-def test_local_exact_drifts_until_weights_are_broadcast() -> None:
-    for equal, sent in run_on_ranks(drift, 2, 0):
-        assert equal == [True, False, False, False, False]
-        assert sent == 0
-    (equal, sent), (other, none) = run_on_ranks(drift, 2, 2)
-    assert equal == other == [True, False, True, False, True]
-    assert sent > none == 0
-
-
 def choose_automatically() -> tuple[str, list[str | None], int]:
     ddp = DistributedDataParallel(network())
     gradients = compress_gradients(ddp, timeout_seconds=200)
@@ -364,10 +334,6 @@ def ask_wrongly() -> None:
         compress_gradients(ddp, "dynamic_trees")
     with raising(InputError, "sign_mask"):
         compress_gradients(ddp, "sign_mask")
-    with raising(InputError, "local='exactly'"):
-        compress_gradients(ddp, local="exactly")
-    with raising(InputError, "broadcast_every=-1"):
-        compress_gradients(ddp, local="exact", broadcast_every=-1)
 
 
 def test_wrong_arguments_are_refused() -> None:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.distributed.gradients.ddp_buckets import FIRST_BUCKET_BYTES, expected_buckets
+from shoal.distributed.gradients.ddp_reducer import FIRST_BUCKET_BYTES, expected_buckets
 
 
 @given(

@@ -292,19 +292,14 @@ def test_a_rank_that_ends_is_an_error_of_transfer_out_of_backward() -> None:
     assert told.startswith("gradients of") and "rank 1" in told
 
 
-def _asked_for() -> tuple[str, bool]:
-    sharded = _sharded(_Network())
-    with pytest.raises(InputError) as caught:
-        compress_gradients(sharded, "dynamic_tree", local="exact")
-    shards = compress_gradients(sharded, "one_bit")
+def _asked_for() -> bool:
+    shards = compress_gradients(_sharded(_Network()), "one_bit")
     assert isinstance(shards, CompressedShards)
-    return str(caught.value), shards.state_dict()["feedback"] is not None
+    return shards.state_dict()["feedback"] is not None
 
 
 def test_compress_gradients_takes_sharded_models() -> None:
-    told, has_residuals = run_on_ranks(_asked_for, 2)[0]
-    assert "expected 'encoded'" in told
-    assert has_residuals  # of one_bit, by default
+    assert run_on_ranks(_asked_for, 2)[0]  # residuals of one_bit, by default
 
 
 def _nothing_to_train() -> str:

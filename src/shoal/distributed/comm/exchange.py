@@ -181,14 +181,14 @@ class Exchange:
         found = silent_ranks.follow(self._members, self.rank, lost.peers)
         if found is None:  # the store does not answer
             return TransferError(str(lost))
-        if found.silent and lost.peers[0] in found.signs:
+        if found.silent and lost.peers[0] in found.reasons:
             return TransferError(
                 f"{what}: got no sign of life from {silent_ranks.ranks_named(found.silent)}; "
                 "see the log there, then start all ranks from the last checkpoint",
                 silent_ranks=found.silent,
             )
         if not found.silent and not lost.timed_out:
-            return TransferError(f"{what}: rank {lost.peers[0]} gave up: {found.signs[lost.peers[0]].reason}")
+            return TransferError(f"{what}: rank {lost.peers[0]} gave up: {found.reasons[lost.peers[0]]}")
         return TransferError(str(lost), silent_ranks=found.silent)
 
     def _finish(self, messages: CheckedAllToAll) -> None:

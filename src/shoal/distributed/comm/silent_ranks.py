@@ -31,28 +31,15 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
-class Sign:
-    """What a rank that failed left.
-
-    Attributes:
-        waited_for: the ranks that it reports lost; none if it failed by itself or cannot tell.
-        reason: of its failure.
-    """
-
-    waited_for: tuple[int, ...]
-    reason: str
-
-
-@dataclass(frozen=True)
 class SilentRanks:
     """
     Attributes:
         silent: the ranks that left no sign.
-        signs: of the others that were asked.
+        reasons: of the failures of the others that were asked.
     """
 
     silent: tuple[int, ...]
-    signs: dict[int, Sign]
+    reasons: dict[int, str]
 
 
 def count_exchange(members: Sequence[int]) -> None:
@@ -66,7 +53,7 @@ def sign(members: Sequence[int], rank: int, waited_for: Sequence[int], reason: s
     Args:
         members: the ranks of the group, in the world.
         rank: of this process in the group.
-        waited_for: the ranks of the group that it reports lost.
+        waited_for: the ranks of the group that it reports lost; none if it failed by itself or cannot tell.
         reason: one line.
     """
     key = _key(members, rank)
@@ -115,18 +102,17 @@ def ranks_named(ranks: Sequence[int]) -> str:
 
 
 def _follow(members: Sequence[int], rank: int, waited_for: Sequence[int]) -> SilentRanks:
-    signs: dict[int, Sign] = {}
+    reasons: dict[int, str] = {}
     waiting = [r for r in waited_for if r != rank]
     deadline = time.monotonic() + SIGN_SECONDS
     while waiting and time.monotonic() < deadline:
         for r in [r for r in waiting if store_has(_key(members, r))]:
-            blamed, reason = json.loads(store_read(_key(members, r)))
-            signs[r] = Sign(tuple(blamed), reason)
-            waiting += [one for one in blamed if one != rank and one not in waiting and one not in signs]
+            blamed, reasons[r] = json.loads(store_read(_key(members, r)))
+            waiting += [one for one in blamed if one != rank and one not in waiting and one not in reasons]
             waiting.remove(r)
             deadline = time.monotonic() + SIGN_SECONDS
         time.sleep(_POLL_SECONDS)
-    return SilentRanks(tuple(sorted(waiting)), signs)
+    return SilentRanks(tuple(sorted(waiting)), reasons)
 
 
 def _key(members: Sequence[int], rank: int) -> str:

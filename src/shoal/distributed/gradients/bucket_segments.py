@@ -7,18 +7,19 @@ read where they lie.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 
 import torch
 
+from shoal.codecs.checks import check_flat, check_length
 from shoal.codecs.codec import Codec, Encoded
 from shoal.codecs.float_codec import FloatCodec
-from shoal.errors import CodecError
 
 _FLOAT_BYTES = 4
+_FIRST_VALUES = 64
 STEP_ELEMS = 64  # shards begin at a multiple of that many values of their parameter
 # Long runs of values are encoded in parts of that many, whose scratch stays in the caches; whole blocks of any codec.
 PART_ELEMS = 1 << 18
@@ -40,6 +41,15 @@ class ParameterGrad:
     name: str
     elems: int
     encoded: bool
+
+    def of_all(self, ranks: int) -> ParameterGrad:
+        """The whole, of which this is one rank's equal share."""
+        return replace(self, elems=ranks * self.elems)
+
+    @staticmethod
+    def of(name: str, parameter: torch.Tensor) -> ParameterGrad:
+        """All of a parameter's: those of two dimensions or more may be encoded."""
+        return ParameterGrad(name, parameter.numel(), encoded=parameter.dim() > 1)
 
 
 @dataclass(frozen=True)
@@ -97,14 +107,27 @@ def cut(
             if gradient.encoded == encoded:
                 # A bound belongs to the parameter it falls into, at the nearest step of it.
                 bounds = [_bound(rank * total // ranks - before, gradient.elems, step) for rank in range(ranks + 1)]
-                for rank, (low, high) in enumerate(pairwise(bounds)):
-                    size = part_elems if encoded else max(gradient.elems, 1)
-                    for start in range(low, high, size):
-                        segment = Segment(gradient.name, start, first + start, min(size, high - start), encoded)
-                        shards[rank].append(segment)
+                for shard, (low, high) in zip(shards, pairwise(bounds), strict=True):
+                    shard += parts_of(gradient, low, high, first + low, part_elems)
                 before += gradient.elems
             first += gradient.elems
     return tuple(tuple(sorted(shard, key=lambda segment: segment.first)) for shard in shards)
+
+
+def parts_of(
+    gradient: ParameterGrad, low: int, high: int, first: int, part_elems: int = PART_ELEMS
+) -> Iterator[Segment]:
+    """Values of a gradient, from `low` to `high`, as segments: encoded ones in parts, raw ones in one.
+
+    Args:
+        gradient: whose.
+        low, high: counted in the parameter.
+        first: where the first of them lies in what is sent.
+        part_elems: of an encoded part.
+    """
+    size = part_elems if gradient.encoded else max(high - low, 1)
+    for start in range(low, high, size):
+        yield Segment(gradient.name, start, first + start - low, min(size, high - start), gradient.encoded)
 
 
 def in_chunks(
@@ -161,7 +184,13 @@ def places(segments: Segments, codec: Codec) -> tuple[slice, ...]:
     return tuple(found)
 
 
-def pack(values: torch.Tensor, segments: Segments, codec: Codec, out: torch.Tensor) -> None:
+def pack(
+    values: torch.Tensor,
+    segments: Segments,
+    codec: Codec,
+    out: torch.Tensor,
+    residual_of: Callable[[Segment], torch.Tensor | None] | None = None,
+) -> None:
     """Write the message of these segments.
 
     Args:
@@ -169,6 +198,7 @@ def pack(values: torch.Tensor, segments: Segments, codec: Codec, out: torch.Tens
         segments: of it.
         codec: of floats.
         out: (message_bytes(segments, codec),) uint8, dense, at a multiple of four bytes; written.
+        residual_of: the residual of each segment, as `pack_one` takes it; None: there are none.
 
     Raises:
         CodecError: `values` or `out` is not so.
@@ -182,11 +212,31 @@ def pack(values: torch.Tensor, segments: Segments, codec: Codec, out: torch.Tens
     """
     _check(values, segments, codec, out)
     for segment, place in zip(segments, places(segments, codec), strict=True):
-        pack_one(values[segment.values], segment, codec, out[place])
+        residual = None if residual_of is None else residual_of(segment)
+        pack_one(values[segment.values], segment, codec, out[place], residual)
 
 
-def pack_one(values: torch.Tensor, segment: Segment, codec: Codec, out: torch.Tensor) -> None:
-    """Write one segment's bytes from its own values."""
+def pack_one(
+    values: torch.Tensor, segment: Segment, codec: Codec, out: torch.Tensor, residual: torch.Tensor | None = None
+) -> None:
+    """Write one segment's bytes from its own values.
+
+    Args:
+        values: (n,) float32, dense.
+        segment: of n values.
+        codec: of floats.
+        out: written.
+        residual: (n,) float32: added to the values, then overwritten with what their encoding loses. Values that are
+            zero throughout are sent as zero and leave it as it is.
+    """
+    if residual is not None and any_nonzero(values):
+        residual.add_(values)
+        pack_one(residual, segment, codec, out)
+        decoded = torch.empty_like(residual)
+        unpack_one(out, segment, codec, decoded)
+        # A NaN or an infinity was sent as such; in the residual it would spoil every later step.
+        residual.sub_(decoded).nan_to_num_(0.0, 0.0, 0.0)
+        return
     if not segment.encoded:
         out.view(torch.float32).copy_(values)
         return
@@ -222,6 +272,11 @@ def add(message: torch.Tensor, segments: Segments, codec: Codec, into: torch.Ten
         into[segment.values].add_(decoded[: segment.elems])
 
 
+def any_nonzero(values: torch.Tensor) -> bool:
+    """Whether one is not zero; the first ones mostly decide."""
+    return bool(values[:_FIRST_VALUES].any()) or bool(values.any())
+
+
 def mean_one(
     values: torch.Tensor,
     theirs: Sequence[torch.Tensor],
@@ -229,24 +284,25 @@ def mean_one(
     codec: FloatCodec,
     ranks: int,
     out: torch.Tensor,
+    residual: torch.Tensor | None = None,
 ) -> None:
     """The mean of one segment's own values and of the others' bytes: as bytes, and decoded in the values' place."""
-    if segment.encoded:
+    if segment.encoded and residual is None:
         size = codec.payload_bytes(segment.elems)
         codec.mean(values, [data[:size] for data in theirs], ranks, out[:size])
         if size < out.numel():
             out[size:] = 0
         return
+    came = torch.empty_like(values)
     for data in theirs:
-        values.add_(data.view(torch.float32))
-    pack_one(values.div_(ranks), segment, codec, out)
+        unpack_one(data, segment, codec, came)
+        values.add_(came)
+    pack_one(values.div_(ranks), segment, codec, out, residual)
+    if segment.encoded:
+        unpack_one(out, segment, codec, values)
 
 
 def _check(values: torch.Tensor, segments: Segments, codec: Codec, message: torch.Tensor) -> None:
-    if values.dtype != torch.float32 or values.dim() != 1 or not values.is_contiguous():
-        got = f"{values.dtype} of shape {tuple(values.shape)}"
-        raise CodecError(f"got {got}, expected dense float32 of one dimension; flatten it")
-    expected = message_bytes(segments, codec)
-    if message.dtype != torch.uint8 or message.numel() != expected:
-        got = f"{message.numel()} {message.dtype}"
-        raise CodecError(f"got a message of {got}, expected {expected} bytes of uint8; ask message_bytes")
+    check_flat("values", values, torch.float32)
+    check_flat("message", message, torch.uint8)
+    check_length("message", message, message_bytes(segments, codec))

@@ -1,7 +1,6 @@
 """The mean of one bucket of gradients over all ranks, on codes: what one rank computes between its exchanges.
 
-`ShardedMean`: each rank sums one shard and encodes the mean for all, so that all decode the same bytes.
-`LocalExactMean`: 8 bits for what arrives, 32 for the local part, the data parallelism of Dettmers 2016.
+Each rank sums one shard and encodes the mean for all, so that all decode the same bytes.
 """
 
 from __future__ import annotations
@@ -16,14 +15,13 @@ from shoal.distributed.comm.exchange import Exchange
 from shoal.distributed.gradients.bucket_segments import (
     Segment,
     Segments,
-    add,
     mean_one,
     message_bytes,
+    pack,
     places,
     unpack,
-    unpack_one,
 )
-from shoal.distributed.gradients.error_feedback import ErrorFeedback, pack_gradients
+from shoal.distributed.gradients.error_feedback import ErrorFeedback
 
 
 class Buffers:
@@ -74,7 +72,7 @@ class CodedBucket:
 
     Attributes:
         what: it is, for errors: "gradients of bucket 3".
-        shards: of each rank; of `LocalExactMean`, one for all.
+        shards: of each rank.
         codec: of the encoded segments.
         rank: of this process.
         ranks: how many.
@@ -120,11 +118,12 @@ class ShardedMean:
     def encode(self) -> None:
         """Send what the other ranks need of this one's gradients."""
         bucket = self._bucket
+        residual_of = None if bucket.feedback is None else bucket.feedback.of_gradient
         for r, shard in enumerate(bucket.shards):
             part = self._take(0 if r == bucket.rank else self._sizes[r])
             self._sending.append(part)
             if r != bucket.rank:
-                pack_gradients(bucket.feedback, self._values, shard, bucket.codec, part)
+                pack(self._values, shard, bucket.codec, part, residual_of)
         self._scatter.send(self._sending)
 
     def sum(self) -> None:
@@ -140,14 +139,8 @@ class ShardedMean:
         # One segment after the other, while its values are in the caches.
         for segment, place in zip(own, places(own, bucket.codec), strict=True):
             theirs = [message[place] for message in others]
-            if bucket.feedback is None:
-                mean_one(values[segment.values], theirs, segment, bucket.codec, bucket.ranks, mean[place])
-                continue
-            for message in theirs:
-                add(message, (segment,), bucket.codec, values)
-            values[segment.values].div_(bucket.ranks)
-            bucket.feedback.pack_means(values, (segment,), bucket.codec, mean[place])
-            unpack_one(mean[place], segment, bucket.codec, values[segment.values])
+            residual = None if bucket.feedback is None else bucket.feedback.of_mean(segment, values.device)
+            mean_one(values[segment.values], theirs, segment, bucket.codec, bucket.ranks, mean[place], residual)
         self._give(self._received)
         self._gather.send([mean] * bucket.ranks)
 
@@ -169,49 +162,3 @@ class ShardedMean:
         for buffer in lent:
             self._buffers.give(buffer)
         lent.clear()
-
-
-class LocalExactMean:
-    """Every rank sends all of its encoded gradients to every other and adds its own as they are.
-
-    A rank takes its own gradients exactly and the others' rounded: ranks get different means, up to the codec's error.
-    """
-
-    def __init__(
-        self, bucket: CodedBucket, buffer: torch.Tensor, buffers: Buffers, _scatter: Exchange, gather: Exchange
-    ) -> None:
-        self._bucket = bucket
-        self._buffer = buffer
-        self._values = buffer.float()
-        self._buffers = buffers
-        self._segments = bucket.shards[0]
-        sizes = [message_bytes(self._segments, bucket.codec)] * bucket.ranks
-        self._messages = [buffers.take(size_bytes, buffer.device) for size_bytes in sizes]
-        self._gather = gather.expect(sizes, what=bucket.what, out=self._messages, device=buffer.device)
-
-    def encode(self) -> None:
-        bucket, message = self._bucket, self._messages[self._bucket.rank]
-        pack_gradients(bucket.feedback, self._values, self._segments, bucket.codec, message)
-        self._gather.send([message] * bucket.ranks)
-
-    def sum(self) -> None:
-        return
-
-    def decode(self) -> None:
-        bucket, values = self._bucket, self._values
-        self._gather.receive()
-        own = values.clone()
-        values.zero_()
-        # In the order of ranks, so that what is sent uncompressed has the same mean everywhere.
-        for r, message in enumerate(self._messages):
-            if r == bucket.rank:
-                values.add_(own)
-            else:
-                add(message, self._segments, bucket.codec, values)
-            self._buffers.give(message)
-        values.div_(bucket.ranks)
-        if values is not self._buffer:
-            self._buffer.copy_(values)
-
-
-Mean = ShardedMean | LocalExactMean

@@ -57,7 +57,6 @@ def route(name: str, ranks: int) -> Route:
 
     - "all_reduce": encode what others sum, all-to-all, decode and sum, encode the sum, all-gather, decode; in place of
       a ring.
-    - "all_gather": every rank gets every other's values encoded and sums them itself; in place of a ring all-reduce.
     - "reduce_scatter": encode what others sum, all-to-all, decode and sum; in place of a reduce-scatter.
 
     Raises:
@@ -69,11 +68,9 @@ def route(name: str, ranks: int) -> Route:
     others = (ranks - 1) / ranks
     if name == "all_reduce":
         return Route(2 * others, (others, others), 1.0, 1 + others)
-    if name == "all_gather":
-        return Route(2 * others, (ranks - 1.0,), 1.0, ranks - 1.0)
     if name == "reduce_scatter":
         return Route(others, (others,), others, others)
-    raise InputError(f"unknown route {name!r}: give one of all_reduce, all_gather, reduce_scatter")
+    raise InputError(f"unknown route {name!r}: give one of all_reduce, reduce_scatter")
 
 
 @dataclass(frozen=True)
@@ -103,74 +100,15 @@ class Decision:
     reason: str
 
 
-def choose(
-    link: LinkRates,
-    candidates: Iterable[CodecRates],
-    elems: int,
-    *,
-    raw_elems: int = 0,
-    value_bytes: int = 4,
-    way: str = "all_reduce",
-    margin: float = MARGIN,
-) -> Decision:
-    """The candidate that a bucket is predicted to be sent in fastest, or none.
-
-    Args:
-        link: of the ranks that exchange.
-        candidates: in any order.
-        elems: values that may be encoded.
-        raw_elems: of the same bucket that never are (batch norms, biases): they are sent in addition to the encoded
-            ones.
-        value_bytes: of a value of the bucket as it is: 2 for bfloat16 gradients, which the plain collective sends so.
-        way: a name of `route`.
-        margin: share of the plain seconds that must be saved.
-
-    Example: a million values between two ranks at 1 Gbit/s, and at a hundred times that.
-
-        >>> from shoal.distributed.gradients.choose_codec import CodecRates, Curve, LinkRates
-        >>> slow, fast = (Curve((1250, 125_000_000), seconds) for seconds in ((1e-5, 1.0), (1e-7, 1e-2)))
-        >>> tree = CodecRates("dynamic_tree", 1.001, Curve((10, 10**9), (1e-8, 1.0)), Curve((10, 10**9), (5e-9, 0.5)))
-        >>> print(choose(LinkRates(2, slow, slow), [tree], 1_000_000).reason)
-        dynamic_tree: 9.76 ms instead of 32 ms (-70 %); pays below 13.7 Gbit/s, the link gives 1
-        >>> print(choose(LinkRates(2, fast, fast), [tree], 1_000_000).reason.partition(" (")[0])
-        uncompressed: dynamic_tree would take 1.83 ms instead of 320 us
-    """
-    total = elems + raw_elems
-    moves = route(way, link.ranks)
-    plain_seconds = link.plain.at(value_bytes * total)
-    plain_bytes = math.ceil(value_bytes * moves.plain * total)
-    link_gbps = _gbps(plain_bytes, plain_seconds)
-
-    def decided(codec: str | None, reason: str, seconds: float, break_even_gbps: float, sent_bytes: int) -> Decision:
-        figures = plain_seconds, seconds, break_even_gbps, link_gbps, sent_bytes, plain_bytes
-        return Decision(codec, total, *figures, reason)
-
-    if link.ranks == 1:
-        return decided(None, "uncompressed: there is one rank", math.inf, 0.0, plain_bytes)
-    predictions = [_Prediction.of(link, moves, rates, elems, raw_elems) for rates in candidates] if elems else []
-    if not predictions:
-        why = "there is no candidate" if elems else "nothing in it may be encoded"
-        return decided(None, f"uncompressed: {why}", math.inf, 0.0, plain_bytes)
-    # Of candidates that take the same time, the one with fewer bytes: so a slower link never turns to more.
-    best = min(predictions, key=lambda one: (one.seconds, one.sent_bytes, one.codec))
-    break_even_gbps = _gbps(max(0, plain_bytes - best.sent_bytes), best.codec_seconds)
-    times = f"{_time(best.seconds)} instead of {_time(plain_seconds)} ({_change(best.seconds, plain_seconds)})"
-    pays = f"pays below {break_even_gbps:.3g} Gbit/s, the link gives {link_gbps:.3g}"
-    if best.seconds < (1 - margin) * plain_seconds:
-        reason = f"{best.codec}: {times}; {pays}"
-        return decided(best.codec, reason, best.seconds, break_even_gbps, best.sent_bytes)
-    reason = f"uncompressed: {best.codec} would take {times}; {pays}"
-    return decided(None, reason, best.seconds, break_even_gbps, plain_bytes)
-
-
 @dataclass(frozen=True)
 class Chooser:
-    """What was measured, and `choose` on it; the same on every rank, so that all decide alike without asking.
+    """What was measured, the same on every rank, so that all decide alike without asking.
 
     Attributes:
-        link, candidates: as measured.
+        link: of the ranks that exchange.
+        candidates: in any order.
         way: a name of `route`.
-        margin: as of `choose`.
+        margin: share of the plain seconds that must be saved.
     """
 
     link: LinkRates
@@ -179,7 +117,25 @@ class Chooser:
     margin: float = MARGIN
 
     def decide(self, elems: int, raw_elems: int = 0, value_bytes: int = 4) -> Decision:
-        """`choose` for a bucket; remembered."""
+        """The candidate that a bucket is predicted to be sent in fastest, or none; remembered.
+
+        Args:
+            elems: values that may be encoded.
+            raw_elems: of the same bucket that never are (batch norms, biases): they are sent in addition to the encoded
+                ones.
+            value_bytes: of a value of the bucket as it is: 2 for bfloat16 gradients, which the plain collective sends
+                so.
+
+        Example: a million values between two ranks at 1 Gbit/s, and at a hundred times that.
+
+            >>> slow, fast = (Curve((1250, 125_000_000), seconds) for seconds in ((1e-5, 1.0), (1e-7, 1e-2)))
+            >>> encode, decode = Curve((10, 10**9), (1e-8, 1.0)), Curve((10, 10**9), (5e-9, 0.5))
+            >>> tree = CodecRates("dynamic_tree", 1.001, encode, decode)
+            >>> print(Chooser(LinkRates(2, slow, slow), (tree,)).decide(1_000_000).reason)
+            dynamic_tree: 9.76 ms instead of 32 ms (-70 %); pays below 13.7 Gbit/s, the link gives 1
+            >>> print(Chooser(LinkRates(2, fast, fast), (tree,)).decide(1_000_000).reason.partition(" (")[0])
+            uncompressed: dynamic_tree would take 1.83 ms instead of 320 us
+        """
         return _decide(self, elems, raw_elems, value_bytes)
 
     def declines(self, buckets: Iterable[tuple[int, int]]) -> bool:
@@ -216,15 +172,34 @@ class _Prediction:
 
 @lru_cache(maxsize=4096)
 def _decide(chooser: Chooser, elems: int, raw_elems: int, value_bytes: int) -> Decision:
-    return choose(
-        chooser.link,
-        chooser.candidates,
-        elems,
-        raw_elems=raw_elems,
-        value_bytes=value_bytes,
-        way=chooser.way,
-        margin=chooser.margin,
+    total = elems + raw_elems
+    link, moves = chooser.link, route(chooser.way, chooser.link.ranks)
+    plain_seconds = link.plain.at(value_bytes * total)
+    plain_bytes = math.ceil(value_bytes * moves.plain * total)
+    link_gbps = _gbps(plain_bytes, plain_seconds)
+
+    def decided(codec: str | None, reason: str, seconds: float, break_even_gbps: float, sent_bytes: int) -> Decision:
+        figures = plain_seconds, seconds, break_even_gbps, link_gbps, sent_bytes, plain_bytes
+        return Decision(codec, total, *figures, reason)
+
+    if link.ranks == 1:
+        return decided(None, "uncompressed: there is one rank", math.inf, 0.0, plain_bytes)
+    predictions = (
+        [_Prediction.of(link, moves, rates, elems, raw_elems) for rates in chooser.candidates] if elems else []
     )
+    if not predictions:
+        why = "there is no candidate" if elems else "nothing in it may be encoded"
+        return decided(None, f"uncompressed: {why}", math.inf, 0.0, plain_bytes)
+    # Of candidates that take the same time, the one with fewer bytes: so a slower link never turns to more.
+    best = min(predictions, key=lambda one: (one.seconds, one.sent_bytes, one.codec))
+    break_even_gbps = _gbps(max(0, plain_bytes - best.sent_bytes), best.codec_seconds)
+    times = f"{_time(best.seconds)} instead of {_time(plain_seconds)} ({_change(best.seconds, plain_seconds)})"
+    pays = f"pays below {break_even_gbps:.3g} Gbit/s, the link gives {link_gbps:.3g}"
+    if best.seconds < (1 - chooser.margin) * plain_seconds:
+        reason = f"{best.codec}: {times}; {pays}"
+        return decided(best.codec, reason, best.seconds, break_even_gbps, best.sent_bytes)
+    reason = f"uncompressed: {best.codec} would take {times}; {pays}"
+    return decided(None, reason, best.seconds, break_even_gbps, plain_bytes)
 
 
 def _gbps(sent_bytes: int, seconds: float) -> float:

@@ -12,22 +12,19 @@ from torch.nn.parallel import DistributedDataParallel
 from shoal.codecs import registry
 from shoal.codecs.codec import Codec
 from shoal.codecs.float_codec import FloatCodec
-from shoal.core import arguments
 from shoal.distributed.comm.agreement import agree, described, fingerprint, short_hash
 from shoal.distributed.comm.exchange import Exchange
 from shoal.distributed.comm.message import HEADER_BYTES
 from shoal.distributed.comm.traffic import Traffic, ring_all_reduce_bytes
 from shoal.distributed.gradients.bucket_segments import CHUNK_ELEMS, ParameterGrad, cut, message_bytes
 from shoal.distributed.gradients.choose_codec import Chooser, Decision, decide, explained
-from shoal.distributed.gradients.ddp_buckets import DEFAULT_BUCKET_BYTES, expected_buckets, shoal_gradients_hook
-from shoal.distributed.gradients.ddp_reducer import DdpReducer
+from shoal.distributed.gradients.ddp_reducer import DEFAULT_BUCKET_BYTES, DdpReducer, expected_buckets
 from shoal.distributed.gradients.error_feedback import ErrorFeedback
 from shoal.distributed.gradients.measure_rates import measure_choice
 from shoal.distributed.gradients.sharded_gradients import CompressedShards, is_sharded
 from shoal.errors import InputError
 
 _WIDEST = "bf16"  # of all that "auto" may choose
-WAYS = {"encoded": "all_reduce", "exact": "all_gather"}  # by `local`
 
 
 @overload
@@ -36,8 +33,6 @@ def compress_gradients(  # type: ignore[overload-overlap]  # the first that fits
     codec: str | Codec | None = ...,
     *,
     error_feedback: bool | None = ...,
-    local: str = ...,
-    broadcast_every: int = ...,
     timeout_seconds: float = ...,
 ) -> CompressedGradients: ...
 
@@ -48,8 +43,6 @@ def compress_gradients(
     codec: str | Codec | None = ...,
     *,
     error_feedback: bool | None = ...,
-    local: str = ...,
-    broadcast_every: int = ...,
     timeout_seconds: float = ...,
 ) -> CompressedShards: ...
 
@@ -59,8 +52,6 @@ def compress_gradients(
     codec: str | Codec | None = "auto",
     *,
     error_feedback: bool | None = None,
-    local: str = "encoded",
-    broadcast_every: int = 100,
     timeout_seconds: float = 600.0,
 ) -> CompressedGradients | CompressedShards:
     """Let DDP average gradients as codes: encode, all-to-all, sum in float32, encode, all-gather, decode.
@@ -80,10 +71,6 @@ def compress_gradients(
             now, and each bucket is sent in what is fastest, or uncompressed; None: all are sent uncompressed.
         error_feedback: add what encoding lost to the next gradient of the same parameter; takes a float32 a parameter
             value, and a rank's share again. None: only for one_bit, which needs it.
-        local: "encoded", as above. "exact": every rank sends its encoded gradients to all others and adds its own
-            exactly (Dettmers 2016, section 2.1): one rounding, W - 1 bytes a value among W ranks, and the ranks'
-            means differ within the codec's error. So do their weights, until rank 0's are broadcast.
-        broadcast_every: with local="exact", after that many steps; 0: never.
         timeout_seconds: for each exchange.
 
     Returns:
@@ -112,11 +99,6 @@ def compress_gradients(
     if not sharded and not isinstance(ddp_model, DistributedDataParallel):
         got = type(ddp_model).__name__
         raise InputError(f"got a {got}, expected torch.nn.parallel.DistributedDataParallel; wrap the model in it first")
-    if sharded and local != "encoded":
-        raise InputError(f"got local={local!r} for a sharded model, expected 'encoded'; leave it out")
-    arguments.one_of("local", local, WAYS)
-    if broadcast_every < 0:
-        raise InputError(f"got broadcast_every={broadcast_every}, expected a number of steps, or 0 for never")
     chosen = registry.get(codec) if isinstance(codec, str) and codec != "auto" else codec
     if isinstance(chosen, Codec) and not isinstance(chosen, FloatCodec):
         raise InputError(f"got codec {chosen.name}, expected one that encodes gradients, such as dynamic_tree")
@@ -124,15 +106,14 @@ def compress_gradients(
         error_feedback = isinstance(chosen, Codec) and chosen.name == "one_bit"
     if not isinstance(ddp_model, DistributedDataParallel):
         return CompressedShards(ddp_model, chosen, error_feedback, timeout_seconds)
-    return CompressedGradients(ddp_model, chosen, error_feedback, local, broadcast_every, timeout_seconds)
+    return CompressedGradients(ddp_model, chosen, error_feedback, timeout_seconds)
 
 
 class CompressedGradients:
     """What `compress_gradients` set up.
 
     Attributes:
-        traffic: bytes put on the wire by this rank, of kind "gradients" (and "weights", where they are broadcast);
-            each backward pass that reduces is a step.
+        traffic: bytes put on the wire by this rank, of kind "gradients"; each backward pass that reduces is a step.
         rank, ranks: of this process in the model's group, and how many.
     """
 
@@ -141,8 +122,6 @@ class CompressedGradients:
         model: DistributedDataParallel,
         codec: Codec | str | None,
         error_feedback: bool,
-        local: str,
-        broadcast_every: int,
         timeout_seconds: float,
     ) -> None:
         self.traffic = Traffic()
@@ -153,14 +132,11 @@ class CompressedGradients:
         self._asked = codec
         self._codec = codec if isinstance(codec, Codec) else None
         self._chooser: Chooser | None = None
-        self._way = WAYS[local]
-        self._broadcast_every = broadcast_every if local == "exact" else 0
-        self._steps = 0
-        self._steps_loaded = self._broadcast_due = False
         self._feedback = ErrorFeedback(self.ranks, self.rank) if error_feedback else None
         self._reducer: DdpReducer | None = None
         self._handles: list[Any] = []
         self._parameters = dict(model.module.named_parameters())
+        self._trained = [ParameterGrad.of(name, p) for name, p in self._parameters.items() if p.requires_grad]
         if self.ranks > 1:
             self._set_up(timeout_seconds)
         if self._reducer is None:
@@ -184,9 +160,8 @@ class CompressedGradients:
         return explained(self.traffic, self.ranks, lines)
 
     def state_dict(self) -> dict[str, Any]:
-        """Steps and residuals of this rank; to be saved by every rank in addition to the model's."""
-        residuals = None if self._feedback is None else self._feedback.state_dict()
-        return {"steps": self._steps, "feedback": residuals}
+        """Residuals of this rank; to be saved by every rank in addition to the model's."""
+        return {"feedback": None if self._feedback is None else self._feedback.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """
@@ -200,8 +175,6 @@ class CompressedGradients:
             elems = {name: parameter.numel() for name, parameter in self._parameters.items()}
             device = next(iter(self._parameters.values())).device
             self._feedback.load_state_dict(state["feedback"], elems, device)
-        self._steps = int(state["steps"])
-        self._steps_loaded = True
 
     def close(self) -> None:
         """All-reduce every bucket uncompressed from now on, and free threads and process groups. A collective call."""
@@ -219,7 +192,7 @@ class CompressedGradients:
         if self._asked == "auto":
             device = next(iter(self._parameters.values())).device
             elems = sum(parameter.numel() for parameter in self._parameters.values())
-            self._chooser = measure_choice(scatter, self._group, device=device, way=self._way, largest_elems=elems)
+            self._chooser = measure_choice(scatter, self._group, device=device, largest_elems=elems)
             declines = self._chooser.declines(self._expected_buckets())
             agree(scatter, "compress_gradients", measured=short_hash(str(self._chooser)))  # so that all decide alike
         if declines:
@@ -230,39 +203,27 @@ class CompressedGradients:
             self._group,
             {id(parameter): name for name, parameter in self._parameters.items()},
             self._decide,
-            self._way == "all_gather",
             self._feedback,
             scatter,
             gather,
             self.traffic,
-            self._step_ended,
         )
-        self._model.register_comm_hook(self._reducer, shoal_gradients_hook)
+        self._model.register_comm_hook(self._reducer, DdpReducer.reduce)
         # A budget counts it: `shoal.memory.static_memory` asks the wrapper that calls the compiled network.
         self._model.hook_bytes = hook_bytes(  # type: ignore[assignment]
-            [
-                ParameterGrad(name, p.numel(), encoded=p.dim() > 1)
-                for name, p in self._parameters.items()
-                if p.requires_grad
-            ],
+            self._trained,
             len(self._expected_buckets()),
             registry.get(_WIDEST) if self._codec is None else self._codec,
             self.ranks,
-            self._way,
             error_feedback=self._feedback is not None,
         )
         self._handles.append(self._model.register_forward_pre_hook(self._raise_failure))
-        if self._broadcast_every:
-            self._handles.append(self._model.register_forward_pre_hook(self._agree_on_steps))
-            self._handles.append(self._model.register_forward_pre_hook(self._broadcast_weights))
 
     def _settings(self) -> dict[str, object]:
         model = self._model
         return {
             "codec": described(self._asked),
             "error_feedback": self._feedback is not None,
-            "local": {way: local for local, way in WAYS.items()}[self._way],
-            "broadcast_every": self._broadcast_every,
             "model": fingerprint(self._parameters.items()),
             "bucket_cap_bytes": getattr(model, "bucket_bytes_cap", DEFAULT_BUCKET_BYTES),
             "find_unused_parameters": model.find_unused_parameters,
@@ -270,39 +231,17 @@ class CompressedGradients:
             "broadcast_buffers": model.broadcast_buffers,
         }
 
-    def _agree_on_steps(self, _model: torch.nn.Module, _inputs: Any) -> None:
-        """Before the first forward pass that trains after a state was loaded: weights are broadcast by the step."""
-        if self._steps_loaded and torch.is_grad_enabled() and self._reducer is not None:
-            self._steps_loaded = False
-            self._reducer.agree("the loaded state of compress_gradients", steps=self._steps)
-
     def _expected_buckets(self) -> list[tuple[int, int]]:
-        trained = [parameter for parameter in self._parameters.values() if parameter.requires_grad]
         cap_bytes = int(getattr(self._model, "bucket_bytes_cap", DEFAULT_BUCKET_BYTES))
-        return expected_buckets([(p.numel(), p.dim() >= 2) for p in trained], cap_bytes)
+        return expected_buckets([(gradient.elems, gradient.encoded) for gradient in self._trained], cap_bytes)
 
     def _decide(self, gradients: tuple[ParameterGrad, ...], dtype: torch.dtype) -> tuple[Decision, Codec | None]:
         return decide(gradients, dtype, self.ranks, self._codec, self._chooser)
-
-    def _step_ended(self) -> None:
-        self._steps += 1
-        self._broadcast_due = bool(self._broadcast_every) and self._steps % self._broadcast_every == 0
 
     def _raise_failure(self, _model: torch.nn.Module, _inputs: Any) -> None:
         """Before DDP broadcasts buffers, which after an error would hang or raise its own."""
         if self._reducer is not None:
             self._reducer.raise_failure()
-
-    def _broadcast_weights(self, _model: torch.nn.Module, _inputs: Any) -> None:
-        """Before a forward pass that trains: rank 0's weights for all, where ranks' means differ."""
-        if not self._broadcast_due or not torch.is_grad_enabled():
-            return
-        self._broadcast_due = False
-        root = dist.get_global_rank(self._group, 0)
-        for parameter in self._parameters.values():
-            dist.broadcast(parameter.detach(), root, group=self._group)
-            sent_bytes = (self.ranks - 1) * parameter.nbytes if self.rank == 0 else 0
-            self.traffic.add("weights", sent_bytes, 0)
 
     def _count_plain(self, model: torch.nn.Module, _inputs: Any) -> None:
         """Without a hook the backward pass goes unseen: every forward pass that syncs is counted as its step."""
@@ -314,20 +253,18 @@ class CompressedGradients:
 
 
 def hook_bytes(
-    gradients: Sequence[ParameterGrad], buckets: int, codec: Codec, ranks: int, way: str, *, error_feedback: bool
+    gradients: Sequence[ParameterGrad], buckets: int, codec: Codec, ranks: int, *, error_feedback: bool
 ) -> int:
     """What the hook holds at most for gradients of these parameters: messages and their headers, and residuals.
 
     >>> weight = ParameterGrad("weight", 1_000_000, encoded=True)
-    >>> hook_bytes([weight], 1, registry.get("dynamic_tree"), 2, "all_reduce", error_feedback=False)
+    >>> hook_bytes([weight], 1, registry.get("dynamic_tree"), 2, error_feedback=False)
     2002992
     """
-    # At most all is under way: to the ranks that sum it, from the others for the own sum, and the means of all; or,
-    # where the own part stays exact, all of every rank's.
-    to_all = way == "all_gather"
-    whole_bytes = sum(message_bytes(shard, codec) for shard in cut(gradients, 1 if to_all else ranks))
-    messages = ranks if to_all else 2 * (ranks - 1) / ranks + 1
+    # At most all is under way: to the ranks that sum it, from the others for the own sum, and the means of all.
+    whole_bytes = sum(message_bytes(shard, codec) for shard in cut(gradients, ranks))
+    messages = 2 * (ranks - 1) / ranks + 1
     elems = sum(gradient.elems for gradient in gradients)
-    exchanges = (1 if to_all else 2) * (buckets + elems // CHUNK_ELEMS)
+    exchanges = 2 * (buckets + elems // CHUNK_ELEMS)
     residual_bytes = 6.2 * elems if error_feedback else 0  # a value each, and a rank's share of the means
     return int(messages * whole_bytes + 2 * (ranks - 1) * HEADER_BYTES * exchanges + residual_bytes)

@@ -1,11 +1,11 @@
-"""The reduction of each bucket of DDP: its codec, its way through the threads, and its errors."""
+"""The reduction of each bucket of DDP: its codec, its way through the threads, and its errors.
 
-from __future__ import annotations
+DDP compares a hook's annotations with the types themselves, so this module does not postpone their evaluation.
+"""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from copy import copy
-from functools import partial
 from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import Any
@@ -21,13 +21,15 @@ from shoal.distributed.comm.exchange import Exchange
 from shoal.distributed.comm.silent_ranks import lost_in
 from shoal.distributed.comm.traffic import Traffic, ring_all_reduce_bytes
 from shoal.distributed.gradients.bucket_segments import ParameterGrad, Segment, cut, in_chunks
-from shoal.distributed.gradients.bucket_sum import Buffers, CodedBucket, LocalExactMean, Mean, ShardedMean
+from shoal.distributed.gradients.bucket_sum import Buffers, CodedBucket, ShardedMean
 from shoal.distributed.gradients.choose_codec import Decision
 from shoal.distributed.gradients.error_feedback import ErrorFeedback
 from shoal.errors import ShoalError, TransferError
 from shoal.lowlevel.torch_state import backward_pass, call_at_end_of_backward
 from shoal.memory.limit import this_thread_works_for_steps
 
+DEFAULT_BUCKET_BYTES = 25 << 20
+FIRST_BUCKET_BYTES = 1 << 20  # DDP's default, so that the first all-reduce starts early
 Chunks = tuple[CodedBucket, ...]
 # How gradients are sent: the decision, and its codec or None for a plain all-reduce of the bucket.
 Decide = Callable[[tuple[ParameterGrad, ...], torch.dtype], tuple[Decision, Codec | None]]
@@ -39,11 +41,9 @@ class DdpReducer:
         group: of the model.
         names: of parameters, by `id`.
         decide: how a bucket of that many values and this dtype is sent; the same on every rank.
-        local_exact: whether `LocalExactMean` is taken instead of `ShardedMean`.
         feedback: residuals, or None to keep none.
         scatter, gather: used by nothing else from now on.
         traffic: what is sent is counted in.
-        step_ended: called after each backward pass that reduced without an error.
     """
 
     def __init__(
@@ -51,22 +51,18 @@ class DdpReducer:
         group: dist.ProcessGroup,
         names: dict[int, str],
         decide: Decide,
-        local_exact: bool,
         feedback: ErrorFeedback | None,
         scatter: Exchange,
         gather: Exchange,
         traffic: Traffic,
-        step_ended: Callable[[], None],
     ) -> None:
         self.decisions: dict[int, Decision] = {}
         self._group = group
         self._names = names
         self._decide = decide
-        self._local_exact = local_exact
         self._feedback = feedback
         self._exchanges = scatter, gather
         self._traffic = traffic
-        self._step_ended = step_ended
         self._ranks: int = dist.get_world_size(group)
         self._rank: int = dist.get_rank(group)
         self._buckets: dict[tuple[str, ...], tuple[Decision, Chunks | None]] = {}
@@ -81,7 +77,10 @@ class DdpReducer:
         self._closed = False
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """The bucket's mean over the ranks. An error is raised when the backward pass ends: DDP would not report it."""
+        """The bucket's mean over the ranks: DDP's communication hook, whose state is the reducer.
+
+        An error is raised when the backward pass ends: DDP would not report it.
+        """
         buffer = bucket.buffer()
         in_backward = self._watch_backward()
         if self._failure is not None:
@@ -97,30 +96,17 @@ class DdpReducer:
         if chunks is None or self._closed:
             self._plain_bytes += raw_bytes
             return self._all_reduce(buffer, bucket.index())
-        mean = LocalExactMean if self._local_exact else ShardedMean
         if self._threads is None:
             self._threads = ReductionThreads(failed=self._fail, failure=lambda: self._failure)
         try:
             for chunk in chunks:  # each leaves while the next is encoded
-                job = Job(mean(chunk, buffer, self._buffers, *self._exchanges), buffer, raises=not in_backward)
+                job = Job(ShardedMean(chunk, buffer, self._buffers, *self._exchanges), buffer, raises=not in_backward)
                 self._threads.put(job)
         except BaseException as error:
             self._fail(error)
             return _done(buffer)
         self._last = job.future  # chunks are done in order
         return job.future
-
-    def agree(self, what: str, **settings: object) -> None:
-        """As `shoal.distributed.comm.agreement.agree`, of all ranks of the model, while no bucket is under way.
-
-        Raises:
-            TransferError: they differ, or one failed.
-        """
-        try:
-            self._counted_bytes += agree(self._exchanges[0], what, **settings)
-        except BaseException as error:
-            self._fail(error)
-            raise
 
     def raise_failure(self) -> None:
         """Raise what went wrong in an earlier bucket, if anything did."""
@@ -143,10 +129,7 @@ class DdpReducer:
         names = tuple(self._names.get(id(parameter), f"parameter {id(parameter)}") for parameter in parameters)
         found = self._buckets.get(names)
         if found is None:
-            gradients = tuple(
-                ParameterGrad(name, parameter.numel(), encoded=parameter.dim() > 1)
-                for name, parameter in zip(names, parameters, strict=True)
-            )
+            gradients = tuple(map(ParameterGrad.of, names, parameters))
             found = self._planned(bucket, gradients)
             self._agree_on(bucket, gradients, found[0])
             self._buckets[names] = found
@@ -158,7 +141,8 @@ class DdpReducer:
             return
         if self._last is not None:
             self._last.wait()  # NCCL takes messages only in one order
-        self.agree(
+        self._counted_bytes += agree(
+            self._exchanges[0],
             f"gradients of bucket {bucket.index()}",
             parameters=f"{len(gradients)} of {sum(gradient.elems for gradient in gradients)} values, "
             f"hash {short_hash([(gradient.name, gradient.elems) for gradient in gradients])}",
@@ -171,18 +155,16 @@ class DdpReducer:
         if codec is None:
             return decision, None
         assert isinstance(codec, FloatCodec)  # compress_gradients takes no other
-        shards = cut(gradients, 1 if self._local_exact else self._ranks)
+        shards = cut(gradients, self._ranks)
         unflushed: set[Segment] = set()
         if self._feedback is not None:
-            own = () if self._local_exact else shards[self._rank]
-            unflushed = self._feedback.add(gradients, own, bucket.buffer().device)
+            unflushed = self._feedback.add(gradients, shards[self._rank], bucket.buffer().device)
         what = f"gradients of bucket {bucket.index()}"
-        # One of another dtype is summed in a float32 copy, and one that all gather needs its whole bucket: in one.
-        whole = self._local_exact or bucket.buffer().dtype != torch.float32
-        parts = (shards,) if whole else in_chunks(shards)
+        # One of another dtype is summed in a float32 copy: in one.
+        parts = in_chunks(shards) if bucket.buffer().dtype == torch.float32 else (shards,)
         chunks = []
         for number, part in enumerate(parts):
-            flushing = set() if self._local_exact else unflushed & set(part[self._rank])
+            flushing = unflushed & set(part[self._rank])
             name = what if len(parts) == 1 else f"{what}, part {number + 1} of {len(parts)}"
             chunks.append(CodedBucket(name, part, codec, self._rank, self._ranks, self._feedback, flushing))
         return decision, tuple(chunks)
@@ -229,7 +211,6 @@ class DdpReducer:
         self._counted_bytes = sent_bytes
         self._raw_bytes = self._plain_bytes = 0
         self.raise_failure()
-        self._step_ended()
 
     def _sent_bytes(self) -> int:
         return sum(exchange.sent_bytes for exchange in self._exchanges)
@@ -244,10 +225,12 @@ class DdpReducer:
             exchange.give_up(str(error) or type(error).__name__)
 
 
+def _future_of(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    return torch.futures.Future(devices=[buffer.device] if buffer.device.type == "cuda" else [])
+
+
 def _done(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
-        devices=[buffer.device] if buffer.device.type == "cuda" else []
-    )
+    future = _future_of(buffer)
     future.set_result(buffer)
     return future
 
@@ -256,6 +239,32 @@ def _failed(error: BaseException) -> torch.futures.Future[torch.Tensor]:
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_exception(error)  # type: ignore[arg-type]
     return future
+
+
+def expected_buckets(
+    parameters: Iterable[tuple[int, bool]], cap_bytes: int, first_cap_bytes: int = FIRST_BUCKET_BYTES
+) -> list[tuple[int, int]]:
+    """The buckets after DDP's first step, which fills them in the order in which gradients come.
+
+    Args:
+        parameters: in the order in which the model has them: how many float32 values, and whether they may be encoded.
+        cap_bytes: a bucket that reaches it is full: `bucket_cap_mb` of DDP.
+        first_cap_bytes: the same of the first.
+
+    Returns:
+        Of each bucket, the values that may be encoded and those that may not.
+
+    >>> expected_buckets([(1000, True), (10, False), (3000, True)], cap_bytes=8000, first_cap_bytes=4000)
+    [(3000, 0), (1000, 10)]
+    """
+    buckets: list[tuple[int, int]] = []
+    coded = raw = 0
+    for elems, encoded in reversed(list(parameters)):
+        coded, raw = (coded + elems, raw) if encoded else (coded, raw + elems)
+        if 4 * (coded + raw) >= (cap_bytes if buckets else first_cap_bytes):
+            buckets.append((coded, raw))
+            coded = raw = 0
+    return [*buckets, (coded, raw)] if coded or raw else buckets
 
 
 class Job:
@@ -268,15 +277,13 @@ class Job:
         future: gets the buffer when all is done.
     """
 
-    def __init__(self, mean: Mean, buffer: torch.Tensor, raises: bool) -> None:
+    def __init__(self, mean: ShardedMean, buffer: torch.Tensor, raises: bool) -> None:
         self.mean = mean
         self.buffer = buffer
         self.raises = raises
         mean.encode()
+        self.future = _future_of(buffer)
         on_cuda = buffer.device.type == "cuda"
-        self.future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
-            devices=[buffer.device] if on_cuda else []
-        )
         self._encoded = torch.accelerator.current_stream(buffer.device).record_event() if on_cuda else None
 
     def on_stream(self, streams: dict[torch.device, Any]) -> Any:
@@ -301,10 +308,7 @@ class ReductionThreads:
     def __init__(self, failed: Callable[[BaseException], None], failure: Callable[[], BaseException | None]) -> None:
         self._failed = failed
         self._failure = failure
-        stages: tuple[tuple[str, Callable[[Job], None]], ...] = (
-            ("sum", lambda job: job.mean.sum()),
-            ("decode", lambda job: job.mean.decode()),
-        )
+        stages = ("sum", ShardedMean.sum), ("decode", ShardedMean.decode)
         self._queues: list[SimpleQueue[Job | None]] = [SimpleQueue() for _ in stages]
         self._threads = [
             Thread(target=self._run, args=(number, stage), name=f"shoal-gradients-{name}", daemon=True)
@@ -323,11 +327,11 @@ class ReductionThreads:
         for thread in self._threads:
             thread.join()
 
-    def _run(self, number: int, stage: Callable[[Job], None]) -> None:
+    def _run(self, number: int, stage: Callable[[ShardedMean], None]) -> None:
         streams: dict[torch.device, Any] = {}
         done = self._finish if number + 1 == len(self._queues) else self._queues[number + 1].put
         while (job := self._queues[number].get()) is not None:
-            self._stage(job, partial(stage, job), streams)
+            self._stage(job, stage, streams)
             done(job)
         if number + 1 < len(self._queues):
             self._queues[number + 1].put(None)
@@ -339,13 +343,13 @@ class ReductionThreads:
         else:
             job.future.set_result(job.buffer)
 
-    def _stage(self, job: Job, stage: Callable[[], None], streams: dict[torch.device, Any]) -> None:
+    def _stage(self, job: Job, stage: Callable[[ShardedMean], None], streams: dict[torch.device, Any]) -> None:
         if self._failure() is not None:
             return
         this_thread_works_for_steps()
         try:
             with torch.no_grad(), job.on_stream(streams):
-                stage()
+                stage(job.mean)
                 if job.buffer.device.type == "cuda":  # buffers are lent again, to other streams
                     torch.accelerator.current_stream(job.buffer.device).synchronize()
         except BaseException as error:

@@ -10,19 +10,8 @@ from typing import Any
 
 import torch
 
-from shoal.codecs.codec import Codec
-from shoal.distributed.gradients.bucket_segments import (
-    ParameterGrad,
-    Segment,
-    Segments,
-    pack,
-    pack_one,
-    places,
-    unpack_one,
-)
+from shoal.distributed.gradients.bucket_segments import ParameterGrad, Segment, Segments, any_nonzero
 from shoal.errors import InputError
-
-_FIRST_VALUES = 64
 
 
 class ErrorFeedback:
@@ -66,28 +55,24 @@ class ErrorFeedback:
     def flush(self, values: torch.Tensor, unflushed: set[Segment]) -> None:
         """Add the residuals of these segments to the rank's own values, once and exactly; those added leave the set."""
         for segment in list(unflushed):
-            if _any(values[segment.values]):
+            if any_nonzero(values[segment.values]):
                 residual = self._residual(segment)
                 values[segment.values].add_(residual)
                 residual.zero_()
                 unflushed.discard(segment)
 
-    def pack_gradients(self, values: torch.Tensor, segments: Segments, codec: Codec, out: torch.Tensor) -> None:
-        """As `segments.pack`, of the values and their residuals."""
-        for segment, place in zip(segments, places(segments, codec), strict=True):
-            residual = self._residual(segment) if segment.encoded else None
-            _pack(values[segment.values], segment, codec, out[place], residual)
+    def of_gradient(self, segment: Segment) -> torch.Tensor | None:
+        """The residual of a segment on the way to the rank that sums it, for `pack`; None where it is sent raw."""
+        return self._residual(segment) if segment.encoded else None
 
-    def pack_means(self, values: torch.Tensor, segments: Segments, codec: Codec, out: torch.Tensor) -> None:
-        """As `segments.pack`, of the means of the rank's own segments and their residuals."""
-        for segment, place in zip(segments, places(segments, codec), strict=True):
-            residual = None
-            if segment.encoded:
-                key = segment.name, segment.start
-                if key not in self._means:
-                    self._means[key] = torch.zeros(segment.elems, device=values.device)
-                residual = self._means[key]
-            _pack(values[segment.values], segment, codec, out[place], residual)
+    def of_mean(self, segment: Segment, device: torch.device) -> torch.Tensor | None:
+        """The residual of the mean of a segment that this rank sums; None where it is sent raw."""
+        if not segment.encoded:
+            return None
+        key = segment.name, segment.start
+        if key not in self._means:
+            self._means[key] = torch.zeros(segment.elems, device=device)
+        return self._means[key]
 
     def state_dict(self) -> dict[str, Any]:
         """Of this rank; for the same rank of as many."""
@@ -123,32 +108,3 @@ class ErrorFeedback:
 
     def _residual(self, segment: Segment) -> torch.Tensor:
         return self._gradients[segment.name][segment.start : segment.start + segment.elems]
-
-
-def pack_gradients(
-    feedback: ErrorFeedback | None, values: torch.Tensor, segments: Segments, codec: Codec, out: torch.Tensor
-) -> None:
-    """As `segments.pack`, of the values and, if they are kept, their residuals."""
-    if feedback is None:
-        pack(values, segments, codec, out)
-    else:
-        feedback.pack_gradients(values, segments, codec, out)
-
-
-def _pack(
-    values: torch.Tensor, segment: Segment, codec: Codec, out: torch.Tensor, residual: torch.Tensor | None
-) -> None:
-    if residual is None or not _any(values):
-        pack_one(values, segment, codec, out)
-        return
-    residual.add_(values)
-    pack_one(residual, segment, codec, out)
-    decoded = torch.empty_like(residual)
-    unpack_one(out, segment, codec, decoded)
-    # A NaN or an infinity was sent as such; in the residual it would spoil every later step.
-    residual.sub_(decoded).nan_to_num_(0.0, 0.0, 0.0)
-
-
-def _any(values: torch.Tensor) -> bool:
-    """Whether one is not zero; the first ones mostly decide."""
-    return bool(values[:_FIRST_VALUES].any()) or bool(values.any())

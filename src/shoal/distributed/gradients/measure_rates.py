@@ -58,90 +58,65 @@ def measure_choice(
     place = torch.device(device)
     what = "the measurement of the link"
     agree(exchange, what, candidates=", ".join(map(str, codecs)), way=way, largest_elems=largest_elems)
-    link = measure_link(exchange, group, device=place, way=way, largest_elems=largest_elems)
-    rates = codec_rates(codecs, group, device=place, largest_elems=largest_elems) if exchange.ranks > 1 else ()
-    return Chooser(link, rates, way)
+    if exchange.ranks == 1:
+        return Chooser(LinkRates(1, plain=Curve((1,), (0.0,)), exchange=Curve((1,), (0.0,))), (), way)
+    timed = _Timed(group, place)
+    with isolated(place):
+        link = _link_rates(exchange, timed, way, largest_elems)
+        return Chooser(link, tuple(_codec_rates(codec, timed, largest_elems) for codec in codecs), way)
 
 
-def measure_link(
-    exchange: Exchange,
-    group: dist.ProcessGroup | None = None,
-    *,
-    device: torch.device | str,
-    way: str = "all_reduce",
-    largest_elems: int = 1 << 62,
-) -> LinkRates:
-    """Seconds of the plain collective and of an exchange over their bytes, from 8 KiB to 32 MiB. A collective call.
+def _link_rates(exchange: Exchange, timed: _Timed, way: str, largest_elems: int) -> LinkRates:
+    """Seconds of the plain collective and of an exchange over their bytes, from 8 KiB to 32 MiB.
 
     Sizes grow until one is expected to take more than a quarter of a second, or is larger than any bucket. The two take
     turns; medians, of the slowest rank.
-
-    Args, raises: as of `measure_choice`.
     """
-    ranks, place = exchange.ranks, torch.device(device)
-    if ranks == 1:
-        return LinkRates(1, plain=Curve((1,), (0.0,)), exchange=Curve((1,), (0.0,)))
+    ranks, place = exchange.ranks, timed.device
     sizes = _up_to(_LINK_BYTES, 4 * largest_elems)
     values = torch.zeros(sizes[-1] // 4, device=place)
     data, received = (torch.zeros(sizes[-1], dtype=torch.uint8, device=place) for _ in range(2))
     plain_points: list[tuple[int, float]] = []
     exchange_points: list[tuple[int, float]] = []
-    timed = _Timed(group, place)
-    with isolated(place):
-        for size in sizes:
-            part_bytes = size // (ranks - 1)
-            parts, part_sizes = [data[:part_bytes]] * ranks, [part_bytes] * ranks
-            # As a hook has them: existing memory, of each peer its own.
-            out = [received[max(0, peer) * part_bytes :][:part_bytes] for peer in _places(exchange)]
-            plain = _plain(way, values[: size // 4 // ranks * ranks], group, ranks)
+    for size in sizes:
+        part_bytes = size // (ranks - 1)
+        parts, part_sizes = [data[:part_bytes]] * ranks, [part_bytes] * ranks
+        # As a hook has them: existing memory, of each peer its own.
+        out = [received[max(0, peer) * part_bytes :][:part_bytes] for peer in _places(exchange)]
+        plain = _plain(way, values[: size // 4 // ranks * ranks], timed.group, ranks)
 
-            def exchanged(parts: list[Any] = parts, part_sizes: list[int] = part_sizes, out: list[Any] = out) -> object:
-                return exchange.all_to_all(parts, part_sizes, what="the measurement of the link", out=out)
+        def exchanged(parts: list[Any] = parts, part_sizes: list[int] = part_sizes, out: list[Any] = out) -> object:
+            return exchange.all_to_all(parts, part_sizes, what="the measurement of the link", out=out)
 
-            taken = timed.in_turns([plain, exchanged], warm_runs=_WARM_RUNS if size == sizes[0] else 0)
-            plain_points.append((size, taken[0]))
-            exchange_points.append((part_bytes * (ranks - 1), taken[1]))
-            if max(_next_seconds(plain_points), _next_seconds(exchange_points)) > _MAX_SECONDS:
-                break
+        taken = timed.in_turns([plain, exchanged], warm_runs=_WARM_RUNS if size == sizes[0] else 0)
+        plain_points.append((size, taken[0]))
+        exchange_points.append((part_bytes * (ranks - 1), taken[1]))
+        if max(_next_seconds(plain_points), _next_seconds(exchange_points)) > _MAX_SECONDS:
+            break
     return LinkRates(ranks, Curve.of(plain_points), Curve.of(exchange_points))
 
 
-def codec_rates(
-    codecs: Sequence[Codec],
-    group: dist.ProcessGroup | None = None,
-    *,
-    device: torch.device | str,
-    largest_elems: int = 1 << 62,
-) -> tuple[CodecRates, ...]:
-    """Seconds to encode, and to decode and add, on all ranks at once: those of one machine share its cores.
-
-    A collective call. Args, raises: as of `measure_choice`.
-    """
-    place = torch.device(device)
+def _codec_rates(codec: Codec, timed: _Timed, largest_elems: int) -> CodecRates:
+    """Seconds to encode, and to decode and add, on all ranks at once: those of one machine share its cores."""
     sizes = _up_to(_CODEC_ELEMS, largest_elems)
-    values = torch.randn(sizes[-1], generator=torch.Generator().manual_seed(0)).to(place)
+    values = torch.randn(sizes[-1], generator=torch.Generator().manual_seed(0)).to(timed.device)
     decoded, total = torch.empty_like(values), torch.zeros_like(values)
-    timed = _Timed(group, place)
-    found = []
-    with isolated(place):
-        for codec in codecs:
-            encode_points, decode_points = [], []
-            for size in sizes:
-                payload = torch.empty(codec.payload_bytes(size), dtype=torch.uint8, device=place)
-                encoded = codec.encode(values[:size], out=payload)
+    encode_points, decode_points = [], []
+    for size in sizes:
+        payload = torch.empty(codec.payload_bytes(size), dtype=torch.uint8, device=timed.device)
+        encoded = codec.encode(values[:size], out=payload)
 
-                def encode(size: int = size, payload: torch.Tensor = payload, codec: Codec = codec) -> object:
-                    return codec.encode(values[:size], out=payload)
+        def encode(size: int = size, payload: torch.Tensor = payload) -> object:
+            return codec.encode(values[:size], out=payload)
 
-                def decode(size: int = size, encoded: Any = encoded, codec: Codec = codec) -> object:
-                    return total[:size].add_(codec.decode(encoded, out=decoded[:size]))
+        def decode(size: int = size, encoded: Any = encoded) -> object:
+            return total[:size].add_(codec.decode(encoded, out=decoded[:size]))
 
-                encode_seconds, decode_seconds = timed.in_turns([encode, decode], warm_runs=1)
-                encode_points.append((size, encode_seconds))
-                decode_points.append((size, decode_seconds))
-            bytes_per_elem = codec.payload_bytes(1 << 20) / (1 << 20)
-            found.append(CodecRates(codec.name, bytes_per_elem, Curve.of(encode_points), Curve.of(decode_points)))
-    return tuple(found)
+        encode_seconds, decode_seconds = timed.in_turns([encode, decode], warm_runs=1)
+        encode_points.append((size, encode_seconds))
+        decode_points.append((size, decode_seconds))
+    bytes_per_elem = codec.payload_bytes(1 << 20) / (1 << 20)
+    return CodecRates(codec.name, bytes_per_elem, Curve.of(encode_points), Curve.of(decode_points))
 
 
 def _up_to(sizes: tuple[int, ...], largest: int) -> tuple[int, ...]:
@@ -178,8 +153,8 @@ class _Timed:
     """Times what all ranks run together."""
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        self._group = group
-        self._device = device
+        self.group = group
+        self.device = device
 
     def in_turns(self, runs: Sequence[Callable[[], object]], *, warm_runs: int) -> list[float]:
         """The median seconds of each, of the slowest rank: as many turns as all ranks agree to have time for."""
@@ -208,11 +183,11 @@ class _Timed:
         return taken
 
     def _slowest(self, seconds: list[float]) -> list[float]:
-        shared = torch.tensor(seconds, dtype=torch.float64, device=self._device)
-        dist.all_reduce(shared, dist.ReduceOp.MAX, group=self._group)
+        shared = torch.tensor(seconds, dtype=torch.float64, device=self.device)
+        dist.all_reduce(shared, dist.ReduceOp.MAX, group=self.group)
         found: list[float] = shared.tolist()
         return found
 
     def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.accelerator.synchronize(self._device)
+        if self.device.type == "cuda":
+            torch.accelerator.synchronize(self.device)

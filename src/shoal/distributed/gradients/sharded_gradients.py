@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,15 +15,16 @@ from shoal.distributed.comm.agreement import agree, described, short_hash
 from shoal.distributed.comm.exchange import Exchange
 from shoal.distributed.comm.traffic import Traffic, ring_all_gather_bytes
 from shoal.distributed.gradients.bucket_segments import (
-    PART_ELEMS,
     ParameterGrad,
     Segment,
     Segments,
     add,
     message_bytes,
+    pack,
+    parts_of,
 )
 from shoal.distributed.gradients.choose_codec import Chooser, Decision, decide, explained
-from shoal.distributed.gradients.error_feedback import ErrorFeedback, pack_gradients
+from shoal.distributed.gradients.error_feedback import ErrorFeedback
 from shoal.distributed.gradients.measure_rates import measure_choice
 from shoal.errors import InputError
 from shoal.lowlevel.process_groups import parameter_groups, reduce_scatter_of, sharded_modules
@@ -119,7 +120,7 @@ class CompressedShards:
         choosers = self._measured() if codec == "auto" else {}
         for unit in self._units:
             exchange = self._exchanges[unit.ranks_group]
-            whole = tuple(replace(gradient, elems=exchange.ranks * gradient.elems) for gradient in unit.gradients)
+            whole = tuple(gradient.of_all(exchange.ranks) for gradient in unit.gradients)
             asked = codec if isinstance(codec, Codec) else None
             decision, taken = decide(whole, unit.dtype, exchange.ranks, asked, choosers.get(unit.ranks_group))
             self.decisions[unit.name] = decision
@@ -221,15 +222,10 @@ def shard_segments(gradients: Sequence[ParameterGrad], rank: int) -> Segments:
     (Segment(name='weight', start=100, first=0, elems=100, encoded=True),
      Segment(name='bias', start=3, first=100, elems=3, encoded=False))
     """
-    segments = []
+    segments: list[Segment] = []
     first = 0
     for gradient in gradients:
-        size = PART_ELEMS if gradient.encoded else max(1, gradient.elems)
-        for start in range(0, gradient.elems, size):
-            elems = min(size, gradient.elems - start)
-            segments.append(
-                Segment(gradient.name, rank * gradient.elems + start, first + start, elems, gradient.encoded)
-            )
+        segments += parts_of(gradient, rank * gradient.elems, (rank + 1) * gradient.elems, first)
         first += gradient.elems
     return tuple(segments)
 
@@ -300,18 +296,15 @@ class CodedReduceScatter:
     def _reduce(self, output: torch.Tensor, shards: torch.Tensor, divisor: int, codec: Codec) -> None:
         rank = self.exchange.rank
         if self.feedback is not None and not self._added:
-            whole = [
-                ParameterGrad(gradient.name, len(shards) * gradient.elems, gradient.encoded)
-                for gradient in self.gradients
-            ]
-            self.feedback.add(whole, (), shards.device)
+            self.feedback.add([gradient.of_all(len(shards)) for gradient in self.gradients], (), shards.device)
             self._added = True
         size_bytes = message_bytes(self._shards[rank], codec)
         sizes = [0 if r == rank else size_bytes for r in range(len(shards))]
         messages = [torch.empty(size, dtype=torch.uint8, device=shards.device) for size in sizes]
+        residual_of = None if self.feedback is None else self.feedback.of_gradient
         for r, message in enumerate(messages):
             if r != rank:
-                pack_gradients(self.feedback, shards[r], self._shards[r], codec, message)
+                pack(shards[r], self._shards[r], codec, message, residual_of)
         received = self.exchange.all_to_all(messages, sizes, what=f"gradients of {self.name}")
         total = shards[rank]  # the rank's own values are not encoded
         for r, message in enumerate(received):

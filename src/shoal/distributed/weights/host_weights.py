@@ -20,14 +20,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from shoal.codecs.codec import Codec
 from shoal.codecs.registry import get
 from shoal.core import arguments, presets
 from shoal.core.hardware import Hardware, Link
 from shoal.cost.measure import measure
 from shoal.distributed.comm.traffic import Traffic
 from shoal.distributed.weights.parameter_transfer import ParameterTransfer, own_storage
-from shoal.distributed.weights.precision import AdaptivePrecision, packable
+from shoal.distributed.weights.precision import AdaptivePrecision
 from shoal.distributed.weights.weight_codecs import WeightCodecs, explained
 from shoal.errors import InputError
 from shoal.lowlevel.process_groups import sharded_modules
@@ -116,7 +115,7 @@ class HostWeights:
         arguments.instance("optimizer", optimizer, torch.optim.Optimizer)
         arguments.instance("gradients", gradients, str)
         reject_wrapped(model)
-        self._weight_codecs = WeightCodecs(precision, rounding, one_byte)
+        self._weight_codecs = WeightCodecs(model, precision, rounding, one_byte)
         self._gradient_codec = None if gradients == "raw" else get(gradients)
         self.adaptive = self._weight_codecs.adaptive
         self.traffic = Traffic()
@@ -169,7 +168,7 @@ class HostWeights:
 
     def explain(self) -> str:
         """In a few lines: the width of each weight, and the bytes of the last step."""
-        weights = ((self._codec_of(transfer), transfer.parameter.numel()) for transfer in self._transfers)
+        weights = ((self._weight_codecs.codec(one.name), one.parameter.numel()) for one in self._transfers)
         return explained(weights, self.traffic, self.traffic.kinds)
 
     def close(self) -> None:
@@ -266,12 +265,11 @@ class HostWeights:
         self._link.begin_step()
         began = time.perf_counter()
         for transfer in self._order:
-            self.traffic.add("weights", transfer.send(self._link, self._codec_of(transfer)), transfer.raw_bytes)
+            self.traffic.add(
+                "weights", transfer.send(self._link, self._weight_codecs.codec(transfer.name)), transfer.raw_bytes
+            )
         self._next.pack += time.perf_counter() - began
         self._stale = False
-
-    def _codec_of(self, transfer: ParameterTransfer) -> Codec | None:
-        return self._weight_codecs.codec(transfer.name) if transfer.packs else None
 
     def _receive(self, transfers: Iterable[ParameterTransfer]) -> None:
         for transfer in transfers:
@@ -352,12 +350,12 @@ def _transfers_of(
     devices = {parameter.device for parameter in found.values()}
     if len(devices) != 1:
         raise InputError(f"parameters lie on {', '.join(map(str, devices))}, expected one device; move the model")
-    packs = set(packable(model))
     transfers = []
     for name, parameter in found.items():
         own_storage(parameter)
-        max_bytes = weight_codecs.max_bytes(parameter.numel()) if name in packs else 0
-        transfers.append(ParameterTransfer(name, parameter, name in packs, max_bytes))
+        packs = name in weight_codecs.packs
+        max_bytes = weight_codecs.max_bytes(parameter.numel()) if packs else 0
+        transfers.append(ParameterTransfer(name, parameter, packs, max_bytes))
     return transfers
 
 

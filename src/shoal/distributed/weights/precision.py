@@ -1,18 +1,26 @@
-"""`AdaptivePrecision`: AWP on a model, updated once a batch: the bytes in which each weight is sent."""
+"""Adaptive Weight Precision: the number of bits in which each layer's weights are sent, from how their norms change.
+
+Zhuang, Malossi, Casas, "Reducing data motion to accelerate the training of deep neural networks" (A2DTWP), algorithm 1.
+A layer's weights start in few bits. After every batch the change of their l2 norm, delta = (|W_i| - |W_i-1|) / |W_i-1|,
+is compared with a threshold T, which is negative in the paper: "below" means that the norm falls faster than |T|. Once
+that happened in INTERVAL batches since the count was last reset, the layer gets N bits more and the count is reset.
+Bits never decrease.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from shoal.codecs.memory_order import flat, without_gaps
 from shoal.core import arguments
-from shoal.distributed.weights.awp import LayerBits
-from shoal.errors import InputError
+from shoal.errors import InputError, brief
 
+MAX_BITS = 32  # of a float32
 _NORMALISATIONS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 _ROW_ELEMS = 1024
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -21,7 +29,7 @@ Groups = Mapping[str, Sequence[torch.Tensor]]
 SumUp = Callable[[list[float]], list[float]]
 
 
-class AdaptivePrecision(LayerBits):
+class AdaptivePrecision:
     """Drives the width of every layer's weights on their way to the device (A2DTWP, section II, algorithm 1).
 
     Biases and what belongs to a normalisation never count and are never packed.
@@ -29,15 +37,17 @@ class AdaptivePrecision(LayerBits):
     Args:
         model_or_groups: a model whose float32 weights of two or more dimensions are watched; or groups of tensors by
             name, each a layer.
-        threshold: T; see `shoal.distributed.weights.awp.LayerBits`.
-        interval: INTERVAL, in batches.
-        bits_step: N.
+        threshold: T, a relative change of the norm; in the paper -5e-2 (AlexNet), -2e-3 (VGG) and -2e-5 (ResNet).
+        interval: INTERVAL, in batches; 4000 (AlexNet, VGG) and 2000 (ResNet) in the paper.
+        bits_step: N, bits that a layer gets when it needs more.
         first_bits: of every layer at the start.
         by: "layer": each weight has bits of its own. "block": those of a building block share them, which the
             paper found best for ResNets; a block is a module with children, containers apart, that holds no other such.
 
     Attributes:
-        groups: weights by layer or block; `bits` and `counts` are those of each.
+        groups: weights by layer or block.
+        bits: of each layer or block, from 1 to 32.
+        counts: IntervalCounter of each.
 
     Raises:
         InputError: a number is out of its range, `by` is neither, or there is no weight to watch.
@@ -64,20 +74,62 @@ class AdaptivePrecision(LayerBits):
         by: str = "layer",
     ) -> None:
         self.groups, self._group_of = grouped(model_or_groups, by)
-        super().__init__(
-            list(self.groups), threshold=threshold, interval=interval, bits_step=bits_step, first_bits=first_bits
-        )
+        if not arguments.is_number(threshold):
+            raise InputError(
+                f"threshold={brief(threshold)}: expected a finite number, negative in the paper, such as -2e-3"
+            )
+        for what, number in (("interval", interval), ("bits_step", bits_step), ("first_bits", first_bits)):
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                raise InputError(f"{what}={number!r}: expected a whole number of 1 or more")
+        if first_bits > MAX_BITS:
+            raise InputError(f"first_bits={first_bits}: expected at most {MAX_BITS}, the bits of a float32")
+        self.threshold = threshold
+        self.interval = interval
+        self.bits_step = bits_step
+        self.bits = dict.fromkeys(self.groups, first_bits)
+        self.counts = dict.fromkeys(self.groups, 0)
+        self._norms: dict[str, float] | None = None
         self._sum_up: SumUp | None = None
 
     @property
     def mean_bytes(self) -> float:
         """Bytes a watched weight is sent in, over all of them."""
         elems = {name: sum(tensor.numel() for tensor in tensors) for name, tensors in self.groups.items()}
-        return sum(LayerBits.bytes_of(self, name) * elems[name] for name in elems) / max(1, sum(elems.values()))
+        return sum(-(-bits // 8) * elems[name] for name, bits in self.bits.items()) / max(1, sum(elems.values()))
 
     def update(self) -> list[str]:
         """Call it once a batch, after the optimizer's step; the layers or blocks whose bits went up."""
         return self.observe(self.norms())
+
+    def observe(self, norms: Sequence[float]) -> list[str]:
+        """What follows from the norms after a batch.
+
+        Args:
+            norms: l2 norm of each layer or block, in the order of `groups`.
+
+        Returns:
+            The layers or blocks whose bits went up. A norm that is NaN never counts; one that leaves zero rises.
+
+        Raises:
+            InputError: there are more or fewer norms than layers.
+        """
+        if len(norms) != len(self.bits):
+            raise InputError(f"got {len(norms)} norms, expected {len(self.bits)}: one of each layer")
+        now = dict(zip(self.bits, map(float, norms), strict=True))
+        before, self._norms = self._norms, now
+        grown: list[str] = []
+        if before is None:
+            return grown
+        for name in now:
+            if relative_change(before[name], now[name]) < self.threshold:
+                self.counts[name] += 1
+            if self.counts[name] == self.interval:
+                self.counts[name] = 0
+                if self.bits[name] < MAX_BITS:
+                    # A new dictionary: one that was read before stays that of its batch.
+                    self.bits = self.bits | {name: min(MAX_BITS, self.bits[name] + self.bits_step)}
+                    grown.append(name)
+        return grown
 
     def norms(self) -> list[float]:
         """The l2 norm of each layer or block, all of them in one pass."""
@@ -94,7 +146,10 @@ class AdaptivePrecision(LayerBits):
         Raises:
             InputError: no weight that is watched has this name.
         """
-        return super().bytes_of(self._group_of.get(name, name))
+        group = self._group_of.get(name, name)
+        if group not in self.bits:
+            raise InputError(f"no layer is called {name!r}; there are {', '.join(self.bits) or 'none'}")
+        return -(-self.bits[group] // 8)
 
     def watches(self, name: str) -> bool:
         """Whether the parameter of this name is sent packed."""
@@ -116,6 +171,39 @@ class AdaptivePrecision(LayerBits):
         for name, group in self._group_of.items():
             groups[group].append(tensors[name])
         self.groups, self._sum_up = groups, sum_up
+
+    def state_dict(self) -> dict[str, Any]:
+        """Bits, counts and the last norms of every layer: plain numbers."""
+        return {"bits": dict(self.bits), "counts": dict(self.counts), "norms": self._norms and dict(self._norms)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was called.
+
+        Raises:
+            InputError: the state is of other layers.
+        """
+        try:
+            bits, counts, norms = state["bits"], state["counts"], state["norms"]
+            same = set(bits) == set(counts) == set(self.bits) and (norms is None or set(norms) == set(self.bits))
+        except (KeyError, TypeError) as error:
+            raise InputError(f"got a state without {error}; give what state_dict() returned") from error
+        if not same:
+            missing = sorted(set(self.bits) ^ set(bits))
+            raise InputError(f"the state is of other layers ({', '.join(missing[:3])}); load it into the same model")
+        self.bits = {name: int(bits[name]) for name in self.bits}
+        self.counts = {name: int(counts[name]) for name in self.bits}
+        self._norms = None if norms is None else {name: float(norms[name]) for name in self.bits}
+
+
+def relative_change(before: float, now: float) -> float:
+    """(now - before) / before; from zero 0 or infinite.
+
+    >>> relative_change(10.0, 9.0)
+    -0.1
+    """
+    if before == 0.0:
+        return 0.0 if now == 0.0 else math.inf
+    return (now - before) / before
 
 
 def grouped(

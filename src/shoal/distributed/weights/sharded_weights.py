@@ -17,7 +17,7 @@ from shoal.distributed.comm.agreement import agree, fingerprint
 from shoal.distributed.comm.exchange import Exchange
 from shoal.distributed.comm.silent_ranks import lost_in
 from shoal.distributed.comm.traffic import Traffic
-from shoal.distributed.weights.precision import AdaptivePrecision, packable
+from shoal.distributed.weights.precision import AdaptivePrecision
 from shoal.distributed.weights.weight_codecs import RAW_BYTES, WeightCodecs, explained
 from shoal.errors import InputError
 from shoal.lowlevel.process_groups import (
@@ -79,7 +79,7 @@ class ShardedWeights:
     ) -> None:
         arguments.instance("model", model, nn.Module)
         arguments.instance("optimizer", optimizer, torch.optim.Optimizer)
-        self._weight_codecs = WeightCodecs(precision, rounding, one_byte)
+        self._weight_codecs = WeightCodecs(model, precision, rounding, one_byte)
         self.adaptive = self._weight_codecs.adaptive
         self.traffic = Traffic()
         self._model = model
@@ -91,10 +91,6 @@ class ShardedWeights:
         mesh = meshes.pop()
         self._group = mesh.get_group(mesh.ndim - 1)
         self._ranks = mesh.size(mesh.ndim - 1)
-        packs = set(packable(model))
-        self._codecs = {
-            name: partial(self._weight_codecs.codec, name) if name in packs else _raw for name in self._sharded
-        }
         exchange = Exchange(self._group, timeout_seconds=timeout_seconds)
         parameters = [(name, sharded.sharded_param) for name, sharded in self._sharded.items()]
         agree(exchange, "ShardedWeights", **self._weight_codecs.settings(), model=fingerprint(parameters))
@@ -125,7 +121,7 @@ class ShardedWeights:
 
     def explain(self) -> str:
         """In a few lines: the width of each weight, and the bytes of the last step."""
-        weights = ((self._codecs[name](), unsharded_elems(sharded)) for name, sharded in self._sharded.items())
+        weights = ((self._weight_codecs.codec(name), unsharded_elems(one)) for name, one in self._sharded.items())
         return explained(weights, self.traffic, ("weights",))
 
     def close(self) -> None:
@@ -149,9 +145,8 @@ class ShardedWeights:
         for name, sharded in self._sharded.items():
             local = local_shard(sharded)
             if not isinstance(local, PackedShard):
-                replace_local_shard(
-                    sharded, packed(local, ShardWire(sharded, self._codecs[name], self.traffic, self._ranks))
-                )
+                codec = partial(self._weight_codecs.codec, name)
+                replace_local_shard(sharded, packed(local, ShardWire(sharded, codec, self.traffic, self._ranks)))
         for group in _groups(self._model):
             if not isinstance(all_gather_of(group), CheckedAllGather):
                 set_all_gather(group, CheckedAllGather(all_gather_of(group)))
@@ -181,10 +176,6 @@ class ShardedWeights:
             numbers.pack(*sums), [numbers.size] * self._ranks, what="norms of shards"
         )
         return [math.fsum(of_ranks) for of_ranks in zip(*map(numbers.unpack, parts), strict=True)]
-
-
-def _raw() -> None:
-    return None
 
 
 def _gather_nothing(model: nn.Module) -> None:

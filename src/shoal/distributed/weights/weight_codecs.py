@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
+
 from shoal.codecs.codec import Codec
 from shoal.codecs.float_codec import FloatCodec
 from shoal.codecs.registry import get
 from shoal.core import arguments
 from shoal.distributed.comm.agreement import described, short_hash
 from shoal.distributed.comm.traffic import Kind, Traffic
-from shoal.distributed.weights.precision import AdaptivePrecision
+from shoal.distributed.weights.precision import AdaptivePrecision, packable
 from shoal.errors import InputError, brief
 
 RAW_BYTES = 4  # a float32
@@ -23,28 +25,36 @@ class WeightCodecs:
     """Read what a caller asks for.
 
     Args:
+        model: whose weights they are; biases and normalisations are never packed.
         precision: 8, 16, 24 or 32 bits for every weight (32 is the baseline, the best of the others the paper's
             oracle); the name of a codec, such as "bf16"; or an `AdaptivePrecision`.
         rounding: of 8, 16 and 24 bits: "cut" (the paper) or "nearest".
         one_byte: the codec that stands in for 8 bits, such as "dynamic_tree"; None: the top byte, by `rounding`.
 
     Attributes:
+        packs: the names of the weights that may be packed.
         adaptive: what decides while training, if anything does.
 
     Raises:
         InputError: one of them is none of these.
         CodecError: there is no such codec.
 
-    >>> WeightCodecs(16).codec("conv.weight").name, WeightCodecs(32).codec("conv.weight")
+    >>> model = torch.nn.Linear(4, 2)
+    >>> WeightCodecs(model, 16).codec("weight").name, WeightCodecs(model, 16).codec("bias")
     ('truncate2', None)
-    >>> WeightCodecs(8, one_byte="dynamic_tree").codec("conv.weight").name
+    >>> WeightCodecs(model, 8, one_byte="dynamic_tree").codec("weight").name
     'dynamic_tree'
     """
 
     def __init__(
-        self, precision: int | str | AdaptivePrecision, rounding: str = "cut", one_byte: str | None = None
+        self,
+        model: torch.nn.Module,
+        precision: int | str | AdaptivePrecision,
+        rounding: str = "cut",
+        one_byte: str | None = None,
     ) -> None:
         arguments.one_of("rounding", rounding, _VERBS)
+        self.packs = frozenset(packable(model))
         self.adaptive = precision if isinstance(precision, AdaptivePrecision) else None
         self._by_bytes: dict[int, Codec | None] = {
             width: get(f"{_VERBS[rounding]}{width}") for width in range(1, RAW_BYTES)
@@ -66,6 +76,8 @@ class WeightCodecs:
 
     def codec(self, name: str) -> Codec | None:
         """Of the weights of this name, now; None for plain float32."""
+        if name not in self.packs:
+            return None
         if self.adaptive is None:
             return self._fixed
         return self._by_bytes[self.adaptive.bytes_of(name)] if self.adaptive.watches(name) else None
@@ -73,7 +85,7 @@ class WeightCodecs:
     def settings(self) -> dict[str, object]:
         """What all ranks must have alike, AWP's state included, in words.
 
-        >>> WeightCodecs(16).settings()
+        >>> WeightCodecs(torch.nn.Linear(4, 2), 16).settings()
         {'precision': 'truncate2()'}
         """
         if self.adaptive is None:
