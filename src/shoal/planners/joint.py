@@ -49,6 +49,7 @@ from shoal.core.step import StepGraph
 from shoal.errors import BudgetError
 from shoal.planners.chain import chain
 from shoal.planners.fill_slack import fill_slack
+from shoal.planners.hold_longer import hold_longer
 from shoal.planners.infeasible import fewest_bytes, infeasible
 from shoal.planners.integer_program import Chosen, Solution, lower_bound, relaxed_choices, solve
 from shoal.planners.iterated_search import IteratedSearch
@@ -56,7 +57,7 @@ from shoal.planners.just_in_time import just_in_time
 from shoal.planners.later_readers import with_later_readers
 from shoal.planners.limits import DEFAULT, Effort, Guard, Limits
 from shoal.planners.local_search import local_search
-from shoal.planners.on_demand import hold_longer, narrow, plans_on_demand
+from shoal.planners.on_demand import narrow, plans_on_demand
 from shoal.planners.recompute_choice import RecomputeChoice, recompute_choice
 from shoal.planners.simulated import Simulated, as_chosen, everything_away, in_lower_order, simulated
 from shoal.planners.smallest_plan import smallest_plan

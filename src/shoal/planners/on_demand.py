@@ -11,17 +11,14 @@ does not, and in a finer grain than the blocks of `chain`. What stays from the f
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-
-import numpy as np
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 
 from shoal.core.order import op_names, reordered
-from shoal.core.residence import Keep, Recompute, Residence
+from shoal.core.residence import Residence
 from shoal.core.schedule import Run, schedule
-from shoal.core.simulate import bytes_and_seconds, dropped_bytes, peak_and_seconds
+from shoal.core.simulate import dropped_bytes, peak_and_seconds
 from shoal.core.step import StepGraph
-from shoal.planners.fill_slack import without_needless_runs
 from shoal.planners.just_in_time import just_in_time
 from shoal.planners.limits import Effort, Guard, Limits, cached_unless_stopped
 from shoal.planners.order import best_order
@@ -29,7 +26,6 @@ from shoal.planners.pass_tasks import bytes_during, pass_tasks
 from shoal.planners.recompute_choice import RecomputeChoice, recompute_choice
 from shoal.planners.simulated import Simulated, simulated
 
-_ROUNDS = 8  # of `hold_longer`
 _SMALL_SHARE = 0.002  # of the largest storage: what is smaller may stay longer than needed while an order is looked for
 
 
@@ -106,7 +102,7 @@ def _with_recomputation_inside(graph: StepGraph, runs: tuple[Run, ...]) -> StepG
     small_bytes = _SMALL_SHARE * max(s.nbytes for s in graph.storages)
     waits = {s.id for s in graph.storages if s.kind == "activation" and s.nbytes > small_bytes} - given_up
     ops = list(graph.ops[: graph.n_forward])
-    for again, run in _groups(graph, runs):
+    for again, run in groups(graph, runs):
         op = graph.ops[run.op]
         alive: set[int] = set()
         widest_bytes, in_use = 0, 0
@@ -136,7 +132,7 @@ def _net_bytes(graph: StepGraph, run: Run) -> int:
     return written_bytes - (graph.storages[run.takes_over].nbytes if run.takes_over >= 0 else 0)
 
 
-def _groups(graph: StepGraph, runs: tuple[Run, ...]) -> Iterator[tuple[list[Run], Run]]:
+def groups(graph: StepGraph, runs: tuple[Run, ...]) -> Iterator[tuple[list[Run], Run]]:
     """Each run of a backward op, with the recomputations before it."""
     again: list[Run] = []
     for run in runs[graph.n_forward :]:
@@ -145,119 +141,6 @@ def _groups(graph: StepGraph, runs: tuple[Run, ...]) -> Iterator[tuple[list[Run]
         else:
             yield again, run
             again = []
-
-
-@dataclass(frozen=True)
-class _Hold:
-    """A storage that need not be recomputed before an op if it stays.
-
-    Attributes:
-        storage: its id.
-        since: the op that reads it last before.
-        before: the op before which it is recomputed now.
-        seconds: about what that takes, with what it needs.
-        is_first: it would stay from the forward pass on.
-    """
-
-    storage: int
-    since: int
-    before: int
-    seconds: float
-    is_first: bool
-
-
-def hold_longer(
-    graph: StepGraph, residences: Mapping[str, Residence], budget_bytes: int, effort: Effort
-) -> dict[str, Residence]:
-    """Residences that recompute less often where the budget has room for what is recomputed to stay.
-
-    Greedy, the most seconds for the bytes and the ops during which they are in use first. In contrast to `fill_slack`
-    many changes are made before the step is simulated again, by an upper bound of the bytes at each op. Meant for plans
-    with many recomputations.
-
-    Args:
-        graph: the step.
-        residences: a plan whose peak fits; nothing is offloaded.
-        budget_bytes: most bytes in use at any position.
-        effort: what it may cost, after which the best found so far counts.
-    """
-    best = without_needless_runs(graph, residences)
-    runs = schedule(graph, best)
-    total_bytes, seconds = bytes_and_seconds(graph, runs)
-    for _ in range(_ROUNDS):
-        if effort.is_spent:
-            break
-        changed = _held(graph, best, runs, total_bytes, budget_bytes)
-        changed = without_needless_runs(graph, changed)
-        changed_runs = schedule(graph, changed)
-        effort.spend(2 * (len(runs) + len(changed_runs)))
-        changed_bytes, changed_seconds = bytes_and_seconds(graph, changed_runs)
-        if changed_seconds >= seconds or max(changed_bytes) > budget_bytes:
-            break
-        best, runs, total_bytes, seconds = changed, changed_runs, changed_bytes, changed_seconds
-    return best
-
-
-def _held(
-    graph: StepGraph,
-    residences: Mapping[str, Residence],
-    runs: tuple[Run, ...],
-    total_bytes: list[int],
-    budget_bytes: int,
-) -> dict[str, Residence]:
-    highest = np.zeros(len(graph.ops), np.int64)  # op → bytes in use during it or a recomputation for it
-    again: list[int] = []
-    for place, run in enumerate(runs):
-        again.append(total_bytes[place])
-        if not run.again:
-            highest[run.op] = max(again)
-            again = []
-    before: dict[int, set[int]] = {}
-    for s in graph.storages:
-        residence = residences.get(s.name)
-        if isinstance(residence, Recompute) and residence.before:
-            before[s.id] = {graph.op_called[name].id for name in residence.before}
-    holds = list(_holds(graph, runs))
-
-    def worth(hold: _Hold) -> float:
-        return hold.seconds / ((graph.storages[hold.storage].nbytes + 1) * (hold.before - hold.since + 1))
-
-    kept = set()
-    # To stay from the forward pass on, a storage must not be recomputed at all.
-    for is_first in (False, True):
-        for hold in sorted((h for h in holds if h.is_first == is_first), key=worth, reverse=True):
-            during = highest[hold.since : hold.before + 1]
-            nbytes = graph.storages[hold.storage].nbytes
-            if during.max() + nbytes > budget_bytes or (is_first and len(before[hold.storage]) > 1):
-                continue
-            during += nbytes
-            before[hold.storage].discard(hold.before)
-            if is_first:
-                kept.add(hold.storage)
-    found = dict(residences)
-    for storage, ops in before.items():
-        name = graph.storages[storage].name
-        found[name] = Keep() if storage in kept else Recompute(tuple(graph.ops[op].name for op in sorted(ops)))
-    return found
-
-
-def _holds(graph: StepGraph, runs: tuple[Run, ...]) -> Iterator[_Hold]:
-    """Every recomputation of a storage, as what would be held instead."""
-    last: dict[int, int] = {}  # storage → the op for which it was in use last
-    for run in runs[: graph.n_forward]:
-        last.update(dict.fromkeys((*graph.ops[run.op].reads, *run.writes), run.op))
-    there: set[int] = set()  # those that were recomputed before
-    for again, run in _groups(graph, runs):
-        taken_seconds: dict[int, float] = {}  # storage → of the recomputations on the way to it, some counted twice
-        for one in again:
-            op = one.of(graph)
-            seconds = op.longer_seconds + sum(taken_seconds.get(s, 0.0) for s in op.reads)
-            for storage in one.writes:
-                taken_seconds[storage] = seconds
-                yield _Hold(storage, last[storage], run.op, seconds, storage not in there)
-                there.add(storage)
-            last.update(dict.fromkeys((*op.reads, *one.writes), run.op))
-        last.update(dict.fromkeys(run.of(graph).reads, run.op))
 
 
 def kept_sets(choice: RecomputeChoice, narrow_share: float, way_shares: Sequence[float]) -> list[frozenset[int]]:
