@@ -17,11 +17,9 @@ from shoal.core.simulate import peak_and_seconds
 from shoal.core.step import StepGraph
 from shoal.core.validate_plan import check_order, check_plan
 from shoal.engine.loop_memory import by_itself
-from shoal.planners.keep_all import keep_all
 from shoal.planners.limits import DEFAULT, Effort, Guard, Limits
 from shoal.planners.on_demand import (
     beside_their_way,
-    hold_longer,
     in_order_on_demand,
     kept_sets,
     narrow,
@@ -29,7 +27,7 @@ from shoal.planners.on_demand import (
     plans_on_demand,
 )
 from shoal.planners.recompute_choice import recompute_choice
-from tests.random_steps import HARDWARE, Builder, inception_like, plain_chain, resnet_like, steps
+from tests.random_steps import Builder, inception_like, resnet_like, steps
 
 seeds = st.integers(0, 10_000)
 
@@ -80,24 +78,6 @@ def test_an_order_for_it_can_run_and_recomputes_no_more(graph: StepGraph, seed: 
     assert after == pytest.approx(seconds)
 
 
-@given(steps(), seeds, st.floats(1.0, 2.0))
-def test_holding_longer_is_faster_inside_the_budget(graph: StepGraph, seed: int, share: float) -> None:
-    residences = on_demand(graph, kept_by_chance(graph, seed))
-    before_bytes, before_seconds = peak_and_seconds(graph, schedule(graph, residences))
-    budget = int(share * before_bytes)
-    held = hold_longer(graph, residences, budget, effort())
-    check_plan(graph, held, budget)
-    assert peak_and_seconds(graph, schedule(graph, held))[1] <= before_seconds * (1 + 1e-12)
-
-
-@pytest.mark.parametrize("graph", [plain_chain(12), resnet_like((1, 1)), inception_like()])
-def test_with_room_for_everything_everything_is_held(graph: StepGraph) -> None:
-    kept = keep_all(graph, HARDWARE, 0)
-    total_bytes = sum(s.nbytes for s in graph.storages) + max(op.workspace_bytes for op in graph.ops)
-    held = hold_longer(graph, on_demand(graph, ()), 2 * total_bytes, effort())
-    assert peak_and_seconds(graph, schedule(graph, held))[1] == pytest.approx(kept.predicted_seconds)
-
-
 @pytest.mark.slow
 def test_patches_of_a_split_network_run_one_after_another_and_large_weight_gradients_wait() -> None:
     graph = split_vgg()
@@ -117,16 +97,6 @@ def first_layer_bytes(graph: StepGraph) -> int:
     """Of the result of the first convolution, all patches of it with what overlaps."""
     first = [op for op in graph.ops[: graph.n_forward] if op.layer == "0" and "convolution" in op.target]
     return sum(graph.storages[op.writes[0]].nbytes for op in first)
-
-
-def test_most_of_the_time_is_saved_without_a_higher_peak() -> None:
-    graph = resnet_like()
-    least = plans_on_demand(graph, DEFAULT)[0][0]
-    held = hold_longer(least.graph, least.residences, least.peak_bytes, effort())
-    check_plan(least.graph, held, least.peak_bytes)
-    plain_seconds = sum(op.seconds for op in graph.ops)
-    _, seconds = peak_and_seconds(least.graph, schedule(least.graph, held))
-    assert seconds - plain_seconds < 0.2 * (least.seconds - plain_seconds)
 
 
 def test_what_the_search_may_not_order_stays_in_order() -> None:
