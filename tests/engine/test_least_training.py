@@ -14,8 +14,9 @@ from shoal.core.residence import Recompute
 from shoal.core.schedule import schedule
 from shoal.core.simulate import peak_and_seconds
 from shoal.core.step import StepGraph
+from shoal.planners.hold_longer import hold_longer
 from shoal.planners.limits import DEFAULT, Effort, Guard
-from shoal.planners.on_demand import hold_longer, plans_on_demand
+from shoal.planners.on_demand import plans_on_demand
 from tests.engine.training_laws import conv_bn_relu, images, mean_square
 
 
