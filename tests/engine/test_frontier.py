@@ -9,7 +9,10 @@ import torch
 from torch import nn
 
 import shoal
+from shoal.core.hardware import Hardware
+from shoal.core.plan import Plan
 from shoal.core.sizes import format_bytes
+from shoal.core.step import StepGraph
 from shoal.core.variant import WHOLE
 from shoal.errors import BudgetError, CaptureError, InputError
 from tests.engine.keywords import keywords
@@ -52,6 +55,18 @@ def test_nothing_but_keeping_is_one_point() -> None:
     assert point.recomputed.count == point.offloaded.count == point.encoded.count == 0 < point.kept.count
     assert format_bytes(point.budget_bytes) in str(frontier)  # printed as its table
     assert "FrontierPoint" not in str(frontier)
+
+
+def test_a_planner_of_ones_own_that_names_no_least_has_a_frontier() -> None:
+    def keeps_all(graph: StepGraph, hardware: Hardware, budget_bytes: int) -> Plan:
+        plan = Plan(graph, {}, "mine", hardware.name, budget_bytes)
+        if budget_bytes and plan.predicted_peak_bytes > budget_bytes:
+            raise BudgetError("it does not fit")
+        return plan
+
+    options = shoal.Options(planner=keeps_all)
+    frontier = shoal.frontier(normalised(), IMAGES, hardware=P100, allow="recompute", points=2, options=options)
+    assert frontier.points and all(point.recomputed.count == 0 for point in frontier.points)
 
 
 @needs_little_scratch

@@ -20,7 +20,7 @@ from shoal.planners import integer_program, local_search, on_demand, simulated, 
 from shoal.planners import joint as planning
 from shoal.planners.joint import joint
 from shoal.planners.keep_all import keep_all
-from shoal.planners.limits import Effort, Guard, Limits, cached_unless_stopped
+from shoal.planners.limits import Effort, Guard, Limits, cached_unless_stopped, forget_searches
 from tests.random_steps import HARDWARE, conv_bn_relu_chain, densenet_like, resnet_like
 
 SWITCHES = [field.name for field in fields(Limits) if field.type == "bool"]
@@ -114,6 +114,19 @@ def test_what_a_time_limit_ended_is_searched_again_in_the_same_process() -> None
 
     assert [search(1), search(1), search(1)] == [("order of ops",), (), ()]
     assert struck == [False]
+
+
+def test_what_was_searched_is_found_again_until_it_is_forgotten() -> None:
+    asked: list[int] = []
+
+    @cached_unless_stopped(4, lambda found: ())
+    def search(step: int) -> None:
+        asked.append(step)
+
+    search(1), search(1)
+    forget_searches()
+    search(1)
+    assert asked == [1, 1]
 
 
 def test_a_plan_that_was_not_stopped_says_nothing_of_it() -> None:

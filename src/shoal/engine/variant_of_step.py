@@ -25,6 +25,7 @@ from shoal.engine.search.search_state import Best
 from shoal.engine.search.variants import AnyVariants
 from shoal.engine.step_planning import CompiledVariant, Planned, PlannedVariant, StepPlanning
 from shoal.errors import BudgetError
+from shoal.planners.limits import forget_searches
 
 _Graph = TypeVar("_Graph", bound=Hashable)
 _Loops = Callable[[Collection[int]], Sequence[LoopMemory]]
@@ -91,7 +92,10 @@ def variant_of_step(
         prices = variant_prices(model, means, loops, plannings)
         return lambda graph: prices.price(InVariant(captured(graph)))
 
-    found = _found(model, variants, price, budget_bytes)
+    try:
+        found = _found(model, variants, price, budget_bytes)
+    finally:
+        forget_searches()  # what one search has found serves the next ones of this step
     made = found.made
     candidates = found.plan.candidates if len(found.plan.candidates) > 1 else ()  # else there was no choice
     written = None
@@ -154,10 +158,10 @@ def variant_prices(
         planning = planning_of(laid_out)
 
         def made(one: StepPlanning, how: Encoding) -> tuple[PlannedVariant, Plan]:
-            likely = all_loops = loops(one.outputs)
-            if len(all_loops) > 1:  # what the step needs in the others is asked for only if no variant fits
-                likely = tuple(loop for loop in all_loops if one.may_fit(loop)) or all_loops[-1:]
-            planned, loop = model.try_to_plan(one, likely, how)
+            asked = loops(one.outputs)
+            if len(asked) > 1:  # what the step needs in the others is asked for only if no variant fits
+                asked = tuple(loop for loop in asked if one.may_fit(loop)) or asked[-1:]
+            planned, loop = model.try_to_plan(one, asked, how)
             return PlannedVariant(captured, laid_out, planned, loop), planned.plan
 
         plannings[planning.fingerprint] = planning

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 from shoal.core.step import StepGraph
 from shoal.planners.infeasible import fewest_bytes
 from shoal.planners.integer_program import Chosen, solve
-from shoal.planners.limits import DEFAULT, Guard, Limits
+from shoal.planners.limits import DEFAULT, Guard, Limits, cached_unless_stopped
 from shoal.planners.on_demand import plans_on_demand
 from shoal.planners.recompute_choice import recompute_choice
 from shoal.planners.simulated import as_chosen, in_lower_order
@@ -35,7 +34,7 @@ def estimate(
     return max(0.0, as_chosen(choice, chosen).peak_bytes - budget_bytes), math.inf
 
 
-@lru_cache(_KNOWN)
+@cached_unless_stopped(_KNOWN, lambda found: ())
 def least_seconds(graph: StepGraph, budget_bytes: int, *, limits: Limits = DEFAULT) -> float:
     """The lower bound of the step inside the budget; infinity where nothing fits by it.
 
@@ -62,7 +61,7 @@ def about_least_bytes(graph: StepGraph) -> int:
     return plans_on_demand(replace(graph, link=None), quick)[0][0].peak_bytes
 
 
-@lru_cache(_KNOWN)
+@cached_unless_stopped(_KNOWN, lambda found: ())
 def least_peak_bytes(graph: StepGraph) -> int:
     """About the smallest peak that a plan has: of the plans on demand, and with a link that of the program.
 

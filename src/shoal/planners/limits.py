@@ -187,6 +187,15 @@ class Guard:
             )
 
 
+_forget: list[Callable[[], None]] = []  # clear the caches of searches
+
+
+def forget_searches() -> None:
+    """Drop what `cached_unless_stopped` keeps: the steps among the arguments take megabytes of the host each."""
+    for cache_clear in _forget:
+        cache_clear()
+
+
 def cached_unless_stopped(
     maxsize: int, stopped: Callable[[Any], Collection[str]]
 ) -> Callable[[Callable[P, Found]], Callable[P, Found]]:
@@ -199,6 +208,7 @@ def cached_unless_stopped(
 
     def decorate(search: Callable[P, Found]) -> Callable[P, Found]:
         known = lru_cache(maxsize)(search)
+        _forget.append(known.cache_clear)
 
         @wraps(search)
         def cached(*args: P.args, **kwargs: P.kwargs) -> Found:

@@ -10,7 +10,8 @@ from shoal.core.step import StepGraph
 from shoal.core.variant import WHOLE, Variant
 from shoal.engine.search.best_variant import best_variant
 from shoal.engine.search.priced import Priced, PricedVariant
-from shoal.engine.search.unfit_variants import Way
+from shoal.engine.search.search_state import SearchState
+from shoal.engine.search.unfit_variants import Way, plan_unfit
 from shoal.errors import BudgetError
 from shoal.planners import estimates
 from shoal.planners.infeasible import fewest_bytes, floor_bytes
@@ -61,14 +62,25 @@ def test_where_a_single_op_is_over_the_budget_what_a_variant_about_needs_counts(
 
 
 def test_what_others_show_to_be_of_no_use_is_not_estimated_closely(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a rough estimate alone each might need less than the first is found to."""
     closely: list[StepGraph] = []
     precise = estimates.least_peak_bytes
     monkeypatch.setattr(estimates, "least_peak_bytes", lambda step: closely.append(step) or precise(step))
-    million = 10**6
-    candidates = OnPatches(9 * million, 5 * million, 5 * million, million)
-    with pytest.raises(BudgetError):
-        best_variant(candidates, candidates.price, 4 * million, "")
-    assert candidates.asked and len(closely) < len(candidates.captured)
+    steps = [kept_alone(nbytes) for nbytes in (1200, 1000, 1100)]
+    budget_bytes = max(map(fewest_bytes, steps))
+    assert budget_bytes < needed_bytes(steps[1]) and 0.75 * needed_bytes(steps[0]) < needed_bytes(steps[1])
+
+    def refusing(step: StepGraph) -> Priced[None]:
+        def plan(budget_bytes: int) -> None:
+            raise BudgetError("no plan fits", least_feasible_bytes=needed_bytes(step))
+
+        return Priced(step, plan)  # type: ignore[arg-type]
+
+    variants = [Variant(slices=n + 2) for n in range(3)]
+    state: SearchState[str, None] = SearchState(budget_bytes)
+    state.unfit = [PricedVariant(one, "", refusing(step)) for one, step in zip(variants, steps, strict=True)]
+    plan_unfit(state, lambda variant: False, for_the_minimum=True)
+    assert closely == [steps[1], steps[2]] and list(state.refused) == [(variants[1], False)]
 
 
 def test_the_least_of_every_variant_is_told_whichever_it_is() -> None:

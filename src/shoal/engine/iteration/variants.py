@@ -39,7 +39,7 @@ from shoal.engine.step_planning import allowed
 from shoal.kernels.generator import state_bytes
 from shoal.memory.limit import no_memory_limit
 from shoal.planners import Planner
-from shoal.planners.limits import DEFAULT
+from shoal.planners.limits import DEFAULT, forget_searches
 from shoal.planners.smallest_plan import refuse_in_a_moment, smallest_inside
 
 _Changed = Mapping[DynamoGraph, tuple[fx.GraphModule, Variant]]  # graphs that are not as their author wrote them
@@ -201,7 +201,10 @@ def plan_best_variant(
         return priced, costed
 
     prices = Prices(session.options.variant_means, session.in_regions, timed, costs, pieces=pieces)
-    best = best_variant(IterationVariants(graphs), price, budget_bytes, session.name)
+    try:
+        best = best_variant(IterationVariants(graphs), price, budget_bytes, session.name)
+    finally:
+        forget_searches()
     return replace(best.made, plan=best.plan)
 
 

@@ -22,7 +22,9 @@ from shoal.engine.search.best_variant import best_variant
 from shoal.engine.search.priced import Priced
 from shoal.engine.search.variants import Variants
 from shoal.errors import BudgetError
+from shoal.planners.estimates import about_least_bytes
 from shoal.planners.infeasible import floor_bytes
+from shoal.planners.limits import forget_searches
 
 _LITTLE_MORE = (0.02, 0.1, 0.3)  # of the smallest budget, tried where that is not usable
 
@@ -84,6 +86,7 @@ def frontier_points(
         if smaller is None or smaller.predicted_seconds <= USABLE * plain.seconds or within_bytes >= most_bytes:
             break
         plan(within_bytes, f": less takes {smaller.predicted_seconds / plain.seconds:.0f} times the step")
+    forget_searches()
     found = {within_bytes: search.fastest(within_bytes) for within_bytes in sorted(search.bounds)}
     points = (FrontierPoint.of(plan, inside, search.bounds[inside]) for inside, plan in found.items() if plan)
     plain_peak_bytes = plain.peak_bytes + whole.graph.rewrites_save_bytes
@@ -126,8 +129,8 @@ class _Points:
         try:
             plan = best_variant(self.variants, self.price, floor, "").plan
         except BudgetError as error:
-            assert error.least_feasible_bytes is not None
-            return error.least_feasible_bytes
+            # A planner of one's own need not name one.
+            return error.least_feasible_bytes or about_least_bytes(self.price(self.variants.graph(WHOLE)).graph)
         return plan.predicted_peak_bytes
 
     def fastest(self, budget_bytes: int) -> Plan | None:
